@@ -1,0 +1,297 @@
+"""Every message of the bus, as plain dataclasses. Standard library only: the engine uses them too.
+
+One stream entry has one field, `m`: msgpack of `[SCHEMA_VERSION, type name, fields]` (see `bus.codec`).
+
+Three numbers make delivery effectively once on an at-least-once bus:
+
+=========  =====================================================================================
+attempt    the gateway raises it each time it submits a request again; older attempts are void
+epoch      one incarnation of a worker; a worker runs only what is addressed to its own epoch, and
+           takes a new one (dropping all it ran) when it finds that its lease was lost
+index      position of a token in the request's output; the gateway drops what it already has
+=========  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+SCHEMA_VERSION = 1
+
+FinishReason = Literal["stop", "length", "error"]
+Number = int | float
+
+
+# --------------------------------------------------------------------------- gateway -> worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. `seed` is always set: the gateway draws one where the client gave none.
+
+    A draw is a function of (seed, output position) alone, so a request that is continued elsewhere
+    samples the same text. `logprobs`: None off, else how many alternatives per output token (0: only the
+    chosen one). `prompt_logprobs`: the same for prompt tokens (echo).
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids; empty when the client said ignore_eos
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """`requests:{instance}`: run this. `sent_token_ids` are output tokens the client already has: the
+    worker prefills prompt + sent and goes on at index len(sent_token_ids), with max_tokens still
+    counting them."""
+
+    request_id: str
+    attempt: int
+    gateway: str
+    epoch: int  # of the instance's leading worker, when the gateway chose it
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    sent_token_ids: list[int] = field(default_factory=list)
+    trace_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """`control:{worker}`: stop these and free their blocks; unknown ids are not an error."""
+
+    id: str
+    epoch: int
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """`control:{worker}`: take nothing new, finish what runs, leave with exit status 0."""
+
+    id: str
+    epoch: int
+
+
+Command = Cancel | Drain  # morph commands join here: swap, resize, transform, deploy, retire
+
+
+# --------------------------------------------------------------------------- worker -> gateway
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """`logprob` of the token itself and its most likely alternatives, most likely first."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one step added to one request. Empty `token_ids` with no `finish_reason`: it was admitted
+    (its first prefill chunk ran), which ends its time in the queue."""
+
+    request_id: str
+    attempt: int
+    index: int  # output position of token_ids[0]
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # with finish_reason "error"
+    logprobs: list[TokenLogprobs] | None = None  # one per token id
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token; [0] is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """`tokens:{gateway}`: everything one engine step made for one gateway."""
+
+    worker: str
+    epoch: int
+    instance: str
+    step: int
+    born_ns: int  # time.time_ns() when the step's tokens were known: for the road's latency
+    fingerprint: str  # names the shape that served it
+    deltas: list[Delta]
+
+
+# --------------------------------------------------------------------------- registry (keys, not streams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceCard:
+    """A model being served. `model_path` must be readable by the gateway too: it holds the tokenizer."""
+
+    id: str
+    model: str
+    model_path: str
+    max_model_len: int
+    vocab_size: int
+    num_layers: int
+    dtype: str
+    block_tokens: int
+    tp: int = 1
+    pp: int = 1
+    workers: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCard:
+    """`card:{worker}`: who I am. Valid only while `lease:{worker}` holds the same epoch."""
+
+    id: str
+    epoch: int
+    host: str
+    pid: int
+    device: str
+    page_bytes: int
+    state: Literal["loading", "serving", "draining"]
+    instances: list[InstanceCard] = field(default_factory=list)
+    progress: str = ""  # while loading: what, and how far
+
+
+# --------------------------------------------------------------------------- telemetry and metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Mergeable: counts[i] values <= bounds[i] and > bounds[i-1]; counts[-1] is above every bound."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    attention: str = "full"
+    ffn: str = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceTelemetry:
+    """Gauges are now; counters and histograms are since the epoch began. Seconds, tokens, blocks."""
+
+    id: str
+    running: int
+    waiting: int
+    waiting_tokens: int
+    kv_blocks: int
+    kv_used: int
+    layers: list[LayerShape]
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    finished: dict[str, int]
+    queue_seconds: Histogram
+    step_seconds: Histogram
+    time_to_first_token: Histogram  # from the worker's receipt
+    time_per_output_token: Histogram
+    oldest_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCounts:
+    """budget = weights + kv + free, always."""
+
+    budget: int
+    weights: int
+    kv: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTelemetry:
+    """`telemetry`: several times a second while busy, once a second when idle."""
+
+    worker: str
+    epoch: int
+    at_ms: int  # the worker's wall clock, for display; intervals come from its monotonic clock
+    busy: float  # share of the time since the last report spent in engine steps, 0..1
+    pages: PageCounts
+    instances: list[InstanceTelemetry]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceMetrics:
+    """Smoothed view of one instance over the monitor's window."""
+
+    id: str
+    worker: str
+    epoch: int
+    running: float
+    waiting: float
+    waiting_tokens: float
+    kv_blocks: int
+    kv_used: float
+    kv_usage: float  # 0..1
+    queue_seconds_p95: float | None  # None: nothing finished queueing in the window (absent is not zero)
+    ttft_p50: float | None
+    ttft_p95: float | None
+    tpot_p50: float | None
+    tpot_p95: float | None
+    prompt_tokens_per_second: float
+    generation_tokens_per_second: float
+    preemptions_per_second: float
+    last: InstanceTelemetry  # unsmoothed, for /metrics and /admin/state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMetrics:
+    worker: str
+    epoch: int
+    busy: float
+    pages: PageCounts
+    age_seconds: float  # since the last report; stale means hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """`metrics`: the monitor's smoothed picture."""
+
+    at_ms: int
+    window_seconds: float
+    workers: list[WorkerMetrics]
+    instances: list[InstanceMetrics]
+
+
+# --------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """`events`: every decision and every morph: what, why, and the numbers it saw.
+
+    Kinds so far: worker_joined, worker_lost, worker_left, epoch_changed, bus_restarted, dead_letter,
+    request_replayed. `worker_lost` carries `epoch` in numbers: gateways replay what that epoch had.
+    """
+
+    kind: str
+    source: str
+    subject: str
+    reason: str
+    at_ms: int
+    numbers: dict[str, Number] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """`dead-letters`: an entry nobody could use, whole, with the reason."""
+
+    stream: str
+    entry_id: str
+    reason: str
+    payload: bytes
+    at_ms: int

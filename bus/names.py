@@ -1,0 +1,59 @@
+"""Names of every Redis key. A key prefix keeps several clusters (and tests) apart on one server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP = "workers"  # the consumer group of every requests:{instance} stream
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """`prefix` comes from settings.redis.prefix, e.g. "instar:"."""
+
+    prefix: str = "instar:"
+
+    def requests(self, instance: str) -> str:
+        return f"{self.prefix}requests:{instance}"
+
+    def control(self, worker: str) -> str:
+        return f"{self.prefix}control:{worker}"
+
+    def tokens(self, gateway: str) -> str:
+        return f"{self.prefix}tokens:{gateway}"
+
+    @property
+    def telemetry(self) -> str:
+        return f"{self.prefix}telemetry"
+
+    @property
+    def metrics(self) -> str:
+        return f"{self.prefix}metrics"
+
+    @property
+    def events(self) -> str:
+        return f"{self.prefix}events"
+
+    @property
+    def dead_letters(self) -> str:
+        return f"{self.prefix}dead-letters"
+
+    @property
+    def workers(self) -> str:
+        """Set of worker ids that ever joined; who is alive is told by the leases."""
+        return f"{self.prefix}workers"
+
+    def lease(self, worker: str) -> str:
+        """The epoch of a live worker as text; expires when the worker stops renewing it."""
+        return f"{self.prefix}lease:{worker}"
+
+    def card(self, worker: str) -> str:
+        return f"{self.prefix}card:{worker}"
+
+    def gateway_lease(self, gateway: str) -> str:
+        return f"{self.prefix}gateway:{gateway}"
+
+    @property
+    def boot(self) -> str:
+        """A marker set once per data set: when it is gone, the data is gone (FLUSHALL, empty replica)."""
+        return f"{self.prefix}boot"

@@ -1,0 +1,127 @@
+"""All settings of all processes: one TOML file, `INSTAR_*` variables over it, defaults under it.
+
+The file is `instar.toml` in the working directory, or what `INSTAR_CONFIG` names. A variable is the section
+and the key joined by two underscores: `INSTAR_GATEWAY__PORT=8001`. A few have short names people type:
+`INSTAR_PORT`, `INSTAR_HOST`, `INSTAR_REDIS_URL`, `INSTAR_WORKERS`, `INSTAR_MODEL`.
+An unknown key, in the file or in a section's variable, is an error that names file, key and value.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RedisSettings(Section):
+    """The bus."""
+
+    url: str = Field("", description="redis://[:password@]host:port/db; empty: instar serve starts its own")
+    prefix: str = Field("instar:", description="first part of every key")
+    socket_timeout_s: float = Field(7.0, gt=0, description="an answer later than this is a lost connection")
+    block_ms: int = Field(2000, gt=0, le=5000, description="longest blocking read; stays under the timeout")
+    maxmemory_mb: int = Field(256, ge=16, description="limit of the embedded server (noeviction)")
+
+
+class GatewaySettings(Section):
+    """HTTP in, tokens out."""
+
+    host: str = Field("127.0.0.1", description="anything but loopback needs api_keys")
+    port: int = Field(8000, ge=0, le=65535)
+    id: str = Field("", description="empty: made from host name and process id")
+    api_keys: list[str] = Field(default_factory=list, description="keys of /v1; empty: none asked, loopback only")
+    admin_keys: list[str] = Field(default_factory=list, description="keys of /admin; empty: loopback only")
+    max_queue: int = Field(256, ge=1, description="requests accepted and not yet running; more get a 503")
+    max_inflight: int = Field(2048, ge=1, description="accepted and not yet ended; more get a 503")
+    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+    max_connections: int = Field(4096, ge=1)
+    header_timeout_s: float = Field(10.0, gt=0, description="a connection that sends no request is closed")
+    max_n_tokens: int = Field(131072, ge=1, description="limit of n (or prompts) times max_tokens in one call")
+    default_max_tokens: int = Field(16, ge=1, description="of /v1/completions, as OpenAI's; chat fills the context")
+    rate_limit_rpm: int = Field(0, ge=0, description="requests per minute per key, 0: no limit; more get a 429")
+    rate_limit_concurrent: int = Field(0, ge=0, description="requests at once per key, 0: no limit")
+    queue_timeout_s: float = Field(60.0, gt=0, description="longest wait before the first step; then a 504")
+    keepalive_s: float = Field(10.0, gt=0, description="comment line on a stream that has been silent this long")
+    stream_buffer_tokens: int = Field(4096, ge=16, description="unread tokens a slow reader may pile up, then an error")
+    max_attempts: int = Field(4, ge=1, description="times a request is submitted before it is given up")
+    replay: bool = Field(True, description="go on elsewhere after a worker's death; off: one error event")
+    drain_timeout_s: float = Field(30.0, ge=0, description="time for streams to end after SIGTERM")
+    metrics_compat: Literal["", "vllm"] = Field("", description='"vllm" adds the vllm: names that routers read')
+
+
+class MonitorSettings(Section):
+    """Telemetry in, smoothed metrics out."""
+
+    interval_s: float = Field(0.5, gt=0, description="how often metrics are published while there is load")
+    idle_interval_s: float = Field(2.0, gt=0, description="the same while nothing runs")
+    window_s: float = Field(10.0, gt=0, description="over which rates and percentiles are taken")
+    smoothing: float = Field(0.5, gt=0, le=1, description="weight of the newest value in the running average")
+    stale_s: float = Field(5.0, gt=0, description="older telemetry is not used")
+
+
+class ControllerSettings(Section):
+    """Watches leases; decides morphs."""
+
+    interval_s: float = Field(1.0, gt=0)
+    grace_s: float = Field(2.0, ge=0, description="after Redis came back, before a missing lease means death")
+
+
+class WorkerSettings(Section):
+    """One per device."""
+
+    id: str = Field("", description="empty: made from host name and index")
+    models: list[str] = Field(default_factory=list, description="model folders; `name=dir` sets the served name")
+    device: str = Field("", description='"cpu", "cuda:0", ...; empty: a GPU if there is one')
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU")
+    load_format: Literal["safetensors", "dummy"] = Field("safetensors", description="dummy: random weights")
+    memory_mb: int = Field(0, ge=0, description="page budget; 0: 2048 on a CPU, 90 % of free memory on a GPU")
+    page_kib: int = Field(0, ge=0, description="0: 64 on a CPU device, 2048 on CUDA")
+    block_tokens: int = Field(16, ge=1, description="tokens of a KV block")
+    max_model_len: int = Field(0, ge=0, description="0: what the model's config says")
+    max_num_seqs: int = Field(64, ge=1, description="sequences in one step")
+    max_num_batched_tokens: int = Field(512, ge=1, description="tokens in one step: the chunk of a prefill")
+    max_tp: int = Field(4, ge=1, le=8, description="largest tensor-parallel degree the weights are padded for")
+    threads: int = Field(0, ge=0, description="CPU threads of the kernels; 0: all cores")
+    lease_s: float = Field(3.0, gt=0.3, description="a worker silent this long is dead")
+    telemetry_s: float = Field(0.25, gt=0, description="report interval while busy; idle_telemetry_s when not")
+    idle_telemetry_s: float = Field(1.0, gt=0)
+    watchdog_s: float = Field(60.0, gt=0, description="a step longer than this ends the process")
+    drain_timeout_s: float = Field(30.0, ge=0)
+
+
+class ServeSettings(Section):
+    """`instar serve`: the processes of one machine."""
+
+    workers: int = Field(1, ge=1, le=64, description="worker processes")
+    restart_backoff_s: float = Field(0.5, gt=0, description="first pause before a died process starts again; doubles")
+    restart_backoff_max_s: float = Field(30.0, gt=0)
+    stop_timeout_s: float = Field(15.0, gt=0, description="after that a process that will not end is killed")
+
+
+class LogSettings(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    json_lines: bool = Field(False, description="one JSON object a line instead of text")
+
+
+class Settings(Section):
+    redis: RedisSettings = RedisSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    monitor: MonitorSettings = MonitorSettings()
+    controller: ControllerSettings = ControllerSettings()
+    worker: WorkerSettings = WorkerSettings()
+    serve: ServeSettings = ServeSettings()
+    log: LogSettings = LogSettings()
+
+
+class SettingsError(ValueError):
+    """Names the file or variable, the key, the value and what would be accepted."""
+
+
+def load_settings(path: Path | None = None) -> Settings:
+    """File under `INSTAR_*` variables. Raises SettingsError."""
+    raise NotImplementedError("the owner of the command line writes this")
