@@ -1,0 +1,1 @@
+"""Numba and MKL faces of the kernels."""

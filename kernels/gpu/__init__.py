@@ -1,0 +1,1 @@
+"""Triton faces of the kernels."""
