@@ -4,28 +4,73 @@ The file is `instar.toml` in the working directory, or what `INSTAR_CONFIG` name
 and the key joined by two underscores: `INSTAR_GATEWAY__PORT=8001`. A few have short names people type:
 `INSTAR_PORT`, `INSTAR_HOST`, `INSTAR_REDIS_URL`, `INSTAR_WORKERS`, `INSTAR_MODEL`.
 An unknown key, in the file or in a section's variable, is an error that names file, key and value.
+Lists in a variable are JSON (`["a", "b"]`) or separated by commas. `repr=False` marks a secret.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from bus.settings_sources import (
+    CONFIG_VARIABLE,
+    PREFIX,
+    Layer,
+    SettingsError,
+    config_file,
+    fields_of,
+    merge,
+    read_environment,
+    read_file,
+    variable_of,
+)
+
+__all__ = ["Settings", "SettingsError", "load_settings", "settings_environment"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _list_from_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """A list may be written as one string, since that is all a variable can hold."""
+        field = cls.model_fields[info.field_name or ""]
+        if field.annotation != list[str] or not isinstance(value, str):
+            return value
+        if value.lstrip().startswith("["):
+            try:
+                return json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"begins like a JSON list and is none: {error}") from error
+        return [part.strip() for part in value.split(",") if part.strip()]
 
 
 class RedisSettings(Section):
     """The bus."""
 
-    url: str = Field("", description="redis://[:password@]host:port/db; empty: instar serve starts its own")
+    url: str = Field(
+        "", repr=False, description="redis://[:password@]host:port/db; empty: instar serve starts its own"
+    )
     prefix: str = Field("instar:", description="first part of every key")
     socket_timeout_s: float = Field(7.0, gt=0, description="an answer later than this is a lost connection")
     block_ms: int = Field(2000, gt=0, le=5000, description="longest blocking read; stays under the timeout")
     maxmemory_mb: int = Field(256, ge=16, description="limit of the embedded server (noeviction)")
+
+    @model_validator(mode="after")
+    def _reads_end_before_the_timeout(self) -> Self:
+        if self.block_ms >= self.socket_timeout_s * 1000:
+            raise ValueError(
+                f"block_ms = {self.block_ms} must stay below socket_timeout_s = {self.socket_timeout_s}: "
+                "else every quiet read looks like a lost connection"
+            )
+        return self
 
 
 class GatewaySettings(Section):
@@ -33,25 +78,48 @@ class GatewaySettings(Section):
 
     host: str = Field("127.0.0.1", description="anything but loopback needs api_keys")
     port: int = Field(8000, ge=0, le=65535)
+    published_host: str = Field("", description="in a container: the host's address the port is published on")
     id: str = Field("", description="empty: made from host name and process id")
-    api_keys: list[str] = Field(default_factory=list, description="keys of /v1; empty: none asked, loopback only")
-    admin_keys: list[str] = Field(default_factory=list, description="keys of /admin; empty: loopback only")
+    api_keys: list[str] = Field(
+        default_factory=list, repr=False, description="keys of /v1; empty: none asked, loopback only"
+    )
+    admin_keys: list[str] = Field(
+        default_factory=list, repr=False, description="keys of /admin; empty: loopback only"
+    )
     max_queue: int = Field(256, ge=1, description="requests accepted and not yet running; more get a 503")
     max_inflight: int = Field(2048, ge=1, description="accepted and not yet ended; more get a 503")
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
     max_connections: int = Field(4096, ge=1)
     header_timeout_s: float = Field(10.0, gt=0, description="a connection that sends no request is closed")
-    max_n_tokens: int = Field(131072, ge=1, description="limit of n (or prompts) times max_tokens in one call")
-    default_max_tokens: int = Field(16, ge=1, description="of /v1/completions, as OpenAI's; chat fills the context")
-    rate_limit_rpm: int = Field(0, ge=0, description="requests per minute per key, 0: no limit; more get a 429")
+    max_n_tokens: int = Field(
+        131072, ge=1, description="limit of n (or prompts) times max_tokens in one call"
+    )
+    default_max_tokens: int = Field(
+        16, ge=1, description="of /v1/completions, as OpenAI's; chat fills the context"
+    )
+    rate_limit_rpm: int = Field(
+        0, ge=0, description="requests per minute per key, 0: no limit; more get a 429"
+    )
     rate_limit_concurrent: int = Field(0, ge=0, description="requests at once per key, 0: no limit")
     queue_timeout_s: float = Field(60.0, gt=0, description="longest wait before the first step; then a 504")
-    keepalive_s: float = Field(10.0, gt=0, description="comment line on a stream that has been silent this long")
-    stream_buffer_tokens: int = Field(4096, ge=16, description="unread tokens a slow reader may pile up, then an error")
+    keepalive_s: float = Field(
+        10.0, gt=0, description="comment line on a stream that has been silent this long"
+    )
+    stream_buffer_tokens: int = Field(
+        4096, ge=16, description="unread tokens a slow reader may pile up, then an error"
+    )
     max_attempts: int = Field(4, ge=1, description="times a request is submitted before it is given up")
     replay: bool = Field(True, description="go on elsewhere after a worker's death; off: one error event")
     drain_timeout_s: float = Field(30.0, ge=0, description="time for streams to end after SIGTERM")
-    metrics_compat: Literal["", "vllm"] = Field("", description='"vllm" adds the vllm: names that routers read')
+    metrics_compat: Literal["", "vllm"] = Field(
+        "", description='"vllm" adds the vllm: names that routers read'
+    )
+
+    @property
+    def loopback_only(self) -> bool:
+        """Whether nobody outside this machine can connect, so that keys may be missing. In a container
+        `host` is 0.0.0.0 and the runtime decides: `published_host` then says where."""
+        return is_loopback(self.published_host or self.host)
 
 
 class MonitorSettings(Section):
@@ -75,9 +143,13 @@ class WorkerSettings(Section):
     """One per device."""
 
     id: str = Field("", description="empty: made from host name and index")
-    models: list[str] = Field(default_factory=list, description="model folders; `name=dir` sets the served name")
+    models: list[str] = Field(
+        default_factory=list, description="model folders; `name=dir` sets the served name"
+    )
     device: str = Field("", description='"cpu", "cuda:0", ...; empty: a GPU if there is one')
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on a CPU"
+    )
     load_format: Literal["safetensors", "dummy"] = Field("safetensors", description="dummy: random weights")
     memory_mb: int = Field(0, ge=0, description="page budget; 0: 2048 on a CPU, 90 % of free memory on a GPU")
     page_kib: int = Field(0, ge=0, description="0: 64 on a CPU device, 2048 on CUDA")
@@ -85,10 +157,14 @@ class WorkerSettings(Section):
     max_model_len: int = Field(0, ge=0, description="0: what the model's config says")
     max_num_seqs: int = Field(64, ge=1, description="sequences in one step")
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens in one step: the chunk of a prefill")
-    max_tp: int = Field(4, ge=1, le=8, description="largest tensor-parallel degree the weights are padded for")
+    max_tp: int = Field(
+        4, ge=1, le=8, description="largest tensor-parallel degree the weights are padded for"
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the kernels; 0: all cores")
     lease_s: float = Field(3.0, gt=0.3, description="a worker silent this long is dead")
-    telemetry_s: float = Field(0.25, gt=0, description="report interval while busy; idle_telemetry_s when not")
+    telemetry_s: float = Field(
+        0.25, gt=0, description="report interval while busy; idle_telemetry_s when not"
+    )
     idle_telemetry_s: float = Field(1.0, gt=0)
     watchdog_s: float = Field(60.0, gt=0, description="a step longer than this ends the process")
     drain_timeout_s: float = Field(30.0, ge=0)
@@ -98,7 +174,10 @@ class ServeSettings(Section):
     """`instar serve`: the processes of one machine."""
 
     workers: int = Field(1, ge=1, le=64, description="worker processes")
-    restart_backoff_s: float = Field(0.5, gt=0, description="first pause before a died process starts again; doubles")
+    state_dir: str = Field(".instar", description="where the embedded Redis keeps its log and data")
+    restart_backoff_s: float = Field(
+        0.5, gt=0, description="first pause before a died process starts again; doubles"
+    )
     restart_backoff_max_s: float = Field(30.0, gt=0)
     stop_timeout_s: float = Field(15.0, gt=0, description="after that a process that will not end is killed")
 
@@ -118,10 +197,48 @@ class Settings(Section):
     log: LogSettings = LogSettings()
 
 
-class SettingsError(ValueError):
-    """Names the file or variable, the key, the value and what would be accepted."""
+SHORT_NAMES = {
+    "PORT": "gateway.port",
+    "HOST": "gateway.host",
+    "REDIS_URL": "redis.url",
+    "WORKERS": "serve.workers",
+    "MODEL": "worker.models",
+}
 
 
-def load_settings(path: Path | None = None) -> Settings:
-    """File under `INSTAR_*` variables. Raises SettingsError."""
-    raise NotImplementedError("the owner of the command line writes this")
+def load_settings(
+    path: Path | None = None, *, environ: Mapping[str, str] | None = None, flags: Layer | None = None
+) -> Settings:
+    """Defaults < file < INSTAR_* variables < flags. Raises SettingsError with every problem of the first
+    layer that has one: the origin, the key, the value, what would be accepted."""
+    environ = os.environ if environ is None else environ
+    file = config_file(path, environ)
+    layers = [
+        read_file(file, Settings) if file else {},
+        read_environment(environ, Settings, SHORT_NAMES),
+        flags or {},
+    ]
+    return merge(Settings, layers)
+
+
+def settings_environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` in which a child process finds exactly these settings: no file and no variable of ours."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
+    own = {CONFIG_VARIABLE: ""}
+    defaults = Settings()
+    for name in fields_of(Settings):
+        section, key = name.split(".")
+        value = getattr(getattr(settings, section), key)
+        if value != getattr(getattr(defaults, section), key):
+            own[variable_of(name)] = value if isinstance(value, str) else json.dumps(value)
+    return kept | own
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and for addresses of the loopback network; a name or "" (every address) is not."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,168 @@
+"""Settings: which layer wins, and what a slip is answered with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bus.settings import Settings, SettingsError, load_settings, settings_environment
+from bus.settings_sources import Given
+
+
+def complaint(path: Path | None = None, **environ: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(path, environ={"INSTAR_CONFIG": "", **environ})
+    return str(caught.value)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "instar.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_variables_over_the_file_over_defaults(tmp_path: Path) -> None:
+    path = written(tmp_path, "[gateway]\nport = 1\nhost = '::1'\n[serve]\nworkers = 3\n")
+    environ = {"INSTAR_GATEWAY__PORT": "2", "INSTAR_HOST": "127.0.0.2"}
+    settings = load_settings(path, environ=environ, flags={"gateway.port": Given(3, "--port")})
+    assert (settings.gateway.port, settings.gateway.host, settings.serve.workers) == (3, "127.0.0.2", 3)
+    assert settings.worker.block_tokens == Settings().worker.block_tokens
+
+
+def test_short_names_set_what_people_type_and_long_names_win_over_them() -> None:
+    settings = load_settings(
+        environ={
+            "INSTAR_CONFIG": "",
+            "INSTAR_PORT": "1",
+            "INSTAR_GATEWAY__PORT": "2",
+            "INSTAR_REDIS_URL": "redis://elsewhere:1",
+            "INSTAR_WORKERS": "2",
+            "INSTAR_MODEL": "a=one,two",
+        }
+    )
+    assert settings.gateway.port == 2
+    assert settings.redis.url == "redis://elsewhere:1"
+    assert (settings.serve.workers, settings.worker.models) == (2, ["a=one", "two"])
+
+
+def test_what_kubernetes_puts_into_a_container_for_a_service_named_instar_is_not_ours() -> None:
+    environ = {
+        "INSTAR_PORT": "tcp://10.0.0.1:8000",
+        "INSTAR_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "INSTAR_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "INSTAR_PORT_8000_TCP_PORT": "8000",
+        "INSTAR_SERVICE_HOST": "10.0.0.1",
+        "INSTAR_SERVICE_PORT": "8000",
+        "INSTAR_SERVICE_PORT_HTTP": "8000",
+        "INSTAR_GATEWAY_PORT": "tcp://10.0.0.2:80",
+        "INSTAR_REDIS_SERVICE_HOST": "10.0.0.3",
+    }
+    assert load_settings(environ={"INSTAR_CONFIG": "", **environ}) == Settings()
+
+
+def test_a_variable_of_somebody_else_is_left_alone() -> None:
+    assert load_settings(environ={"INSTAR_CONFIG": "", "INSTAR_LICENCE_SERVER": "x"}) == Settings()
+
+
+def test_an_unknown_key_of_the_file_names_file_key_value_and_the_likely_one(tmp_path: Path) -> None:
+    path = written(tmp_path, "[gateway]\nprot = 8001\n")
+    message = complaint(path)
+    assert message == f"{path}: gateway.prot = 8001: there is no such setting; did you mean gateway.port?"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("port = 8000", "did you mean gateway.port?"),
+        ("[gatway]\nport = 8000", "did you mean gateway.port?"),
+        ("gateway = 5", "gateway = 5: there is no such setting"),
+        ("[gateway]\nport = 70000", "gateway.port = 70000: Input should be less than or equal to 65535"),
+        (
+            "[log]\nlevel = 'loud'",
+            "log.level = 'loud': Input should be 'debug', 'info', 'warning' or 'error'",
+        ),
+        ("[gateway\n", "not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_answered_with_the_place_and_the_way_out(tmp_path: Path, text: str, told: str) -> None:
+    path = written(tmp_path, text)
+    message = complaint(path)
+    assert message.startswith(f"{path}: ")
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("INSTAR_GATEWAY__PROT", "1", "did you mean INSTAR_GATEWAY__PORT?"),
+        ("INSTAR_GATEWAY_PORT", "1", "did you mean INSTAR_GATEWAY__PORT?"),
+        ("INSTAR_WORKER", "1", "did you mean INSTAR_WORKERS?"),
+        ("INSTAR_NOWHERE__AT_ALL", "1", "there is no such setting"),
+        ("INSTAR_PORT", "http", "gateway.port = 'http': Input should be a valid integer"),
+        ("INSTAR_MODEL", '["a"', "begins like a JSON list and is none"),
+        ("INSTAR_WORKER__LEASE_S", "inf", "worker.lease_s = 'inf': Input should be a finite number"),
+    ],
+)
+def test_a_bad_variable_is_answered_with_its_name_and_the_way_out(
+    variable: str, value: str, told: str
+) -> None:
+    message = complaint(**{variable: value})
+    assert message.startswith(f"{variable}: ")
+    assert told in message
+
+
+def test_every_problem_is_told_at_once() -> None:
+    message = complaint(INSTAR_PORT="-1", INSTAR_WORKERS="0")
+    assert "gateway.port" in message
+    assert "serve.workers" in message
+
+
+def test_a_rule_between_two_keys_names_both() -> None:
+    message = complaint(INSTAR_REDIS__SOCKET_TIMEOUT_S="1")
+    assert "block_ms = 2000 must stay below socket_timeout_s = 1.0" in message
+
+
+def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    assert str(missing) in complaint(missing)
+    with pytest.raises(SettingsError, match="INSTAR_CONFIG"):
+        load_settings(environ={"INSTAR_CONFIG": str(missing)})
+
+
+def test_secrets_show_in_no_message_and_no_repr() -> None:
+    environ = {
+        "INSTAR_CONFIG": "",
+        "INSTAR_REDIS_URL": "redis://:hush@h:1",
+        "INSTAR_GATEWAY__API_KEYS": "hush",
+    }
+    assert "hush" not in repr(load_settings(environ=environ))
+    assert "hush" not in complaint(INSTAR_GATEWAY__API_KEYS='["hush"')
+
+
+def test_a_child_finds_the_same_settings_in_its_environment(tmp_path: Path) -> None:
+    path = written(tmp_path, '[gateway]\napi_keys = ["a,b", "c"]\nreplay = false\n[worker]\nid = "w0"\n')
+    settings = load_settings(path, environ={"INSTAR_PORT": "0"})
+    environ = settings_environment(settings, {"PATH": "/bin", "INSTAR_PORT": "0", "INSTAR_CONFIG": str(path)})
+    assert environ["PATH"] == "/bin"
+    assert load_settings(environ=environ) == settings
+
+
+@pytest.mark.parametrize(
+    ("host", "published", "loopback_only"),
+    [
+        ("127.0.0.1", "", True),
+        ("localhost", "", True),
+        ("::1", "", True),
+        ("0.0.0.0", "", False),
+        ("", "", False),
+        ("10.0.0.1", "", False),
+        ("0.0.0.0", "127.0.0.1", True),
+        ("0.0.0.0", "192.168.0.1", False),
+    ],
+)
+def test_the_gateway_knows_whether_others_can_reach_it(
+    host: str, published: str, loopback_only: bool
+) -> None:
+    gateway = Settings().gateway.model_copy(update={"host": host, "published_host": published})
+    assert gateway.loopback_only is loopback_only
