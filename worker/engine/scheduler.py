@@ -1,0 +1,139 @@
+"""Which tokens of which sequences run in the next step. No clock, no tensors, no I/O.
+
+Continuous batching with chunked prefill, after Orca (OSDI '22, iteration-level scheduling) and
+Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budget). The rules:
+
+1.  A sequence that decodes runs in every step.
+2.  Prefills share what is left of `max_num_batched_tokens`, oldest first.
+3.  Admission is first come, first served: when the head does not fit, nobody passes it. A sequence is
+    admitted when there are blocks for all its known tokens and one spare block for each sequence that
+    already runs; without the spares it would be thrown out again by their next tokens.
+4.  When a decode finds no block, the youngest running sequence gives up all of its own and goes back to the
+    head of the queue; it is recomputed later. The oldest is never preempted, so there is always progress.
+5.  A sequence that does not fit even alone leaves with an error.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from worker.core import BlockPool, Limits, Sequence, StepPlan
+
+
+class Scheduler:
+    """Owns who waits, who runs, and the blocks of those who run."""
+
+    def __init__(self, limits: Limits, blocks: BlockPool) -> None:
+        self.limits = limits
+        self.blocks = blocks
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.num_preemptions = 0
+        # Every running sequence may decode at once, and a decode is never left out of a step.
+        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Finished or cancelled: its blocks are free from here on. ValueError if it is not here."""
+        if seq.block_ids:
+            self.running.remove(seq)
+            self._free(seq)
+        else:
+            self.waiting.remove(seq)
+
+    def plan(self) -> StepPlan:
+        plan = StepPlan()
+        self._find_blocks(plan)
+        self._run_decodes(plan)
+        self._run_prefills(plan)
+        self._admit(plan)
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """The planned tokens are in the KV cache."""
+        block_tokens = self.limits.block_tokens
+        for chunk in plan.chunks:
+            chunk.seq.advance(chunk.num_tokens, block_tokens)
+
+    # ----------------------------------------------------------------------------- the four passes
+
+    def _find_blocks(self, plan: StepPlan) -> None:
+        """Each running sequence gets the block of its newest token, oldest first, or the youngest yields."""
+        block_tokens, i = self.limits.block_tokens, 0
+        while i < len(self.running):
+            seq = self.running[i]
+            missing = seq.num_blocks_needed(block_tokens) - len(seq.block_ids)
+            while missing > self.blocks.num_free and len(self.running) > i + 1:
+                self._preempt_youngest(plan)
+            if missing <= self.blocks.num_free:
+                if missing:
+                    seq.block_ids += self.blocks.allocate(missing)
+                i += 1
+            elif i:
+                self._preempt_youngest(plan)  # itself
+            else:
+                self.remove(seq)
+                plan.rejected.append((seq, self._too_long(seq)))
+
+    def _run_decodes(self, plan: StepPlan) -> None:
+        for seq in self.running:
+            if seq.num_remaining == 1:
+                plan.add(seq, 1)
+
+    def _run_prefills(self, plan: StepPlan) -> None:
+        for seq in self.running:
+            remaining = seq.num_remaining
+            if remaining > 1:
+                num_tokens = min(remaining, self.limits.max_num_batched_tokens - plan.num_tokens)
+                if num_tokens == 0:
+                    return
+                plan.add(seq, num_tokens)
+
+    def _admit(self, plan: StepPlan) -> None:
+        while self.waiting and len(self.running) < self._max_running:
+            budget = self.limits.max_num_batched_tokens - plan.num_tokens
+            seq = self.waiting[0]
+            needed = seq.num_blocks_needed(self.limits.block_tokens)
+            if needed > self.blocks.capacity:
+                self.waiting.popleft()
+                plan.rejected.append((seq, self._too_long(seq)))
+                continue
+            if budget == 0 or needed + len(self.running) > self.blocks.num_free:
+                return
+            self.waiting.popleft()
+            seq.block_ids = self.blocks.allocate(needed)
+            self.running.append(seq)
+            plan.admitted.append(seq)
+            plan.add(seq, min(seq.num_remaining, budget))
+
+    # ----------------------------------------------------------------------------- moves
+
+    def _preempt_youngest(self, plan: StepPlan) -> None:
+        seq = self.running.pop()
+        self._free(seq)
+        self.waiting.appendleft(seq)
+        plan.preempted.append(seq)
+        self.num_preemptions += 1
+
+    def _free(self, seq: Sequence) -> None:
+        self.blocks.free(seq.block_ids)
+        seq.block_ids = []
+        seq.num_computed = 0
+
+    def _too_long(self, seq: Sequence) -> str:
+        needed, block_tokens = seq.num_blocks_needed(self.limits.block_tokens), self.limits.block_tokens
+        return (
+            f"{len(seq.token_ids)} tokens need {needed} KV blocks of {block_tokens} tokens and this instance "
+            f"has {self.blocks.capacity}; shorten the prompt or give the worker more memory"
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError unless the blocks of the running sequences are exactly those handed out."""
+        held = [block for seq in self.running for block in seq.block_ids]
+        assert len(set(held)) == len(held), "a block belongs to two sequences"
+        assert self.blocks.num_free + len(held) == self.blocks.capacity, (
+            f"{self.blocks.capacity} blocks, {self.blocks.num_free} free, {len(held)} held by sequences"
+        )
+        assert all(not seq.block_ids and seq.num_computed == 0 for seq in self.waiting)
