@@ -1,0 +1,192 @@
+"""Clients that leave, flood, dawdle or wait too long; gateways that go: faults 4 to 9 of docs/faults.md."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.faults.conftest import heal
+from tests.faults.load import LONG_STREAM, PROMPT, Load, Stream, client, complete, p99
+from tests.service import Service, wait_for
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+Report = Callable[[dict[str, Any]], None]
+SLOW_WORKER = {"WORKER__MAX_NUM_SEQS": "4", "GATEWAY__MAX_QUEUE": "8"}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Service]:
+    """Room for four at once and a queue of eight, so that it can be filled."""
+    with Service(num_workers=1, num_gateways=2, settings=SLOW_WORKER) as service:
+        yield service
+
+
+@pytest.fixture
+def service(small: Service) -> Iterator[Service]:
+    yield small
+    heal(small)
+
+
+def open_stream(
+    service: Service, max_tokens: int, prompt: str = PROMPT, stream: bool = True
+) -> socket.socket:
+    """A raw connection that has asked for a stream, to be cut or starved at will."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}
+    payload = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(payload)}\r\n\r\n"
+    )
+    connection = socket.create_connection(("127.0.0.1", service.gateway_ports[0]), timeout=30)
+    connection.sendall(head.encode() + payload)
+    return connection
+
+
+def is_idle(service: Service) -> bool:
+    """Nothing runs, waits or holds a block, and every request entry was acknowledged and deleted."""
+    state = service.state()
+    quiet = all(not i["running"] and not i["waiting"] and not i["kv"]["used"] for i in state["instances"])
+    with service.redis as redis:
+        backlog = sum(redis.xlen(key) for key in redis.keys("instar:requests:*"))
+    return quiet and backlog == 0
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+def test_a_client_that_leaves_while_decoding_frees_its_blocks(service: Service, stream: bool) -> None:
+    wait_for("an idle service", lambda: is_idle(service))
+    connection = open_stream(service, 1800, stream=stream)
+    wait_for("it to run", lambda: service.blocks_used() > 0)
+    before = service.state()["instances"][0]
+    connection.close()
+    left = time.monotonic()
+    wait_for("its blocks to be free", lambda: is_idle(service), within_s=5)
+    assert time.monotonic() - left < 5, before
+
+
+def test_clients_that_leave_the_queue_and_the_prefill_leave_nothing_behind(service: Service) -> None:
+    running = [open_stream(service, 1800) for _ in range(4)]
+    wait_for("four to run", lambda: service.state()["instances"][0]["running"] == 4)
+    queued = [open_stream(service, 1800, prompt=PROMPT * 60) for _ in range(3)]
+    wait_for("three to wait", lambda: service.state()["instances"][0]["waiting"] == 3)
+    for connection in queued:
+        connection.close()
+    wait_for("the queue to empty", lambda: service.state()["instances"][0]["waiting"] == 0, within_s=5)
+    for connection in running:
+        connection.close()
+    wait_for("everything to be free", lambda: is_idle(service), within_s=5)
+
+
+def test_a_deadline_that_passes_in_the_queue_is_a_504_and_never_runs() -> None:
+    settings = SLOW_WORKER | {"WORKER__MAX_NUM_SEQS": "1", "GATEWAY__QUEUE_TIMEOUT_S": "0.7"}
+    with Service(num_workers=1, settings=settings) as service:
+        running = open_stream(service, 1900)
+        wait_for("one to run", lambda: service.state()["instances"][0]["running"] == 1)
+        generated = service.metric("instar_request_success_total")
+        for stream in (False, True):
+            with client(service) as api, pytest.raises(openai.APIStatusError) as refused:
+                api.completions.create(model="demo", prompt=PROMPT, max_tokens=5, stream=stream)
+            assert refused.value.status_code == 504
+            assert refused.value.code == "deadline_exceeded"
+        assert service.metric("instar_request_success_total") == generated
+        running.close()
+        wait_for("everything to be free", lambda: is_idle(service), within_s=5)
+
+
+def test_a_burst_far_over_capacity_is_bounded_and_refused_quickly(service: Service, report: Report) -> None:
+    with Load(service, clients=2) as load:
+        load.warm()
+        load.mark()
+        refusals, accepted = burst(service, 120)
+        load.recover(5)
+    with service.explained():
+        assert accepted, "nobody was served"
+        assert len(refusals) >= 60, f"only {len(refusals)} of 120 refused by a queue of 8"
+        assert all(status in (429, 503) and retry for status, retry, _ in refusals)
+        # The refusal itself is quick: the clients of this test share two cores with what they load, so
+        # the bound here is on the typical one; docs/faults.md has the measured P99.
+        assert statistics.median(seconds for _, _, seconds in refusals) < 1.0
+        wait_for("an idle service", lambda: is_idle(service))
+    row = load.row("7 burst of 120 on a queue of 8")
+    report(row | {"refused": len(refusals), "reject_p99_s": p99([s for _, _, s in refusals])})
+
+
+def burst(service: Service, count: int) -> tuple[list[tuple[int, str | None, float]], list[str]]:
+    refusals: list[tuple[int, str | None, float]] = []
+    accepted: list[str] = []
+
+    def one() -> None:
+        started = time.monotonic()
+        try:
+            accepted.append(complete(service, max_tokens=100, extra_body={"ignore_eos": True}).id)
+        except openai.APIStatusError as problem:
+            retry = problem.response.headers.get("retry-after")
+            refusals.append((problem.status_code, retry, time.monotonic() - started))
+
+    threads = [threading.Thread(target=one) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    return refusals, accepted
+
+
+def test_a_reader_of_one_byte_a_second_holds_nobody_up(service: Service, report: Report) -> None:
+    with Load(service, clients=2) as load:
+        load.warm(20)
+        slow = open_stream(service, 1500)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        load.mark()
+        for _ in range(3):
+            assert slow.recv(1)
+            time.sleep(1)
+        load.recover(20)
+        slow.close()
+    assert load.failed == []
+    report(load.row("8 slow reader"))
+    wait_for("its blocks to be free", lambda: is_idle(service), within_s=10)
+
+
+def test_a_gateway_asked_to_leave_finishes_its_streams_and_refuses_new_ones(service: Service) -> None:
+    stream = Stream(service, LONG_STREAM | {"max_tokens": 400}).start().wait_chunks(3)
+    service.processes["gateway0"].signal(signal.SIGTERM)
+    time.sleep(0.2)
+    try:
+        complete(service, max_tokens=2)
+    except openai.APIStatusError as refused:
+        assert refused.status_code == 503
+        assert refused.response.headers["retry-after"]
+    except openai.APIConnectionError:
+        pass  # it no longer listens, which a router takes for the same
+    else:
+        raise AssertionError("a leaving gateway took a new request")
+    stream.finished()
+    assert stream.error is None
+    assert stream.finish == {0: "length"}
+    assert service.processes["gateway0"].popen.wait(20) == 0
+
+
+def test_of_two_gateways_the_death_of_one_cancels_its_requests_and_spares_the_others(
+    service: Service, report: Report
+) -> None:
+    wait_for("an idle service", lambda: is_idle(service))
+    with Load(service, clients=2, gateway=1) as load:
+        load.warm()
+        orphan = Stream(service, LONG_STREAM | {"max_tokens": 1900}).start().wait_chunks(3)
+        load.mark()
+        service.processes["gateway0"].kill()
+        orphan.finished()
+        load.recover(10)
+    assert orphan.error is not None, "a dead gateway's stream must not look complete"
+    with service.explained():
+        assert load.failed == []
+        wait_for("the orphan to be cancelled", lambda: service.blocks_used(gateway=1) == 0, within_s=15)
+    report(load.row("9 one of two gateways dies"))
