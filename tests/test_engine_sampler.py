@@ -1,0 +1,232 @@
+"""The sampler against plain formulas: what it may choose, how often, and that nothing else matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from bus.messages import SamplingParams
+from worker.engine import filters, noise
+from worker.engine.sampler import Sampler
+
+VOCAB = 64
+CPU = torch.device("cpu")
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 8, "seed": 1, **changes})
+
+
+def make(*rows: SamplingParams, vocab_size: int = VOCAB) -> Sampler:
+    sampler = Sampler(len(rows), vocab_size, CPU)
+    for row, each in enumerate(rows):
+        sampler.set_row(row, each, [])
+    return sampler
+
+
+def logits_of(rows: int, seed: int = 0, vocab_size: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def ids(*values: int) -> npt.NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+def draws(logits: torch.Tensor, n: int = 20_000, **changes: Any) -> npt.NDArray[np.int64]:
+    """The same logits [V] drawn at n output positions."""
+    sampler = make(params(**changes), vocab_size=len(logits))
+    tokens = [
+        sampler.sample(logits.expand(500, -1), np.zeros(500, np.int64), np.arange(at, at + 500)).token_ids
+        for at in range(0, n, 500)
+    ]
+    return np.concatenate(tokens)
+
+
+def chi_square(tokens: npt.NDArray[np.int64], probs: torch.Tensor) -> tuple[float, int]:
+    """Pearson's statistic over the tokens expected at least five times, and its degrees of freedom."""
+    expected = probs.double().numpy() * len(tokens)
+    seen = np.bincount(tokens, minlength=len(probs))
+    often = expected >= 5
+    rest_expected, rest_seen = expected[~often].sum(), seen[~often].sum()
+    statistic = ((seen[often] - expected[often]) ** 2 / expected[often]).sum()
+    statistic += (rest_seen - rest_expected) ** 2 / max(rest_expected, 1.0)
+    return float(statistic), int(often.sum())
+
+
+def assert_drawn_from(tokens: npt.NDArray[np.int64], probs: torch.Tensor) -> None:
+    statistic, degrees = chi_square(tokens, probs)
+    # Mean k, variance 2k: five standard deviations above, one false alarm in millions.
+    assert statistic < degrees + 5 * (2 * degrees) ** 0.5 + 5, (statistic, degrees)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_draws_follow_the_softmax_at_the_temperature(temperature: float) -> None:
+    logits = logits_of(1)[0]
+    tokens = draws(logits, temperature=temperature)
+    assert_drawn_from(tokens, (logits / temperature).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"top_k": 12, "top_p": 0.8},
+        {"top_p": 0.9, "min_p": 0.05},
+    ],
+)
+def test_filtered_draws_follow_the_renormalised_rest(changes: dict[str, Any]) -> None:
+    logits = logits_of(1, seed=3)[0]
+    probs = reference_probs(logits, **changes)
+    tokens = draws(logits, **changes)
+    assert set(tokens.tolist()) <= set(probs.nonzero().flatten().tolist())
+    assert_drawn_from(tokens, probs)
+
+
+def reference_probs(
+    logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """One row, one rule after the other, in float64."""
+    probs = logits.double().softmax(-1)
+    floor = min_p * probs.max()
+    order = probs.argsort(descending=True)
+    kept = order[: top_k or len(order)]
+    among = probs[kept] / probs[kept].sum()
+    kept = kept[(among.cumsum(0) - among) < top_p]
+    kept = kept[probs[kept] >= floor]
+    result = torch.zeros_like(probs)
+    result[kept] = probs[kept] / probs[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
+def test_candidates_of_a_large_vocabulary_equal_the_reference_within_and_beyond_the_window(
+    scale: float,
+) -> None:
+    vocab_size = 4 * filters.WINDOW
+    cases: list[dict[str, Any]] = [
+        {"top_k": 3},
+        {"top_k": 600, "top_p": 0.5},
+        {"top_p": 0.95},
+        {"top_p": 0.3, "min_p": 0.2},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+    ]
+    logits = logits_of(len(cases), 5, vocab_size) * scale
+    values, chosen = filters.candidates(
+        logits,
+        torch.tensor([case.get("top_k", 0) for case in cases]),
+        torch.tensor([case.get("top_p", 1.0) for case in cases]),
+        torch.tensor([case.get("min_p", 0.0) for case in cases]),
+    )
+    for i, case in enumerate(cases):
+        mine = set(chosen[i][values[i] > -torch.inf].tolist())
+        reference = set(reference_probs(logits[i], **case).nonzero().flatten().tolist())
+        assert len(mine ^ reference) <= (1 if "top_p" in case else 0), case  # one token at a rounded edge
+
+
+def test_a_draw_depends_on_seed_and_position_alone_not_on_the_batch() -> None:
+    logits = logits_of(6)
+    each = [params(seed=10 + i, temperature=0.9, top_p=0.9 if i % 2 else 1.0) for i in range(6)]
+    positions = ids(0, 5, 9, 2, 7, 1)
+    together = make(*each).sample(logits, np.arange(6), positions).token_ids
+    shuffled = [3, 1, 5, 0, 4, 2]
+    sampler = Sampler(6, VOCAB, CPU)
+    for row, i in enumerate(shuffled):
+        sampler.set_row(row, each[i], [])
+    again = sampler.sample(logits[shuffled], np.arange(6), positions[shuffled]).token_ids
+    assert again.tolist() == together[shuffled].tolist()
+    alone = [
+        make(each[i]).sample(logits[i : i + 1], ids(0), positions[i : i + 1]).token_ids[0] for i in range(6)
+    ]
+    assert alone == together.tolist()
+
+
+def test_other_seeds_and_other_positions_draw_other_tokens() -> None:
+    flat = torch.zeros(1, 4096)
+    by_seed = {
+        int(make(params(seed=s), vocab_size=4096).sample(flat, ids(0), ids(0)).token_ids[0])
+        for s in range(64)
+    }
+    assert len(by_seed) > 55
+    assert len(set(draws(flat[0], n=500).tolist())) > 450
+
+
+def test_negative_and_huge_seeds_are_seeds() -> None:
+    flat = torch.zeros(1, 4096)
+    seeds = [-1, 2**63 + 5, 2**64 - 2]
+    tokens = [make(params(seed=s), vocab_size=4096).sample(flat, ids(0), ids(0)).token_ids[0] for s in seeds]
+    assert len(set(tokens)) == 3
+
+
+def test_noise_is_uniform_and_neighbours_are_not_correlated() -> None:
+    keys = torch.from_numpy(noise.keys(np.arange(64, dtype=np.uint64), np.zeros(64, np.int64)))
+    u = noise.uniform(keys, torch.arange(4096, dtype=torch.int32)).double()
+    assert u.min() > 0 and u.max() < 1
+    assert abs(u.mean() - 0.5) < 0.003 and abs(u.var() - 1 / 12) < 0.001
+    counts = torch.histc(u, bins=64, min=0, max=1)
+    assert float(((counts - 4096) ** 2 / 4096).sum()) < 64 + 5 * 128**0.5
+    for a, b in ((u[:, 1:], u[:, :-1]), (u[1:], u[:-1])):
+        assert abs(float(((a - 0.5) * (b - 0.5)).mean())) < 0.001
+
+
+def test_a_batch_of_plain_greedy_rows_takes_the_argmax() -> None:
+    logits = logits_of(3)
+    sampled = make(*[params(temperature=0)] * 3).sample(logits, np.arange(3), ids(0, 0, 0))
+    assert sampled.token_ids.tolist() == logits.argmax(-1).tolist()
+    assert not sampled.logprobs
+
+
+def test_a_vanishing_temperature_is_greedy() -> None:
+    logits = logits_of(1)
+    token = make(params(temperature=1e-30, top_p=0.9)).sample(logits, ids(0), ids(3)).token_ids[0]
+    assert token == logits.argmax()
+
+
+def test_penalties_count_outputs_and_survive_a_continuation() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 7], logits[:, 8], logits[:, 9] = 3.0, 2.0, 1.9
+    strong = params(temperature=0, frequency_penalty=0.4, presence_penalty=0.8)
+    sampler = make(params(temperature=0), strong)
+    seen = [sampler.sample(logits, ids(0, 1), ids(i, i)).token_ids.tolist() for i in range(4)]
+    assert seen == [[7, 7], [7, 8], [7, 9], [7, 7]]
+    continued = Sampler(2, VOCAB, CPU)
+    continued.set_row(1, strong, [7, 8])
+    assert continued.sample(logits[:1], ids(1), ids(2)).token_ids.tolist() == [9]
+    continued.set_row(1, strong, [])
+    assert continued.sample(logits[:1], ids(1), ids(0)).token_ids.tolist() == [7]
+
+
+def test_logit_bias_moves_only_its_own_row_and_is_forgotten_with_it() -> None:
+    logits = logits_of(3)
+    greedy = logits.argmax(-1).tolist()
+    one, two = {5: 100.0}, {greedy[2]: -100.0, 9: 50.0}
+    sampler = make(*(params(temperature=0, logit_bias=bias) for bias in ({}, one, two)))
+    assert sampler.sample(logits, np.arange(3), ids(0, 0, 0)).token_ids.tolist() == [greedy[0], 5, 9]
+    sampler.set_row(1, params(temperature=0, logit_bias={6: 100.0}), [])
+    sampler.set_row(2, params(temperature=0), [])
+    assert sampler.sample(logits, np.arange(3), ids(0, 0, 0)).token_ids.tolist() == [greedy[0], 6, greedy[2]]
+
+
+def test_logprobs_are_those_of_the_untouched_logits() -> None:
+    logits = logits_of(3)
+    untouched = logits.clone()
+    sampler = make(
+        params(temperature=0),
+        params(temperature=0, logprobs=0, logit_bias={4: 100.0}),
+        params(temperature=0.5, top_k=3, logprobs=3),
+    )
+    sampled = sampler.sample(logits, np.arange(3), ids(0, 0, 0))
+    expected = untouched.log_softmax(-1)
+    assert torch.equal(logits, untouched)
+    assert set(sampled.logprobs) == {1, 2}
+    assert sampled.logprobs[1].token_id == 4 and sampled.logprobs[1].top_ids == []
+    assert sampled.logprobs[1].logprob == pytest.approx(float(expected[1, 4]))
+    top = expected[2].topk(3)
+    assert sampled.logprobs[2].top_ids == top.indices.tolist()
+    assert sampled.logprobs[2].top_logprobs == pytest.approx(top.values.tolist())

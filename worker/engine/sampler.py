@@ -1,0 +1,171 @@
+"""Choose the next token of every sequence of a step at once; no loop over sequences.
+
+Order: logit bias and penalties on the logits, temperature, top_k, top_p, min_p, draw. Temperature 0 takes the
+likeliest after bias and penalties. Penalties count output tokens only (OpenAI's formula: frequency times
+count, plus presence if the count is not 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bus.messages import SamplingParams, TokenLogprobs
+from worker.engine import filters, noise
+from worker.engine.logprobs import token_logprobs
+
+Rows = npt.NDArray[np.int64]
+
+MIN_TEMPERATURE = 1e-5  # below it scores overflow float32 and the draw is greedy anyway
+
+
+@dataclass(slots=True)
+class Sampled:
+    token_ids: Rows  # [R]
+    logprobs: dict[int, TokenLogprobs]  # index into the step's R rows -> what it asked for
+
+
+class Sampler:
+    """Parameters, penalty counts and biases of the running sequences, one row each, set at admission.
+
+    The counts and biases live on the model's device and exist only once a request has asked for them.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
+        self._seed = np.zeros(num_rows, np.uint64)
+        self._temperature, self._top_p, self._min_p, self._presence, self._frequency = np.zeros(
+            (5, num_rows), np.float32
+        )
+        self._top_k = np.zeros(num_rows, np.int64)
+        self._num_logprobs = np.full(num_rows, -1, np.int64)
+        self._is_plain, self._is_filtered, self._is_penalised, self._is_biased = np.zeros((4, num_rows), bool)
+        self._counts: torch.Tensor | None = None  # int32 [num_rows, V]
+        self._bias_ids = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
+        self._bias = torch.zeros(num_rows, 0, device=device)  # padded with 0.0 on token 0: adds nothing
+        self._vocabulary = torch.arange(vocab_size, dtype=torch.int32, device=device)
+
+    def set_row(self, row: int, params: SamplingParams, output_token_ids: list[int]) -> None:
+        """A sequence takes `row`; `output_token_ids` is what it generated before (a replay, a preemption)."""
+        self._seed[row] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
+        temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
+        self._temperature[row], self._top_k[row] = temperature, params.top_k
+        self._top_p[row], self._min_p[row] = params.top_p, params.min_p
+        self._presence[row], self._frequency[row] = params.presence_penalty, params.frequency_penalty
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._is_filtered[row] = params.top_k > 0 or params.top_p < 1
+        self._is_penalised[row] = bool(params.presence_penalty or params.frequency_penalty)
+        self._is_biased[row] = bool(params.logit_bias)
+        has_extras = params.logprobs is not None or self._is_penalised[row] or self._is_biased[row]
+        self._is_plain[row] = temperature == 0 and not has_extras
+        if self._is_penalised[row]:
+            self._count_outputs(row, output_token_ids)
+        if params.logit_bias:
+            self._set_bias(row, params.logit_bias)
+
+    def sample(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> Sampled:
+        """Next tokens for logits float32 [R, V] of `rows` [R] at output `positions` [R]. Logits stay as
+        they are."""
+        if self._is_plain[rows].all():
+            return Sampled(logits.argmax(dim=-1).cpu().numpy(), {})
+        tokens = self._choose(self._adjusted(logits, rows), rows, positions)
+        self._count(rows, tokens)
+        token_ids = tokens.cpu().numpy()
+        return Sampled(token_ids, self._logprobs(logits, rows, token_ids))
+
+    # ----------------------------------------------------------------------------- stages
+
+    def _adjusted(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        biased, penalised = np.flatnonzero(self._is_biased[rows]), np.flatnonzero(self._is_penalised[rows])
+        if not len(biased) and not len(penalised):
+            return logits
+        scores = logits.clone()
+        if len(biased):
+            at, which = self._tensor(biased), self._tensor(rows[biased])
+            scores[at] = scores[at].scatter_add_(1, self._bias_ids[which], self._bias[which])
+        if len(penalised):
+            assert self._counts is not None
+            at, which = self._tensor(penalised), self._tensor(rows[penalised])
+            counts = self._counts[which]
+            frequency = self._tensor(self._frequency[rows[penalised]]).unsqueeze(1)
+            presence = self._tensor(self._presence[rows[penalised]]).unsqueeze(1)
+            scores[at] -= frequency * counts + presence * (counts > 0)
+        return scores
+
+    def _choose(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
+        """Greedy, unfiltered and filtered rows take three roads; each is skipped when nobody goes it."""
+        is_random, is_filtered = self._temperature[rows] > 0, self._is_filtered[rows]
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
+        for here, choose in (
+            (~is_random, self._greedy),
+            (is_random & ~is_filtered, self._draw),
+            (is_random & is_filtered, self._draw_filtered),
+        ):
+            if here.all():
+                return choose(scores, rows, positions)
+            if here.any():
+                at = self._tensor(np.flatnonzero(here))
+                tokens[at] = choose(scores[at], rows[here], positions[here])
+        return tokens
+
+    def _greedy(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
+        return scores.argmax(dim=-1)
+
+    def _draw(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
+        scores = scores / self._tensor(self._temperature[rows]).unsqueeze(1)
+        min_p = self._min_p[rows]
+        if min_p.any():
+            threshold = filters.min_p_threshold(scores, self._tensor(min_p))
+            scores = scores.masked_fill_(scores < threshold, -torch.inf)
+        return scores.add_(noise.gumbel(self._keys(rows, positions), self._vocabulary)).argmax(dim=-1)
+
+    def _draw_filtered(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
+        scores = scores / self._tensor(self._temperature[rows]).unsqueeze(1)
+        values, ids = filters.candidates(
+            scores,
+            self._tensor(self._top_k[rows]),
+            self._tensor(self._top_p[rows]),
+            self._tensor(self._min_p[rows]),
+        )
+        values += noise.gumbel(self._keys(rows, positions), ids.to(torch.int32))
+        return ids.gather(1, values.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+    def _logprobs(self, logits: torch.Tensor, rows: Rows, token_ids: Rows) -> dict[int, TokenLogprobs]:
+        asked = np.flatnonzero(self._num_logprobs[rows] >= 0)
+        if not len(asked):
+            return {}
+        part = logits if len(asked) == len(rows) else logits[self._tensor(asked)]
+        found = token_logprobs(part, token_ids[asked], self._num_logprobs[rows[asked]])
+        return dict(zip(asked.tolist(), found, strict=True))
+
+    # ----------------------------------------------------------------------------- rows on the device
+
+    def _count(self, rows: Rows, tokens: torch.Tensor) -> None:
+        penalised = np.flatnonzero(self._is_penalised[rows])
+        if len(penalised):
+            assert self._counts is not None
+            self._counts[self._tensor(rows[penalised]), tokens[self._tensor(penalised)]] += 1
+
+    def _count_outputs(self, row: int, output_token_ids: list[int]) -> None:
+        if self._counts is None:
+            shape = (len(self._seed), self.vocab_size)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        counts = np.bincount(np.asarray(output_token_ids, np.int64), minlength=self.vocab_size)
+        self._counts[row] = torch.from_numpy(counts.astype(np.int32)).to(self.device)
+
+    def _set_bias(self, row: int, bias: dict[int, float]) -> None:
+        if missing := max(0, len(bias) - self._bias.shape[1]):
+            self._bias_ids = torch.nn.functional.pad(self._bias_ids, (0, missing))
+            self._bias = torch.nn.functional.pad(self._bias, (0, missing))
+        self._bias_ids[row], self._bias[row] = 0, 0.0
+        self._bias_ids[row, : len(bias)] = torch.tensor(list(bias), device=self.device)
+        self._bias[row, : len(bias)] = torch.tensor(list(bias.values()), device=self.device)
+
+    def _keys(self, rows: Rows, positions: Rows) -> torch.Tensor:
+        return self._tensor(noise.keys(self._seed[rows], positions))
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
