@@ -126,7 +126,7 @@ class StepOutput:
     deltas: list[Delta]
 
 
-# --------------------------------------------------------------------------- registry (keys, not streams)
+# --------------------------------------------------------------------------- registry: keys, no streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,190 @@
+"""`connect(settings.redis)`: the one object through which a service speaks to the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+
+from bus.codec import encode
+from bus.errors import (
+    BadRedisUrl,
+    BusFull,
+    BusUnavailable,
+    NotRedis,
+    RedisForbidden,
+    RedisNotThere,
+    RedisPassword,
+    RedisProblem,
+    RedisTooOld,
+)
+from bus.link import Link, Restart
+from bus.messages import Event, Number
+from bus.names import GROUP, Names
+from bus.readers import GroupReader, StreamReader
+from bus.registry import LiveWorker, Member, Registry
+from bus.settings import RedisSettings
+
+__all__ = [
+    "BadRedisUrl",
+    "Batch",
+    "Bus",
+    "BusFull",
+    "BusUnavailable",
+    "GroupReader",
+    "LiveWorker",
+    "Member",
+    "NotRedis",
+    "RedisForbidden",
+    "RedisNotThere",
+    "RedisPassword",
+    "RedisProblem",
+    "RedisTooOld",
+    "Restart",
+    "StreamReader",
+    "connect",
+]
+
+M = TypeVar("M")
+
+MAX_EVENTS = 10_000
+BATCH_ENTRIES = 128  # most entries of one read
+
+
+def connect(settings: RedisSettings, *, source: str = "") -> Bus:
+    """A Bus that is not started yet. `source` names the service in its events. Raises BadRedisUrl."""
+    names = Names(settings.prefix)
+    link = Link(settings.url, names, socket_timeout_s=settings.socket_timeout_s)
+    return Bus(link, block_ms=settings.block_ms, source=source)
+
+
+class Batch:
+    """Writes that go out in one round trip and one MULTI: all of them or none."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._steps: list[Callable[[Pipeline], object]] = []
+
+    def publish(self, stream: str, message: object, *, maxlen: int | None = None) -> None:
+        """XADD; `maxlen` trims exactly. Never give one to a stream whose entries may be pending."""
+        payload = encode(message)
+        self._steps.append(lambda pipe: pipe.xadd(stream, {b"m": payload}, maxlen=maxlen, approximate=False))
+
+    def ack(self, stream: str, *ids: str) -> None:
+        """XACK and XDEL."""
+        if ids:
+            self._steps.append(lambda pipe: pipe.xack(stream, GROUP, *ids))
+            self._steps.append(lambda pipe: pipe.xdel(stream, *ids))
+
+    async def send(self) -> None:
+        """Raises BusUnavailable (it may have been carried out), BusFull (it was not)."""
+        if self._steps:
+            await self._link.run(self._execute)
+
+    async def _execute(self, client: Redis) -> None:
+        async with client.pipeline(transaction=len(self._steps) > 1) as pipe:
+            for step in self._steps:
+                step(pipe)
+            await pipe.execute()
+
+
+class Bus(Registry):
+    """Streams and registry over one `Link`. Start it in a running event loop; close it at the end."""
+
+    def __init__(self, link: Link, *, block_ms: int, source: str = "") -> None:
+        super().__init__(link)
+        self.source = source
+        self._block_ms = block_ms
+
+    async def start(self, wait_s: float = 10.0) -> None:
+        """Waits up to `wait_s` for Redis to be there. Raises RedisProblem, which says what to do."""
+        await self.link.start(wait_s)
+
+    async def aclose(self) -> None:
+        await self.link.aclose()
+
+    async def __aenter__(self) -> Bus:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def up(self) -> bool:
+        """Whether Redis answered last time. While it does not, writes fail at once."""
+        return self.link.up
+
+    async def wait_up(self) -> None:
+        """Until Redis answers."""
+        await self.link.wait_up()
+
+    def on_restart(self, callback: Callable[[Restart], None]) -> None:
+        """Called in the event loop, before readers go on, when Redis restarted or lost its data."""
+        self.link.on_restart(callback)
+
+    # ------------------------------------------------------------------------------------- writing
+
+    def batch(self) -> Batch:
+        return Batch(self.link)
+
+    async def publish(self, stream: str, *messages: object, maxlen: int | None = None) -> None:
+        """XADD of all messages, or of none. No hidden retries. Raises BusUnavailable, BusFull."""
+        batch = self.batch()
+        for message in messages:
+            batch.publish(stream, message, maxlen=maxlen)
+        await batch.send()
+
+    async def event(self, kind: str, subject: str, reason: str, **numbers: Number) -> None:
+        """One entry of the audit stream, which keeps the last MAX_EVENTS. Raises BusUnavailable, BusFull."""
+        event = Event(
+            kind=kind,
+            source=self.source,
+            subject=subject,
+            reason=reason,
+            at_ms=time.time_ns() // 1_000_000,
+            numbers=numbers,
+        )
+        await self.publish(self.names.events, event, maxlen=MAX_EVENTS)
+
+    async def trim(self, stream: str, *, before: str) -> None:
+        """Drops every entry older than the entry id `before`, exactly."""
+        await self.link.run(lambda client: client.xtrim(stream, minid=before, approximate=False))
+
+    async def length(self, stream: str) -> int:
+        """Entries in a stream; for a requests stream that is its backlog."""
+        return int(await self.link.run(lambda client: client.xlen(stream)))
+
+    # ------------------------------------------------------------------------------------- reading
+
+    @overload
+    def reader(
+        self, stream: str, expected: type[M], /, *, start: str = "$", count: int = ...
+    ) -> StreamReader[M]: ...
+    @overload
+    def reader(
+        self, stream: str, /, *expected: type[Any], start: str = "$", count: int = ...
+    ) -> StreamReader[Any]: ...
+    def reader(
+        self, stream: str, /, *expected: type[Any], start: str = "$", count: int = BATCH_ENTRIES
+    ) -> StreamReader[Any]:
+        """Reads a stream from `start` with a connection of its own; entries of no expected type become
+        dead letters. Close it."""
+        return StreamReader(self.link, stream, expected, start=start, block_ms=self._block_ms, count=count)
+
+    @overload
+    def group_reader(
+        self, stream: str, consumer: str, expected: type[M], /, *, count: int = ...
+    ) -> GroupReader[M]: ...
+    @overload
+    def group_reader(
+        self, stream: str, consumer: str, /, *expected: type[Any], count: int = ...
+    ) -> GroupReader[Any]: ...
+    def group_reader(
+        self, stream: str, consumer: str, /, *expected: type[Any], count: int = BATCH_ENTRIES
+    ) -> GroupReader[Any]:
+        """Reads a stream as a member of its consumer group, with a connection of its own. Close it."""
+        return GroupReader(self.link, stream, consumer, expected, block_ms=self._block_ms, count=count)

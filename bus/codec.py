@@ -1,0 +1,84 @@
+"""Messages to bytes and back: msgpack of `[SCHEMA_VERSION, type name, fields]`.
+
+Decoding has two phases. The header is read with the fields left raw, so that a message of another version
+or of a type nobody expects here is named before its fields are looked at; then the decoder of that one type
+validates every field. Fields that a type does not know are ignored (a newer sender may add some).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar, overload
+
+import msgspec
+
+from bus import messages
+from bus.messages import SCHEMA_VERSION
+
+M = TypeVar("M")
+
+# What may stand alone in a stream entry or a registry key; the other dataclasses only occur within these.
+MESSAGE_TYPES: Final[tuple[type, ...]] = (
+    messages.Submit,
+    messages.Cancel,
+    messages.Drain,
+    messages.StepOutput,
+    messages.WorkerCard,
+    messages.WorkerTelemetry,
+    messages.Metrics,
+    messages.Event,
+    messages.DeadLetter,
+)
+
+_NAMES: Final[dict[type, str]] = {kind: kind.__name__ for kind in MESSAGE_TYPES}
+_DECODERS: Final[dict[str, msgspec.msgpack.Decoder[Any]]] = {
+    name: msgspec.msgpack.Decoder(kind) for kind, name in _NAMES.items()
+}
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_HEADER: Final = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw])
+
+# What msgspec can raise on hostile bytes: its own errors, bad UTF-8 (ValueError), nesting beyond the stack,
+# and a length prefix that asks for more memory than there is.
+_MALFORMED: Final = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError)
+
+
+class DecodeError(ValueError):
+    """These bytes are no message that is wanted here; `reason` says why, without the payload."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def encode(message: object) -> bytes:
+    """Bytes of one message. Raises TypeError for a type that is no message, OverflowError for an integer
+    beyond 64 bits."""
+    name = _NAMES.get(type(message))
+    if name is None:
+        raise TypeError(f"{type(message).__name__} is not a bus message; known are {', '.join(_DECODERS)}")
+    return _ENCODER.encode((SCHEMA_VERSION, name, message))
+
+
+@overload
+def decode(data: bytes, expected: type[M], /) -> M: ...
+@overload
+def decode(data: bytes, /, *expected: type[Any]) -> Any: ...
+def decode(data: bytes, /, *expected: type[Any]) -> Any:
+    """The message in `data`, which must be of one of the `expected` types (none given: any message).
+
+    Raises DecodeError and nothing else, whatever the bytes.
+    """
+    try:
+        version, name, fields = _HEADER.decode(data)
+    except _MALFORMED as error:
+        raise DecodeError(f"not a message: {error}") from None
+    if version != SCHEMA_VERSION:
+        raise DecodeError(f"schema version {version}, this program speaks {SCHEMA_VERSION}")
+    decoder = _DECODERS.get(name)
+    if decoder is None:
+        raise DecodeError(f"unknown message type {name[:64]!r}")
+    if expected and decoder.type not in expected:
+        raise DecodeError(f"{name} is not expected here, only {' or '.join(t.__name__ for t in expected)}")
+    try:
+        return decoder.decode(fields)
+    except _MALFORMED as error:
+        raise DecodeError(f"bad {name}: {error}") from None

@@ -1,0 +1,164 @@
+"""Connections to Redis: how they are made, what is asked of the server, what its errors mean.
+
+redis-py 8 retries by default (one XADD whose replies are lost can write three entries) and gives up a read
+after 5 s. Here nothing is retried behind the caller's back, and every time limit is set by us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from bus.errors import (
+    BadRedisUrl,
+    BusFull,
+    BusUnavailable,
+    NotRedis,
+    RedisForbidden,
+    RedisNotThere,
+    RedisPassword,
+    RedisProblem,
+    RedisTooOld,
+)
+
+OLDEST_VERSION = (6, 2)  # XAUTOCLAIM, XTRIM MINID, XADD NOMKSTREAM
+CONNECT_TIMEOUT_S = 3.0
+
+# Redis is away, or not ready: it may be better in a moment. OSError and TimeoutError: what the sockets
+# beneath redis-py raise where it does not wrap them.
+AWAY = (
+    exceptions.ConnectionError,  # includes BusyLoadingError
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,  # a replica that was a primary before
+    exceptions.InvalidResponse,  # the connection is out of step; redis-py closes it
+    TimeoutError,
+    OSError,
+)
+# Refusals that pass: snapshots fail to be written, a script runs long, replicas are missing, ...
+NOT_NOW = ("MISCONF", "BUSY ", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "EXECABORT")
+
+
+def public_url(url: str) -> str:
+    """The URL without its password."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "(unreadable URL)"
+    host = parts.netloc.rpartition("@")[2]
+    user = parts.username or ""
+    masked = f"{user}:***@{host}" if "@" in parts.netloc else host
+    return urlunsplit((parts.scheme, masked, parts.path, "", ""))
+
+
+def make_client(url: str, *, socket_timeout_s: float, max_connections: int) -> Redis:
+    """A client with its own pool of at most `max_connections`; who finds it empty waits, up to the socket
+    timeout. Raises BadRedisUrl."""
+    try:
+        options: dict[str, Any] = dict(parse_url(url))
+    except (ValueError, TypeError):
+        # neither the URL nor the error's text is shown: where the URL cannot be cut up, either may hold a
+        # piece of the password
+        raise BadRedisUrl(
+            "redis.url is no Redis address; write redis://[:password@]host:port/db, "
+            "and the characters / # ? @ : % of a password as %2F %23 %3F %40 %3A %25"
+        ) from None
+    options |= {
+        "socket_timeout": socket_timeout_s,
+        "socket_connect_timeout": min(CONNECT_TIMEOUT_S, socket_timeout_s),
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        "decode_responses": False,
+        "driver_info": None,  # CLIENT SETINFO is unknown to 6.2
+    }
+    if "path" not in options:  # a Unix socket knows no keep-alive
+        options["socket_keepalive"] = True
+    pool = BlockingConnectionPool(max_connections=max_connections, timeout=socket_timeout_s, **options)
+    return Redis.from_pool(pool)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Redis and socket errors within become BusUnavailable, BusFull or RedisProblem; NOGROUP and its like
+    (`redis.exceptions.ResponseError` of a missing group) stay as they are."""
+    try:
+        yield
+    except exceptions.OutOfMemoryError as error:
+        raise BusFull(f"Redis is at maxmemory: {error}") from error
+    except exceptions.AuthenticationError as error:
+        raise RedisPassword(_password_text(error)) from error
+    except exceptions.NoPermissionError as error:
+        raise RedisForbidden(f"Redis refuses: {error}; widen the user's access list (ACL)") from error
+    except AWAY as error:
+        raise BusUnavailable(f"{type(error).__name__}: {error}") from error
+    except exceptions.ResponseError as error:
+        if is_group_missing(error):
+            raise
+        if str(error).startswith(NOT_NOW):
+            raise BusUnavailable(f"Redis refuses for now: {error}") from error
+        raise RedisProblem(f"Redis refuses: {error}") from error
+
+
+def is_group_missing(error: exceptions.ResponseError) -> bool:
+    """The stream or its group is gone (flush, restart without persistence, stream deleted while we read)."""
+    return str(error).startswith(("NOGROUP", "UNBLOCKED"))
+
+
+def _password_text(error: Exception) -> str:
+    text = str(error)
+    if "without any password" in text or "no password is set" in text:
+        return "Redis has no password, but redis.url carries one; remove it"
+    if "NOAUTH" in text or "Authentication required" in text:
+        return "Redis asks for a password; write it into redis.url as redis://:password@host:port/db"
+    return "Redis refused the user name or password in redis.url"
+
+
+async def probe(client: Redis, url: str) -> dict[str, Any]:
+    """`INFO server` of a Redis that can be used. Raises a RedisProblem that says why it cannot."""
+    where = public_url(url)
+    try:
+        with translated():
+            # a password the server does not want is refused here, one it wants and lacks as well
+            facts: dict[str, Any] = await client.info("server")
+    except RedisProblem as problem:
+        raise type(problem)(f"{problem} (at {where})") from problem
+    except BusUnavailable as away:
+        raise _nobody(away, where) from away
+    except (exceptions.RedisError, ValueError, TypeError, AttributeError) as error:
+        raise NotRedis(f"{where} does not answer as Redis does: {type(error).__name__}: {error}") from error
+    version = str(facts.get("redis_version", ""))
+    if not version:
+        raise NotRedis(f"{where} does not answer as Redis does: INFO names no redis_version")
+    if _numbers(version) < OLDEST_VERSION:
+        oldest = ".".join(map(str, OLDEST_VERSION))
+        raise RedisTooOld(f"Redis at {where} is version {version}; {oldest} or newer is needed")
+    return facts
+
+
+def _nobody(away: BusUnavailable, where: str) -> RedisProblem:
+    if isinstance(away.__cause__, exceptions.InvalidResponse):
+        return NotRedis(f"{where} does not answer as Redis does: {away.__cause__}")
+    return RedisNotThere(
+        f"no Redis at {where} ({away}); start one, or set redis.url (INSTAR_REDIS_URL) to where it runs"
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+
+
+async def close(client: Redis) -> None:
+    """Closes the client's connections, whatever state they are in."""
+    try:
+        async with asyncio.timeout(1.0):
+            await client.aclose(close_connection_pool=True)
+    except AWAY:
+        pass

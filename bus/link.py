@@ -1,0 +1,187 @@
+"""The link of one process to Redis: short commands, and one watcher that knows whether Redis is there.
+
+The watcher is the only one that probes a Redis that went away, so an outage costs one line of log and one
+connection attempt a second, however many readers wait. It also tells a Redis that came back with another
+run id or without its data from one that was only slow: `on_restart`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from redis import exceptions
+from redis.asyncio import Redis
+
+from bus.connection import close, make_client, probe, public_url, translated
+from bus.errors import BusFull, BusUnavailable, RedisNotThere, RedisProblem
+from bus.names import Names
+
+log = logging.getLogger("bus")
+
+T = TypeVar("T")
+
+SHORT_CONNECTIONS = 16
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
+QUIET_S = 5.0  # outages that follow each other faster are logged once
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Redis is not what it was. `data_lost`: streams, groups and leases are gone (restart without
+    persistence, FLUSHALL, an empty replica took over); else it restarted and kept what it had saved."""
+
+    data_lost: bool
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    run_id: str
+    boot: str  # a marker in the data set; "" where it could not be set (no memory)
+
+
+class Link:
+    """Short commands with fail-fast while Redis is away. `watch_s`: how often a healthy Redis is asked
+    whether it still has its data."""
+
+    def __init__(self, url: str, names: Names, *, socket_timeout_s: float, watch_s: float = 2.0) -> None:
+        self.url = url
+        self.names = names
+        self.socket_timeout_s = socket_timeout_s
+        self._watch_s = watch_s
+        self._client = self.client(SHORT_CONNECTIONS)
+        self._identity: _Identity | None = None
+        self._callbacks: list[Callable[[Restart], None]] = []
+        self._up = asyncio.Event()
+        self._trouble = asyncio.Event()
+        self._down_since = 0.0
+        self._logged_at = -QUIET_S
+        self._loud = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    def client(self, max_connections: int) -> Redis:
+        """A client with a pool of its own, for a blocking reader."""
+        return make_client(self.url, socket_timeout_s=self.socket_timeout_s, max_connections=max_connections)
+
+    async def start(self, wait_s: float = 10.0) -> None:
+        """Waits up to `wait_s` for a Redis that is only just starting. Raises RedisProblem."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                await probe(self._client, self.url)
+                self._identity = await self._identify()
+                break
+            except (RedisNotThere, BusUnavailable, BusFull) as error:
+                if time.monotonic() >= deadline:
+                    if isinstance(error, RedisNotThere):
+                        raise
+                    raise RedisProblem(f"Redis at {public_url(self.url)} cannot be used: {error}") from error
+                await asyncio.sleep(0.2)
+        self._up.set()
+        self._watcher = asyncio.create_task(self._watch(), name="bus-watch")
+
+    async def aclose(self) -> None:
+        if self._watcher:
+            self._watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watcher
+        await close(self._client)
+
+    @property
+    def up(self) -> bool:
+        """False from the first failed command until the watcher has reached Redis again."""
+        return self._up.is_set()
+
+    async def wait_up(self) -> None:
+        await self._up.wait()
+
+    def on_restart(self, callback: Callable[[Restart], None]) -> None:
+        """`callback` runs in the event loop before any reader gets its next batch. It must not block:
+        set an event or start a task."""
+        self._callbacks.append(callback)
+
+    async def run(self, call: Callable[[Redis], Awaitable[T]]) -> T:
+        """One short command (or pipeline). Raises BusUnavailable (at once while Redis is known to be away),
+        BusFull, RedisProblem."""
+        if not self.up:
+            raise BusUnavailable(f"Redis is away since {time.monotonic() - self._down_since:.1f} s")
+        try:
+            with translated():
+                async with asyncio.timeout(self.socket_timeout_s + 1.0):
+                    return await call(self._client)
+        except BusUnavailable as error:
+            self.failed(error)
+            raise
+
+    def failed(self, error: Exception) -> None:
+        """A connection failed: the watcher shall look."""
+        if self.up:
+            self._up.clear()
+            self._down_since = time.monotonic()
+            self._loud = self._down_since - self._logged_at > QUIET_S
+            if self._loud:
+                self._logged_at = self._down_since
+                log.warning("lost Redis at %s: %s", public_url(self.url), error)
+        self._trouble.set()
+
+    async def _watch(self) -> None:
+        delay = FIRST_RETRY_S
+        while True:
+            if self.up:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._watch_s):
+                        await self._trouble.wait()
+            else:
+                await asyncio.sleep(delay)
+            self._trouble.clear()
+            delay = FIRST_RETRY_S if await self._check() else min(2 * delay, LONGEST_RETRY_S)
+
+    async def _check(self) -> bool:
+        try:
+            identity = await self._identify()
+        except (BusUnavailable, BusFull, RedisProblem) as error:
+            self.failed(error)
+            return False
+        self._compare(identity)
+        if not self.up:
+            if self._loud:
+                log.warning("Redis is back after %.1f s", time.monotonic() - self._down_since)
+            self._up.set()
+        return True
+
+    def _compare(self, now: _Identity) -> None:
+        before, self._identity = self._identity, now
+        if before is None:
+            return
+        data_lost = bool(before.boot) and before.boot != now.boot
+        if not data_lost and before.run_id == now.run_id:
+            return
+        log.warning("Redis %s", "lost its data" if data_lost else "restarted and kept its data")
+        restart = Restart(data_lost=data_lost, run_id=now.run_id)
+        for callback in self._callbacks:  # these run before whoever waits for `up`
+            asyncio.get_running_loop().call_soon(callback, restart)
+
+    async def _identify(self) -> _Identity:
+        with translated():
+            async with asyncio.timeout(self.socket_timeout_s + 1.0):
+                async with self._client.pipeline(transaction=False) as pipe:
+                    pipe.info("server")
+                    pipe.get(self.names.boot)
+                    facts, boot = await pipe.execute()
+                if boot is None:
+                    boot = await self._name_data_set()
+        return _Identity(run_id=str(facts["run_id"]), boot=boot.decode())
+
+    async def _name_data_set(self) -> bytes:
+        """Whoever is first names a new data set; at maxmemory it stays without a name for now."""
+        with suppress(exceptions.OutOfMemoryError):
+            await self._client.set(self.names.boot, uuid.uuid4().hex, nx=True)
+        name: Any = await self._client.get(self.names.boot)
+        return bytes(name or b"")

@@ -1,0 +1,305 @@
+"""Blocking readers of streams. Each has a connection of its own: a blocked connection serves nobody else.
+
+A reader never raises because Redis is away: `read` waits for it and goes on where it was. `BLOCK` is shorter
+than the socket timeout, and a second limit around both catches a connection that is lost without a sign.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Generic, Self, TypeVar
+
+from redis import exceptions
+from redis.asyncio import Redis
+
+from bus.codec import DecodeError, decode
+from bus.connection import close, is_group_missing, translated
+from bus.dead_letters import bury, letter
+from bus.errors import BusUnavailable
+from bus.link import FIRST_RETRY_S, LONGEST_RETRY_S, Link
+from bus.messages import DeadLetter
+from bus.names import GROUP
+
+log = logging.getLogger("bus")
+
+M = TypeVar("M")
+T = TypeVar("T")
+Batch = list[tuple[str, M]]  # (entry id, message), in stream order
+RawEntry = tuple[bytes, dict[bytes, bytes] | None]
+
+CHUNK = 1000  # pending entries settled in one round trip
+
+
+class _Reader(Generic[M]):
+    """What both kinds share: the connection, the limits, decoding."""
+
+    def __init__(
+        self, link: Link, stream: str, types: tuple[type[Any], ...], block_ms: int, count: int
+    ) -> None:
+        self.stream = stream
+        self._link = link
+        self._types = types
+        self._block_ms = block_ms
+        self._count = count
+        self._client = link.client(max_connections=1)
+        self._retry_s = FIRST_RETRY_S
+
+    async def aclose(self) -> None:
+        await close(self._client)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def __aiter__(self) -> AsyncIterator[Batch[M]]:
+        """Every batch that has entries, for ever."""
+        while True:
+            if batch := await self.read():
+                yield batch
+
+    async def read(self) -> Batch[M]:
+        raise NotImplementedError
+
+    async def _blocking(self, call: Callable[[Redis], Awaitable[T]]) -> T | None:
+        """The call's answer; None when Redis was away, and is back (or will be asked again)."""
+        try:
+            with translated():
+                async with asyncio.timeout(self._block_ms / 1000 + 2.0):
+                    answer = await call(self._client)
+        except BusUnavailable as error:
+            self._link.failed(error)
+            # only this connection may be in trouble: the link is up at once then, and this pause counts
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+            await self._link.wait_up()
+            return None
+        self._retry_s = FIRST_RETRY_S
+        return answer
+
+    def _decoded(self, entries: Iterable[RawEntry]) -> tuple[Batch[M], list[DeadLetter]]:
+        batch: Batch[M] = []
+        dead: list[DeadLetter] = []
+        for entry_id, fields in entries:
+            key, payload = entry_id.decode(), (fields or {}).get(b"m", b"")
+            try:
+                batch.append((key, decode(payload, *self._types)))
+            except DecodeError as error:
+                dead.append(letter(self.stream, key, payload, error.reason))
+        return batch, dead
+
+
+class StreamReader(_Reader[M]):
+    """`XREAD`: every reader sees every entry. `start`: "$" what comes after `open`, "0" from the beginning,
+    or an entry id. `position` is the last entry handed out."""
+
+    def __init__(
+        self,
+        link: Link,
+        stream: str,
+        types: tuple[type[Any], ...],
+        *,
+        start: str,
+        block_ms: int,
+        count: int,
+    ) -> None:
+        super().__init__(link, stream, types, block_ms, count)
+        self.position = start
+        self._check_position = False
+        link.on_restart(lambda _: self._doubt_position())
+
+    def _doubt_position(self) -> None:
+        self._check_position = True
+
+    async def open(self) -> None:
+        """Resolves "$" now: what is added after this returns is read. `read` does it at its first call.
+        Raises BusUnavailable."""
+        if self.position == "$":
+            self.position = await self._last_id()
+
+    async def read(self) -> Batch[M]:
+        """The next entries, or [] after `block_ms` without any, or after an outage."""
+        try:
+            await self.open()
+            await self._after_restart()
+        except BusUnavailable:
+            await self._link.wait_up()
+            return []
+        answer: Any = await self._blocking(
+            lambda client: client.xread({self.stream: self.position}, count=self._count, block=self._block_ms)
+        )
+        if not answer:
+            return []
+        entries: list[RawEntry] = answer[0][1]
+        self.position = entries[-1][0].decode()
+        batch, dead = self._decoded(entries)
+        if dead and self.stream != self._link.names.dead_letters:
+            await bury(self._link, dead)
+        return batch
+
+    async def _last_id(self) -> str:
+        async def ask(client: Redis) -> str:
+            try:
+                facts = await client.xinfo_stream(self.stream)
+            except exceptions.ResponseError as error:
+                if "no such key" in str(error):
+                    return "0-0"
+                raise
+            last: bytes = facts["last-generated-id"]
+            return last.decode()
+
+        return await self._link.run(ask)
+
+    async def _after_restart(self) -> None:
+        """A stream that was lost and made anew by a server whose clock is behind counts from smaller ids:
+        reading on from the old position would wait for ever."""
+        if self._check_position:
+            if _as_numbers(await self._last_id()) < _as_numbers(self.position):
+                self.position = "0-0"
+            self._check_position = False
+
+
+def _as_numbers(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence or 0)
+
+
+class GroupReader(_Reader[M]):
+    """`XREADGROUP`: every entry goes to one consumer of the group, and stays pending until `ack`.
+
+    The group is made at entry 0 (at "$" an entry that came before it would never be delivered), and made
+    again when it is gone; `on_recreate` is told, since what was in the stream may be lost with it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        stream: str,
+        consumer: str,
+        types: tuple[type[Any], ...],
+        *,
+        block_ms: int,
+        count: int,
+    ) -> None:
+        super().__init__(link, stream, types, block_ms, count)
+        self.consumer = consumer
+        self.on_recreate: Callable[[], None] = lambda: None
+
+    async def open(self) -> None:
+        """Makes stream and group where they are missing. Raises BusUnavailable, BusFull."""
+        await self._link.run(self._create)
+
+    async def _create(self, client: Redis) -> None:
+        try:
+            await client.xgroup_create(self.stream, GROUP, id="0", mkstream=True)
+        except exceptions.ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def read(self) -> Batch[M]:
+        """The next entries for this consumer, or [] after `block_ms` without any, or after an outage.
+        Raises BusFull where the group is gone and there is no memory to make it again."""
+        try:
+            answer: Any = await self._blocking(
+                lambda client: client.xreadgroup(
+                    GROUP, self.consumer, {self.stream: ">"}, count=self._count, block=self._block_ms
+                )
+            )
+        except exceptions.ResponseError as error:
+            if not is_group_missing(error):
+                raise
+            await self._recreate()
+            return []
+        if not answer:
+            return []
+        batch, dead = self._decoded(answer[0][1])
+        if dead:
+            await bury(self._link, dead)
+            await self._settle([d.entry_id for d in dead])
+        return batch
+
+    async def _recreate(self) -> None:
+        log.info("the group of %s is gone; making it again", self.stream)
+        try:
+            await self.open()
+        except BusUnavailable:
+            await self._link.wait_up()
+            return
+        self.on_recreate()
+
+    async def _settle(self, ids: list[str]) -> None:
+        """`ack` that leaves the entries pending when Redis is away: they are settled with the consumer."""
+        try:
+            await self.ack(ids)
+        except BusUnavailable as error:
+            log.warning("%d dead entries of %s stay pending: %s", len(ids), self.stream, error)
+
+    async def ack(self, ids: Iterable[str]) -> None:
+        """Ends entries: XACK and XDEL in one MULTI, so that the stream's length is its backlog. Unknown
+        ids are harmless. Raises BusUnavailable."""
+        wanted = list(ids)
+        if wanted:
+            await self._link.run(lambda client: settle(client, self.stream, wanted))
+
+    async def claim_all(self) -> int:
+        """Ends every pending entry of every other consumer of the group and removes those consumers:
+        what a new incarnation does with the leftovers of the ones before it. Returns how many entries.
+        Raises BusUnavailable."""
+        consumers = await self._link.run(lambda client: consumers_of(client, self.stream))
+        others = [name for name in consumers if name != self.consumer]
+        return sum([await discard_pending(self._link, self.stream, name) for name in others])
+
+
+async def settle(client: Redis, stream: str, ids: list[str]) -> None:
+    """XACK + XDEL in one MULTI."""
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.xack(stream, GROUP, *ids)
+        pipe.xdel(stream, *ids)
+        await pipe.execute()
+
+
+async def consumers_of(client: Redis, stream: str) -> list[str]:
+    """Names of the group's consumers; none where stream or group is missing."""
+    try:
+        found: Any = await client.xinfo_consumers(stream, GROUP)
+    except exceptions.ResponseError as error:
+        if is_group_missing(error) or "no such key" in str(error):
+            return []
+        raise
+    return [consumer["name"].decode() for consumer in found]
+
+
+async def discard_pending(link: Link, stream: str, consumer: str) -> int:
+    """Acknowledges and deletes all that is pending with one consumer, then removes the consumer. Returns
+    how many entries. Raises BusUnavailable.
+
+    Asked for by consumer (XPENDING) instead of claimed by age (XAUTOCLAIM): entries that a live incarnation
+    reads meanwhile are never touched. The consumer goes last: DELCONSUMER drops what is still pending.
+    """
+    total = 0
+    while ids := await link.run(lambda client: _pending(client, stream, consumer)):
+        total += len(ids)
+        await link.run(lambda client, ids=ids: settle(client, stream, ids))  # type: ignore[misc]
+    await link.run(lambda client: _remove(client, stream, consumer))
+    return total
+
+
+async def _pending(client: Redis, stream: str, consumer: str) -> list[str]:
+    try:
+        found: Any = await client.xpending_range(stream, GROUP, "-", "+", CHUNK, consumer)
+    except exceptions.ResponseError as error:
+        if is_group_missing(error):
+            return []
+        raise
+    return [entry["message_id"].decode() for entry in found]
+
+
+async def _remove(client: Redis, stream: str, consumer: str) -> None:
+    try:
+        await client.xgroup_delconsumer(stream, GROUP, consumer)
+    except exceptions.ResponseError as error:
+        if not is_group_missing(error):
+            raise

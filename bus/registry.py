@@ -1,0 +1,191 @@
+"""Who is there: leases that expire by themselves, and the cards of their holders.
+
+A worker is alive while `lease:{worker}` holds its epoch. Its card stays behind when the lease expires, so
+that a card without a lease says *died*; a clean exit removes both. All workers are read in one round trip,
+by a script: an atomic picture, in which no card can belong to another moment than its lease.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+
+from bus.codec import DecodeError, decode, encode
+from bus.link import Link
+from bus.messages import WorkerCard
+
+log = logging.getLogger("bus")
+
+# PEXPIRE works at maxmemory, where SET is refused: a full Redis must not cost workers their leases.
+_RENEW = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+    return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+end
+return 0
+"""
+_DROP = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+    redis.call('DEL', KEYS[1], KEYS[2])
+    redis.call('SREM', KEYS[3], ARGV[2])
+    return 1
+end
+return 0
+"""
+_UPDATE_CARD = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+    redis.call('SET', KEYS[2], ARGV[2])
+    return 1
+end
+return 0
+"""
+_PICTURE = """
+local found = {}
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+    local lease = ARGV[1] .. id
+    found[#found + 1] = {
+        id, redis.call('GET', lease), redis.call('PTTL', lease), redis.call('GET', ARGV[2] .. id)
+    }
+end
+return found
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWorker:
+    """A worker whose lease holds the epoch of its card; `lease_ms` until the lease expires unless renewed."""
+
+    card: WorkerCard
+    epoch: int
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One id of the set of workers. `lease_epoch` None: no lease. `card` None: no readable card."""
+
+    id: str
+    card: WorkerCard | None
+    lease_epoch: int | None
+    lease_ms: int
+
+
+class Registry:
+    """Leases and cards of workers and gateways. Every method raises BusUnavailable, BusFull (where it
+    writes) and RedisProblem."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.names: Final = link.names
+        self._scripts: dict[str, AsyncScript] = {}
+
+    async def _run(self, source: str, keys: list[str], args: list[Any]) -> Any:
+        """EVALSHA, and EVAL where the server does not know the script (it restarted)."""
+
+        async def call(client: Redis) -> Any:
+            script = self._scripts.get(source)
+            if script is None:
+                script = self._scripts[source] = client.register_script(source)
+            return await script(keys=keys, args=args)
+
+        return await self.link.run(call)
+
+    # ------------------------------------------------------------------------------------- workers
+
+    async def register_worker(self, card: WorkerCard, lease_s: float) -> None:
+        """Card, membership and lease in one MULTI. A lease of an older epoch is overwritten: its holder
+        finds out at its next renewal."""
+
+        async def call(client: Redis) -> None:
+            async with client.pipeline(transaction=True) as pipe:
+                pipe.set(self.names.card(card.id), encode(card))
+                pipe.sadd(self.names.workers, card.id)
+                pipe.set(self.names.lease(card.id), card.epoch, px=_ms(lease_s))
+                await pipe.execute()
+
+        await self.link.run(call)
+
+    async def renew_lease(self, worker: str, epoch: int, lease_s: float) -> bool:
+        """False: the lease expired or another epoch holds it. The worker must then stop all it runs, take
+        a new epoch and register again."""
+        keys = [self.names.lease(worker)]
+        return bool(await self._run(_RENEW, keys, [str(epoch), _ms(lease_s)]))
+
+    async def update_card(self, card: WorkerCard) -> bool:
+        """A new card (state, progress, instances) while the lease holds its epoch; else False."""
+        keys = [self.names.lease(card.id), self.names.card(card.id)]
+        return bool(await self._run(_UPDATE_CARD, keys, [str(card.epoch), encode(card)]))
+
+    async def drop_lease(self, worker: str, epoch: int) -> bool:
+        """A clean exit: lease, card and membership go. False where another epoch holds the lease."""
+        keys = [self.names.lease(worker), self.names.card(worker), self.names.workers]
+        return bool(await self._run(_DROP, keys, [str(epoch), worker]))
+
+    async def members(self) -> list[Member]:
+        """Every worker that joined and did not leave, dead ones too."""
+        prefixes = [self.names.lease(""), self.names.card("")]
+        found = await self._run(_PICTURE, [self.names.workers], prefixes)
+        return [_member(*row) for row in found]
+
+    async def workers(self) -> list[LiveWorker]:
+        """The live ones, in the order of their ids."""
+        live = [
+            LiveWorker(card=member.card, epoch=member.card.epoch, lease_ms=member.lease_ms)
+            for member in await self.members()
+            if member.card is not None and member.lease_epoch == member.card.epoch
+        ]
+        return sorted(live, key=lambda worker: worker.card.id)
+
+    # ------------------------------------------------------------------------------------- gateways
+
+    async def renew_gateway(self, gateway: str, lease_s: float = 5.0) -> None:
+        """Makes or renews a gateway's lease, and keeps its tokens stream from expiring for ten leases."""
+
+        async def call(client: Redis) -> None:
+            key = self.names.gateway_lease(gateway)
+            async with client.pipeline(transaction=False) as pipe:
+                pipe.pexpire(key, _ms(lease_s))
+                pipe.pexpire(self.names.tokens(gateway), _ms(10 * lease_s))
+                held, _ = await pipe.execute()
+            if not held:
+                await client.set(key, b"1", px=_ms(lease_s))
+
+        await self.link.run(call)
+
+    async def drop_gateway(self, gateway: str) -> None:
+        """A clean exit: the lease and the tokens stream go."""
+        keys = [self.names.gateway_lease(gateway), self.names.tokens(gateway)]
+        await self.link.run(lambda client: client.delete(*keys))
+
+    async def live_gateways(self, gateways: Iterable[str]) -> set[str]:
+        """Those of `gateways` whose lease stands."""
+        asked = list(gateways)
+        if not asked:
+            return set()
+        keys = [self.names.gateway_lease(gateway) for gateway in asked]
+        found = await self.link.run(lambda client: client.mget(keys))
+        return {gateway for gateway, lease in zip(asked, found, strict=True) if lease is not None}
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _member(worker: bytes, lease: bytes | None, lease_ms: int, card: bytes | None) -> Member:
+    name = worker.decode()
+    epoch = int(lease) if lease is not None and lease.isdigit() else None
+    return Member(id=name, card=_card(name, card), lease_epoch=epoch, lease_ms=max(0, lease_ms))
+
+
+def _card(worker: str, data: bytes | None) -> WorkerCard | None:
+    if data is None:
+        return None
+    try:
+        return decode(data, WorkerCard)
+    except DecodeError as error:
+        log.debug("the card of %s is unreadable: %s", worker, error)
+        return None
