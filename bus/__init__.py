@@ -29,4 +29,7 @@ This module imports nothing, so that `bus.messages` stays usable where neither R
     await bus.drop_lease(worker, epoch)                 # clean exit
     await bus.workers()                                 # [LiveWorker(card, epoch, lease_ms)]
     await bus.renew_gateway(id), bus.drop_gateway(id), bus.live_gateways(ids)
+
+Beside it: `bus.histogram` (Accumulator, merge, difference, quantile, vLLM's bounds), `bus.logs.set_up`,
+`bus.service.run(name, main)` (settings, logging, uvloop, SIGTERM, exit status of a process).
 """

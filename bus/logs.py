@@ -1,0 +1,83 @@
+"""Logging of every service: to stderr, one line a record, as text or JSON.
+
+    log.info("finished", extra={"request_id": request_id, "tokens": 12})
+
+`extra` ends up as `key=value` in the text and as keys in the JSON. Secrets do not belong in either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, Final
+
+from bus.settings import LogSettings
+
+# What every LogRecord carries; all else came with `extra`.
+_OWN: Final = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "message",
+    "asctime",
+    "taskName",
+    "color_message",
+}
+
+# Chatty at a level where we are not; their warnings stay.
+_QUIET: Final = ("asyncio", "httpx", "httpcore", "redis", "uvicorn.access", "transformers", "numba")
+
+
+def set_up(settings: LogSettings, service: str) -> None:
+    """Replaces the root handlers. Warnings of Python's `warnings` module go the same way."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(service) if settings.json_lines else Text(service))
+    level = logging.getLevelNamesMapping()[settings.level.upper()]
+    logging.basicConfig(handlers=[handler], level=level, force=True)
+    logging.captureWarnings(True)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+
+
+def extras(record: logging.LogRecord) -> dict[str, Any]:
+    """What the caller passed as `extra`."""
+    return {key: value for key, value in record.__dict__.items() if key not in _OWN}
+
+
+class Text(logging.Formatter):
+    """`12:04:31.250 gateway WARNING bus: lost Redis at ... request_id=cmpl-1`."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        where = "" if record.name in (self._service, "root") else f" {record.name}:"
+        level = "" if record.levelno == logging.INFO else f" {record.levelname}"
+        line = f"{clock}.{int(record.msecs):03d} {self._service}{level}{where} {record.getMessage()}"
+        for key, value in extras(record).items():
+            line += f" {key}={value}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+class JsonLines(logging.Formatter):
+    """One object a line: `time` (RFC 3339, UTC), `level`, `service`, `logger`, `message`, extras."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        day = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        entry = extras(record) | {
+            "time": f"{day}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str, ensure_ascii=False)

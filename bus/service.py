@@ -1,0 +1,81 @@
+"""The frame of a process: settings, logging, event loop, signals, exit status.
+
+    if __name__ == "__main__":
+        sys.exit(run("monitor", main))      # async def main(settings, bus, stop: asyncio.Event)
+
+Exit status 0: asked to stop (SIGTERM, SIGINT) and did. 1: Redis cannot be used, or a setting is wrong; one
+line on stderr says what to do. Anything unforeseen is a traceback and also 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+from bus import logs
+from bus.client import Bus, RedisProblem, connect
+from bus.settings import Settings, SettingsError, load_settings
+
+Main = Callable[[Settings, Bus, asyncio.Event], Awaitable[None]]
+
+# A supervisor starts Redis beside us; in compose a health check does. Longer means it is really not there.
+REDIS_WAIT_S = 15.0
+
+
+def run(service: str, main: Main, source: str = "") -> int:
+    """Runs `main` with a started bus until it returns. Returns the exit status."""
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        sys.stderr.write(f"{service}: {error}\n")
+        return 1
+    logs.set_up(settings.log, source or service)
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(_run(settings, main, source or service))
+    except RedisProblem as problem:
+        logging.getLogger(service).error("%s", problem)
+        return 1
+    return 0
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed (it comes with the services extra), else asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _run(settings: Settings, main: Main, source: str) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError):  # Windows
+            loop.add_signal_handler(number, stop.set)
+    bus = connect(settings.redis, source=source)
+    try:
+        await _unless(stop, bus.start(REDIS_WAIT_S))
+        if not stop.is_set():
+            await main(settings, bus, stop)
+    finally:
+        await bus.aclose()
+
+
+async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> None:
+    """Waits for `work` or for `stop`, whichever is first; what is left of the work is cancelled."""
+    task = asyncio.ensure_future(work)
+    waiter = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        for future in (task, waiter):
+            future.cancel()
+        await asyncio.gather(task, waiter, return_exceptions=True)
