@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bus.messages import SamplingParams
+from bus.messages import SamplingParams, TokenLogprobs
 
 
 class BlockPool(Protocol):
@@ -47,8 +47,19 @@ class Sequence:
     in the batch tables, -1 while waiting) by the batch.
     """
 
-    __slots__ = ("arrived", "block_ids", "first_token_at", "num_computed", "num_prompt", "prompt_logprobs",
-                 "request", "row", "started_at", "token_ids")  # fmt: skip
+    __slots__ = (
+        "arrived",
+        "block_ids",
+        "last_token_at",
+        "num_computed",
+        "num_prompt",
+        "num_prompt_counted",
+        "prompt_logprobs",
+        "request",
+        "row",
+        "started_at",
+        "token_ids",
+    )
 
     def __init__(self, request: Request, arrived: float = 0.0) -> None:
         self.request = request
@@ -59,8 +70,10 @@ class Sequence:
         self.row = -1
         self.arrived = arrived  # monotonic seconds, as the next two; 0.0: not yet
         self.started_at = 0.0
-        self.first_token_at = 0.0
-        self.prompt_logprobs: list[object] = []
+        self.last_token_at = 0.0
+        self.num_prompt_counted = 0  # prompt tokens in the statistics: a recomputed one counts once
+        # Collected while prefilling, sent with the first token; [0] is None. Stays empty if nobody asked.
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
 
     @property
     def num_output(self) -> int:

@@ -1,0 +1,144 @@
+"""A model that is arithmetic on its KV cache, so that every index of a step matters and the answer is known.
+
+Its cache holds token ids; the next token is a hash of the whole context *as read through the block table*.
+A wrong slot, block, position or length gives another token than `continuation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bus.messages import Delta, SamplingParams
+from kernels.plan import AttentionPlan
+from worker.core import Limits, Request
+from worker.engine.engine import Engine
+from worker.engine.instance import Instance
+
+VOCAB = 97
+
+
+def next_token(context: list[int]) -> int:
+    return (sum((i + 1) * (token + 3) for i, token in enumerate(context)) * 31 + 7) % VOCAB
+
+
+def continuation(prompt: list[int], n: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class ToyBlocks:
+    """A BlockPool that refuses every misuse."""
+
+    capacity: int
+    free_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free_ids = list(range(self.capacity))[::-1]
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free_ids)
+
+    def allocate(self, n: int) -> list[int]:
+        assert 0 < n <= self.num_free
+        return [self.free_ids.pop() for _ in range(n)]
+
+    def free(self, ids: Any) -> None:
+        assert not set(ids) & set(self.free_ids), "freed twice"
+        self.free_ids += ids
+
+
+class ToyCache:
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.allocator = ToyBlocks(num_blocks)
+        self.slots = torch.full((num_blocks * block_tokens,), -1)
+        self.block_tokens = block_tokens
+
+
+class ToyModel:
+    """Greedy output is `continuation`. `fail_on`: raise when this token id is in the batch."""
+
+    def __init__(self) -> None:
+        self.fail_on: int | None = None
+        self.num_tokens: list[int] = []
+
+    def forward(
+        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: ToyCache, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        assert len(plan.slot_mapping.unique()) == len(token_ids)
+        if self.fail_on is not None and self.fail_on in token_ids.tolist():
+            raise RuntimeError(f"token {self.fail_on} is poison")
+        self.num_tokens.append(len(token_ids))
+        kv.slots[plan.slot_mapping] = token_ids
+        answers = torch.zeros(len(token_ids), VOCAB)
+        cu = plan.cu_seqlens_q.tolist()
+        for s, context_len in enumerate(plan.context_lens.tolist()):
+            blocks = plan.block_table[s].repeat_interleave(kv.block_tokens).long()
+            slots = blocks * kv.block_tokens + torch.arange(len(blocks)) % kv.block_tokens
+            context = kv.slots[slots[:context_len]].tolist()
+            for t in range(cu[s], cu[s + 1]):
+                answers[t, next_token(context[: int(plan.positions[t]) + 1])] = 10.0
+        return answers[logit_rows]
+
+
+def toy_instance(
+    num_blocks: int = 64, *, num_seqs: int = 8, tokens: int = 16, block_tokens: int = 4, model_len: int = 200
+) -> Instance:
+    limits = Limits(num_seqs, tokens, model_len, block_tokens)
+    cache = ToyCache(num_blocks, block_tokens)
+    return Instance("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=torch.device("cpu"))
+
+
+def toy_engine(**changes: Any) -> tuple[Engine, Instance]:
+    engine, instance = Engine(), toy_instance(**changes)
+    engine.add_instance(instance)
+    return engine, instance
+
+
+def request(
+    name: str, prompt: list[int], max_tokens: int = 8, *, sent: list[int] | None = None, **sampling: Any
+) -> Request:
+    params = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, "temperature": 0.0, **sampling})
+    return Request(id=name, prompt_token_ids=prompt, sampling=params, sent_token_ids=sent or [])
+
+
+class Client:
+    """Puts deltas together the way a gateway does, and refuses gaps, repeats and anything after the end."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
+        self.deltas: list[Delta] = []
+
+    def take(self, results: list[Any]) -> None:
+        for result in results:
+            for output in result.outputs:
+                self._take(output.request, output.delta)
+
+    def _take(self, request: Request, delta: Delta) -> None:
+        name = delta.request_id
+        self.deltas.append(delta)
+        assert name not in self.ends, f"{name} goes on after its end"
+        received = self.tokens.setdefault(name, list(request.sent_token_ids))
+        assert delta.index == len(received), f"{name}: index {delta.index}, expected {len(received)}"
+        received += delta.token_ids
+        if delta.finish_reason:
+            self.ends[name] = delta.finish_reason
+        if delta.error:
+            self.errors[name] = delta.error
+
+
+def run(engine: Engine, client: Client, max_steps: int = 2000) -> Client:
+    while engine.has_work:
+        client.take(engine.step())
+        engine.check_integrity()
+        max_steps -= 1
+        assert max_steps, "the engine does not come to an end"
+    return client

@@ -1,0 +1,37 @@
+"""When a request is refused and when it has ended: rules without state."""
+
+from __future__ import annotations
+
+from bus.messages import FinishReason
+from worker.core import Limits, Request, Sequence
+
+
+def refusal(request: Request, limits: Limits, vocab_size: int) -> str | None:
+    """Why this request cannot run here at all, or None. One bad token id would fail its whole batch."""
+    if not request.prompt_token_ids:
+        return "the prompt is empty; send at least one token"
+    room = limits.max_model_len - (request.sampling.max_tokens > 0)
+    if len(request.prompt_token_ids) > room:
+        return (
+            f"the prompt has {len(request.prompt_token_ids)} tokens; this model takes at most {room} "
+            f"(a context of {limits.max_model_len}, answer included)"
+        )
+    for name, ids in (
+        ("prompt", request.prompt_token_ids),
+        ("output", request.sent_token_ids),
+        ("logit_bias", request.sampling.logit_bias),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            bad = next(token for token in ids if not 0 <= token < vocab_size)
+            return f"token id {bad} of the {name} is outside the vocabulary of {vocab_size}"
+    return None
+
+
+def why_finished(seq: Sequence, limits: Limits) -> FinishReason | None:
+    """Looks at the newest token only; tokens that an earlier attempt sent count towards max_tokens."""
+    sampling = seq.request.sampling
+    if seq.token_ids[-1] in sampling.stop_token_ids:
+        return "stop"
+    if seq.num_output >= sampling.max_tokens or len(seq.token_ids) >= limits.max_model_len:
+        return "length"
+    return None

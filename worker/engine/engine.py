@@ -1,0 +1,81 @@
+"""All instances of one worker behind five verbs. One thread owns it; it knows nothing of Redis."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from worker.core import Request
+from worker.engine.instance import Instance, Output
+
+log = logging.getLogger(__name__)
+
+# A device that reports an error of its own (not memory) answers every later call with the same error.
+DEVICE_ERRORS: tuple[type[Exception], ...] = (
+    (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
+)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step of one instance made; `born_ns` is the wall clock when its tokens were known."""
+
+    instance: str
+    step: int
+    born_ns: int
+    outputs: list[Output]
+
+
+class Engine:
+    """`add_instance`, `submit`, `cancel`, `step`, `check_integrity`."""
+
+    def __init__(self) -> None:
+        self.instances: dict[str, Instance] = {}
+
+    def add_instance(self, instance: Instance) -> None:
+        if instance.id in self.instances:
+            raise ValueError(f"instance {instance.id} exists already")
+        self.instances[instance.id] = instance
+
+    def remove_instance(self, instance_id: str) -> Instance:
+        return self.instances.pop(instance_id)
+
+    def submit(self, instance_id: str, request: Request, arrived: float | None = None) -> None:
+        """`arrived`: monotonic seconds when the worker got it, if not now. KeyError for an unknown
+        instance, ValueError for an id that already runs there."""
+        self.instances[instance_id].submit(request, arrived)
+
+    def cancel(self, request_ids: Iterable[str]) -> int:
+        ids = list(request_ids)
+        return sum(instance.cancel(ids) for instance in self.instances.values())
+
+    @property
+    def has_work(self) -> bool:
+        return any(instance.has_work for instance in self.instances.values())
+
+    def step(self) -> list[StepResult]:
+        """One step of every instance that has something to do, in turn: none can starve another."""
+        results = []
+        for instance in self.instances.values():
+            if instance.has_work and (outputs := self._step(instance)):
+                results.append(StepResult(instance.id, instance.num_steps, time.time_ns(), outputs))
+        return results
+
+    def _step(self, instance: Instance) -> list[Output]:
+        """A step that raises costs its own instance's running requests an error, nobody else anything."""
+        try:
+            return instance.step()
+        except DEVICE_ERRORS:
+            raise
+        except Exception as error:
+            log.exception("a step of %s failed", instance.id)
+            return instance.fail(f"the model's step failed: {type(error).__name__}: {error}")
+
+    def check_integrity(self) -> None:
+        """AssertionError when a block is lost or owned twice."""
+        for instance in self.instances.values():
+            instance.check_integrity()

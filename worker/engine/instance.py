@@ -1,0 +1,238 @@
+"""One model being served by this worker: its queue, its batch, its KV cache, its numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from bus.messages import Delta, FinishReason, TokenLogprobs
+from kernels.plan import AttentionPlan
+from worker.core import BlockPool, Chunk, Limits, Request, Sequence, StepPlan
+from worker.engine.admission import refusal, why_finished
+from worker.engine.batch import Batch, StepInputs
+from worker.engine.logprobs import token_logprobs
+from worker.engine.sampler import Sampled, Sampler
+from worker.engine.scheduler import Scheduler
+from worker.engine.stats import Stats
+
+
+class Cache(Protocol):
+    """What the engine needs of `worker.memory.KVCache`; the model reads the rest."""
+
+    @property
+    def allocator(self) -> BlockPool: ...
+
+
+class RunnableModel(Protocol):
+    """What the engine needs of `worker.model.Model`."""
+
+    def forward(
+        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: Any, logit_rows: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    request: Request
+    delta: Delta
+
+
+class Instance:
+    """`step` is the whole of it: schedule, run, sample, publish."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        model: RunnableModel,
+        kv: Cache,
+        limits: Limits,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.id, self.model, self.kv, self.limits, self.vocab_size = (
+            instance_id,
+            model,
+            kv,
+            limits,
+            vocab_size,
+        )
+        self.scheduler = Scheduler(limits, kv.allocator)
+        self.batch = Batch(limits, device)
+        self.sampler = Sampler(limits.max_num_seqs, vocab_size, device)
+        self.stats = Stats()
+        self.num_steps = 0
+        self._clock = clock
+        self._sequences: dict[str, Sequence] = {}
+        self._unsent: list[Output] = []  # ends that needed no step
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._unsent)
+
+    def submit(self, request: Request, arrived: float | None = None) -> None:
+        """`arrived`: the clock when the worker got it. ValueError for an id that runs already; any other
+        problem becomes an `error` Delta."""
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id} is already running")
+        seq = Sequence(request, self._clock() if arrived is None else arrived)
+        if reason := refusal(request, self.limits, self.vocab_size):
+            self._unsent.append(self._end(seq, "error", error=reason))
+        elif request.sent_token_ids and (finished := why_finished(seq, self.limits)):
+            self._unsent.append(self._end(seq, finished))
+        else:
+            if request.sampling.prompt_logprobs is not None and not request.sent_token_ids:
+                seq.prompt_logprobs.append(None)
+            self._sequences[request.id] = seq
+            self.scheduler.add(seq)
+
+    def cancel(self, request_ids: Iterable[str]) -> int:
+        """Stop these and free their blocks; returns how many were here."""
+        found = [self._sequences[id] for id in request_ids if id in self._sequences]
+        for seq in found:
+            self._drop(seq)
+            self.stats.finished["cancelled"] += 1
+        return len(found)
+
+    def step(self) -> list[Output]:
+        began = self._clock()
+        plan = self.scheduler.plan()
+        self._settle(plan)
+        published: list[Output] = []
+        if plan.chunks:
+            inputs = self.batch.build(plan)
+            logits = self.model.forward(inputs.token_ids, inputs.attention, self.kv, inputs.logit_rows)
+            sampled = self._sample(inputs, logits)
+            self.scheduler.commit(plan)
+            published = self._publish(plan, inputs, sampled)
+            self.num_steps += 1
+            self.stats.step.observe(self._clock() - began)
+        return self._take_unsent() + published
+
+    def fail(self, reason: str) -> list[Output]:
+        """A step raised: everything that ran ends with an error, or the whole queue if nothing ran."""
+        victims = list(self.scheduler.running) or list(self.scheduler.waiting)
+        for seq in victims:
+            self._drop(seq)
+        return self._take_unsent() + [self._end(seq, "error", error=reason) for seq in victims]
+
+    def check_integrity(self) -> None:
+        self.scheduler.check_integrity()
+        assert len(self._sequences) == len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    # ----------------------------------------------------------------------------- the step's parts
+
+    def _take_unsent(self) -> list[Output]:
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
+    def _settle(self, plan: StepPlan) -> None:
+        """Rows for those who came, none for those who went."""
+        for seq in plan.preempted:
+            self.batch.release(seq)
+        for seq, reason in plan.rejected:
+            self.batch.release(seq)
+            del self._sequences[seq.request.id]
+            self._unsent.append(self._end(seq, "error", error=reason))
+        for seq in plan.admitted:
+            row = self.batch.admit(seq)
+            self.sampler.set_row(row, seq.request.sampling, seq.token_ids[seq.num_prompt :])
+
+    def _sample(self, inputs: StepInputs, logits: torch.Tensor) -> Sampled:
+        num_sampling = len(inputs.sampling)
+        self._collect_prompt_logprobs(inputs, logits[num_sampling:])
+        if not num_sampling:
+            return Sampled(np.empty(0, np.int64), {})
+        sampled = self.sampler.sample(logits[:num_sampling], inputs.sampling_rows, inputs.output_positions)
+        lengths = np.fromiter((len(chunk.seq.token_ids) for chunk in inputs.sampling), np.int64, num_sampling)
+        self.batch.append(inputs.sampling_rows, lengths, sampled.token_ids)
+        return sampled
+
+    def _collect_prompt_logprobs(self, inputs: StepInputs, logits: torch.Tensor) -> None:
+        at = 0
+        for seq, first, end in inputs.prompt_ranges:
+            targets = np.asarray(seq.token_ids[first + 1 : end + 1], np.int64)
+            num_top = np.full(end - first, seq.request.sampling.prompt_logprobs, np.int64)
+            seq.prompt_logprobs += token_logprobs(logits[at : at + end - first], targets, num_top)
+            at += end - first
+
+    def _publish(self, plan: StepPlan, inputs: StepInputs, sampled: Sampled) -> list[Output]:
+        now = self._clock()
+        outputs = [output for chunk in plan.chunks if (output := self._started(chunk, now))]
+        for i, (chunk, token) in enumerate(zip(inputs.sampling, sampled.token_ids.tolist(), strict=True)):
+            outputs.append(self._add_token(chunk.seq, token, sampled.logprobs.get(i), now))
+        return outputs
+
+    def _started(self, chunk: Chunk, now: float) -> Output | None:
+        """The first chunk of a request ended its time in the queue; say so unless a token does."""
+        seq = chunk.seq
+        if (counted := min(seq.num_computed, seq.num_prompt)) > seq.num_prompt_counted:
+            self.stats.prompt_tokens += counted - seq.num_prompt_counted
+            seq.num_prompt_counted = counted
+        if seq.started_at:
+            return None
+        seq.started_at = now
+        self.stats.queue.observe(now - seq.arrived)
+        return None if seq.num_remaining == 0 else Output(seq.request, self._delta(seq, seq.num_output, []))
+
+    def _add_token(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Output:
+        if seq.num_output >= seq.request.sampling.max_tokens:  # max_tokens 0: only the prompt was of interest
+            self._drop(seq)
+            return self._end(seq, "length")
+        index = seq.num_output
+        seq.token_ids.append(token)
+        self._time_token(seq, now)
+        finished = why_finished(seq, self.limits)
+        if finished:
+            self._drop(seq)
+            self.stats.finished[finished] += 1
+        return Output(seq.request, self._delta(seq, index, [token], finished, logprobs))
+
+    def _time_token(self, seq: Sequence, now: float) -> None:
+        self.stats.generation_tokens += 1
+        if seq.last_token_at:
+            self.stats.time_per_output_token.observe(now - seq.last_token_at)
+        else:
+            self.stats.time_to_first_token.observe(now - seq.arrived)
+        seq.last_token_at = now
+
+    # ----------------------------------------------------------------------------- ends
+
+    def _drop(self, seq: Sequence) -> None:
+        self.scheduler.remove(seq)
+        self.batch.release(seq)
+        del self._sequences[seq.request.id]
+
+    def _end(self, seq: Sequence, finished: FinishReason, error: str | None = None) -> Output:
+        """An end without a token."""
+        self.stats.finished[finished] += 1
+        return Output(seq.request, self._delta(seq, seq.num_output, [], finished, error=error))
+
+    def _delta(
+        self,
+        seq: Sequence,
+        index: int,
+        token_ids: list[int],
+        finished: FinishReason | None = None,
+        logprobs: TokenLogprobs | None = None,
+        error: str | None = None,
+    ) -> Delta:
+        prompt_logprobs = None
+        if seq.prompt_logprobs and (token_ids or finished) and finished != "error":
+            prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
+        return Delta(
+            request_id=seq.request.id,
+            attempt=seq.request.attempt,
+            index=index,
+            token_ids=token_ids,
+            finish_reason=finished,
+            error=error,
+            logprobs=[logprobs] if logprobs else None,
+            prompt_logprobs=prompt_logprobs,
+        )
