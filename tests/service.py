@@ -88,6 +88,10 @@ class Process:
         if self.is_alive:
             self.popen.send_signal(signal.SIGCONT)
             self.popen.terminate()
+        return self.wait(within_s)
+
+    def wait(self, within_s: float = 40.0) -> int:
+        assert self.popen is not None
         return self.popen.wait(within_s)
 
     def tail(self, lines: int = 30) -> str:
@@ -204,9 +208,9 @@ class Service:
         return redis.Redis(port=self.redis_port, socket_timeout=10)
 
     def redis_answers(self, port: int = 0) -> bool:
-        with contextlib.suppress(redis.RedisError, OSError):
-            with redis.Redis(port=port or self.redis_port, socket_timeout=5) as client:
-                return bool(client.ping())
+        client = redis.Redis(port=port or self.redis_port, socket_timeout=5)
+        with contextlib.suppress(redis.RedisError, OSError), client:
+            return bool(client.ping())
         return False
 
     def url(self, gateway: int = 0) -> str:
@@ -227,9 +231,12 @@ class Service:
         wanted = {name for name in self.processes if name.startswith("w")}
         for index in range(self.num_gateways):
             try:
-                wait_for(f"{wanted} to serve", lambda i=index: wanted <= self.serving_workers(i), within_s)
+                self._wait_serving(wanted, index, within_s)
             except AssertionError as problem:
                 raise AssertionError(f"{problem}\n{self.logs()}") from None
+
+    def _wait_serving(self, wanted: set[str], gateway: int, within_s: float) -> None:
+        wait_for(f"{wanted} to serve", lambda: wanted <= self.serving_workers(gateway), within_s)
 
     def blocks_used(self, gateway: int = 0) -> int:
         """KV blocks in use over all instances, as the workers last reported."""

@@ -171,7 +171,7 @@ def test_a_gateway_asked_to_leave_finishes_its_streams_and_refuses_new_ones(serv
     stream.finished()
     assert stream.error is None
     assert stream.finish == {0: "length"}
-    assert service.processes["gateway0"].popen.wait(20) == 0
+    assert service.processes["gateway0"].wait(20) == 0
 
 
 def test_of_two_gateways_the_death_of_one_cancels_its_requests_and_spares_the_others(

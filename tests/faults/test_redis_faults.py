@@ -1,4 +1,4 @@
-"""Redis dies, forgets, freezes, fills up, or the road to it is bad: faults 18 to 21 and 23 of docs/faults.md."""
+"""Redis dies, forgets, freezes, fills up, or the road to it is bad: faults 18-21, 23 of docs/faults.md."""
 
 from __future__ import annotations
 
