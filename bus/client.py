@@ -50,7 +50,6 @@ __all__ = [
 
 M = TypeVar("M")
 
-MAX_EVENTS = 10_000
 BATCH_ENTRIES = 128  # most entries of one read
 
 
@@ -69,9 +68,11 @@ class Batch:
         self._steps: list[Callable[[Pipeline], object]] = []
 
     def publish(self, stream: str, message: object, *, maxlen: int | None = None) -> None:
-        """XADD; `maxlen` trims exactly. Never give one to a stream whose entries may be pending."""
+        """XADD. Trims exactly, to `maxlen` or the stream's own limit (`names.limit`): never give one to a
+        stream whose entries may be pending or unread."""
         payload = encode(message)
-        self._steps.append(lambda pipe: pipe.xadd(stream, {b"m": payload}, maxlen=maxlen, approximate=False))
+        keep = maxlen if maxlen is not None else self._link.names.limit(stream)
+        self._steps.append(lambda pipe: pipe.xadd(stream, {b"m": payload}, maxlen=keep, approximate=False))
 
     def ack(self, stream: str, *ids: str) -> None:
         """XACK and XDEL."""
@@ -139,7 +140,7 @@ class Bus(Registry):
         await batch.send()
 
     async def event(self, kind: str, subject: str, reason: str, **numbers: Number) -> None:
-        """One entry of the audit stream, which keeps the last MAX_EVENTS. Raises BusUnavailable, BusFull."""
+        """One entry of the audit stream. Raises BusUnavailable, BusFull."""
         event = Event(
             kind=kind,
             source=self.source,
@@ -148,7 +149,7 @@ class Bus(Registry):
             at_ms=time.time_ns() // 1_000_000,
             numbers=numbers,
         )
-        await self.publish(self.names.events, event, maxlen=MAX_EVENTS)
+        await self.publish(self.names.events, event)
 
     async def trim(self, stream: str, *, before: str) -> None:
         """Drops every entry older than the entry id `before`, exactly."""

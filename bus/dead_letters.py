@@ -17,8 +17,7 @@ from bus.messages import DeadLetter
 
 log = logging.getLogger("bus")
 
-MAX_LETTERS = 256
-MAX_PAYLOAD_BYTES = 64 * 1024  # the stream stays under 16 MiB
+MAX_PAYLOAD_BYTES = 64 * 1024  # times the stream's limit: at most 16 MiB
 
 
 def letter(stream: str, entry_id: str, payload: bytes, reason: str) -> DeadLetter:
@@ -37,9 +36,12 @@ async def bury(link: Link, letters: list[DeadLetter]) -> None:
         "%d unusable entries in %s; the first: %s", len(letters), letters[0].stream, letters[0].reason
     )
 
+    stream = link.names.dead_letters
+    keep = link.names.limit(stream)
+
     async def write(pipe: Pipeline) -> None:
         for dead in letters:
-            pipe.xadd(link.names.dead_letters, {b"m": encode(dead)}, maxlen=MAX_LETTERS, approximate=False)
+            pipe.xadd(stream, {b"m": encode(dead)}, maxlen=keep, approximate=False)
         await pipe.execute()
 
     try:

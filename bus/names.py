@@ -7,6 +7,11 @@ from dataclasses import dataclass
 GROUP = "workers"  # the consumer group of every requests:{instance} stream
 
 
+def consumer(worker: str, epoch: int) -> str:
+    """The name under which one incarnation of a worker reads its instances' requests."""
+    return f"{worker}:{epoch}"
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """`prefix` comes from settings.redis.prefix, e.g. "instar:"."""
@@ -57,3 +62,13 @@ class Names:
     def boot(self) -> str:
         """A marker set once per data set: when it is gone, the data is gone (FLUSHALL, empty replica)."""
         return f"{self.prefix}boot"
+
+    def limit(self, stream: str) -> int | None:
+        """The most entries a stream keeps when its writers trim it. None: its readers do, because an entry
+        may be pending (requests) or unread (tokens)."""
+        kind = stream.removeprefix(self.prefix).partition(":")[0]
+        return LIMITS.get(kind)
+
+
+# Of the streams that are read as they grow: enough for the slowest reader's pause, not for history.
+LIMITS = {"control": 4096, "telemetry": 2048, "metrics": 16, "events": 10_000, "dead-letters": 256}

@@ -1,0 +1,87 @@
+"""Follow telemetry, publish metrics. What is known lives in memory only: after a restart the telemetry
+that is still in the stream brings it back, and nothing that serves depends on the monitor being there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from bus.client import Bus, BusFull, BusUnavailable, Restart
+from bus.messages import Metrics, WorkerTelemetry
+from bus.settings import MonitorSettings, Settings
+from monitor.clock import MessageClock
+from monitor.smoothing import Smoother
+
+log = logging.getLogger("monitor")
+
+
+async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
+    """Until `stop` is set. Raises RedisProblem."""
+    monitor = Monitor(settings.monitor, bus)
+    tasks = [asyncio.create_task(work) for work in (monitor.follow(), monitor.report(), stop.wait())]
+    log.info("following telemetry")
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Monitor:
+    """One smoother between two loops: `follow` fills it, `report` publishes it."""
+
+    def __init__(self, settings: MonitorSettings, bus: Bus) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._load = asyncio.Event()
+        self._start_afresh()
+        bus.on_restart(self._restarted)
+
+    def _start_afresh(self) -> None:
+        self._clock = MessageClock()
+        self._smoother = Smoother(
+            window_s=self._settings.window_s,
+            smoothing=self._settings.smoothing,
+            stale_s=self._settings.stale_s,
+        )
+
+    def _restarted(self, restart: Restart) -> None:
+        if restart.data_lost:  # another server, maybe another clock
+            self._start_afresh()
+
+    async def follow(self) -> None:
+        """Reads from the oldest report there is: a window that began before us is whole at once."""
+        async with self._bus.reader(self._bus.names.telemetry, WorkerTelemetry, start="0") as reader:
+            async for batch in reader:
+                for entry_id, report in batch:
+                    self._smoother.observe(self._clock.observe(entry_id, time.monotonic()), report)
+                if self._smoother.has_load(self._now()):
+                    self._load.set()
+
+    async def report(self) -> None:
+        """Every `interval_s` while there is load, every `idle_interval_s` otherwise; load ends the longer
+        pause."""
+        while True:
+            await asyncio.sleep(self._settings.interval_s)
+            if not self._smoother.has_load(self._now()):
+                self._load.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.idle_interval_s - self._settings.interval_s):
+                        await self._load.wait()
+            await self._publish(self._smoother.metrics(self._now(), time.time_ns() // 1_000_000))
+
+    async def _publish(self, metrics: Metrics) -> None:
+        try:
+            await self._bus.publish(self._bus.names.metrics, metrics)
+        except BusUnavailable:
+            await self._bus.wait_up()
+        except BusFull as full:  # readers see the last metrics grow old, and hold
+            log.debug("metrics are not published: %s", full)
+
+    def _now(self) -> float:
+        return self._clock.now(time.monotonic())
