@@ -1,0 +1,54 @@
+"""What the pool asks of a device: physical pages, address space, and mapping one into the other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Pages = npt.NDArray[np.int64]  # physical page numbers, in the order of their addresses
+
+
+class AddressSpace(Protocol):
+    """A reserved run of addresses. It lives until the last object that refers to it is gone, views
+    included: a view that outlives its pages faults, and never shows another owner's memory."""
+
+    address: int
+    nbytes: int
+
+    def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] over the addresses, without a copy. The page of its first byte must be mapped."""
+
+
+class Backend(Protocol):
+    """Physical memory of one device. Calls are not thread-safe; the pool's owner makes them.
+
+    A page that was just mapped reads as zeros, whoever had it before.
+    """
+
+    page_bytes: int
+    device: torch.device
+
+    def create(self, num_pages: int) -> None:
+        """Make physical pages 0..num_pages-1. Once. Raises MappingFailed, having made nothing."""
+
+    def reserve(self, nbytes: int) -> AddressSpace:
+        """Address space of `nbytes` (whole pages) with nothing mapped. Raises MappingFailed."""
+
+    def map(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+        """Map physical `pages` at the space's pages first_page.. . All or nothing. Raises MappingFailed."""
+
+    def unmap(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+        """Undo `map`. Nothing on the device may still use the addresses: wait for its streams first."""
+
+    def close(self) -> None:
+        """Give the physical memory back. Nothing may be mapped."""
+
+
+def runs(pages: Pages) -> list[tuple[int, int, int]]:
+    """Split into runs of consecutive page numbers: (index of the first, page number, length)."""
+    starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
+    ends = np.append(starts[1:], len(pages))
+    return [(int(s), int(pages[s]), int(e - s)) for s, e in zip(starts, ends, strict=True)]

@@ -1,0 +1,113 @@
+"""Pages on a CPU device, for real: a memfd is the physical memory, mmap(2) maps parts of it.
+
+Measured on a 2-core machine, for a page of 64 KiB: map 3 us, unmap 12 us, give the memory back 5 us,
+first touch 20 to 40 us. Reading weights through such a mapping is as fast as from malloc (31 GB/s, with
+4 KiB frames and with 2 MiB ones alike), so no huge pages are asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+
+import torch
+
+from worker.memory.backend import AddressSpace, Pages, runs
+from worker.memory.errors import MappingFailed
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+# The values of Linux's headers that Python's mmap module does not carry (the same on x86-64 and arm64).
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0x0, 0x10, 0x4000
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class CpuSpace:
+    """Reserved addresses: PROT_NONE wherever no page is mapped, so a stray access is a fault."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address = _mmap(None, nbytes, _PROT_NONE, _RESERVED, -1, 0)
+        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
+
+    def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        buffer = (ctypes.c_char * nbytes).from_address(self.address + offset_bytes)
+        buffer.space = self  # type: ignore[attr-defined]  # torch keeps the buffer, the buffer the addresses
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+class CpuBackend:
+    """A memory budget on the host's RAM, used page by page: untouched pages cost nothing yet."""
+
+    def __init__(self, page_bytes: int = 64 * 1024) -> None:
+        """page_bytes: a multiple of the machine's page size. Raises ValueError."""
+        if page_bytes <= 0 or page_bytes % mmap.PAGESIZE:
+            raise ValueError(f"page_bytes is {page_bytes}; it must be a multiple of {mmap.PAGESIZE}")
+        self.page_bytes = page_bytes
+        self.device = torch.device("cpu")
+        self._fd = os.memfd_create("instar-pages")
+        self._close = weakref.finalize(self, os.close, self._fd)
+
+    def create(self, num_pages: int) -> None:
+        os.ftruncate(self._fd, num_pages * self.page_bytes)
+
+    def reserve(self, nbytes: int) -> CpuSpace:
+        return CpuSpace(nbytes)
+
+    def map(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        at = space.address + first_page * self.page_bytes
+        for start, page, length in runs(pages):
+            target = at + start * self.page_bytes
+            try:
+                _mmap(target, length * self.page_bytes, _READ_WRITE, flags, self._fd, page * self.page_bytes)
+            except MappingFailed:
+                self._reserve_again(at, start)
+                raise
+
+    def unmap(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+        # The memory goes back to the system, and the page's next owner reads zeros. This before unmapping:
+        # whichever call fails, every page is still where its range believes it to be.
+        punch = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        for _, page, length in runs(pages):
+            if _libc.fallocate(self._fd, punch, page * self.page_bytes, length * self.page_bytes):
+                raise _failed("fallocate")
+        self._reserve_again(space.address + first_page * self.page_bytes, len(pages))
+
+    def close(self) -> None:
+        self._close()
+
+    def _reserve_again(self, address: int, num_pages: int) -> None:
+        if num_pages:
+            _mmap(address, num_pages * self.page_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED, -1, 0)
+
+
+def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int, offset: int) -> int:
+    result = _libc.mmap(address, nbytes, prot, flags, fd, offset)
+    if result == _MAP_FAILED:
+        raise _failed("mmap")
+    return int(result)
+
+
+def _failed(call: str) -> MappingFailed:
+    code = ctypes.get_errno()
+    hint = "; raise vm.max_map_count, or take larger pages (page_kib)" if code == errno.ENOMEM else ""
+    return MappingFailed(f"{call}: {os.strerror(code)}{hint}")

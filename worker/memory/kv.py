@@ -1,0 +1,140 @@
+"""The KV cache of one model on one device: pages in, blocks out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from worker.memory.blocks import BlockAllocator
+from worker.memory.errors import BrokenInvariant, OutOfPages
+from worker.memory.pool import PagePool
+from worker.memory.range import VirtualRange
+
+
+class KVCache:
+    """One virtual range per layer, seen as [max_blocks, Hkv, 2, block_tokens, D]: header-centric.
+
+    Heads are outermost within a block, so a block of H heads is also two blocks of H/2 heads at the same
+    addresses. The view spans the reserved space from the first growth on and never changes; only blocks
+    below `num_blocks` have memory. All layers have the same number of pages, always.
+    A block need not divide a page: it may straddle two, and the last page may end in part of a block.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        max_blocks: int,
+        owner: str,
+    ) -> None:
+        """Reserves addresses for max_blocks per layer and maps nothing. Raises MappingFailed."""
+        self.pool, self.owner, self.dtype = pool, owner, dtype
+        self.block_tokens, self.max_blocks = block_tokens, max_blocks
+        self.block_shape = (num_kv_heads, 2, block_tokens, head_dim)
+        self.block_bytes: int = 2 * num_kv_heads * block_tokens * head_dim * dtype.itemsize  # in one layer
+        self.layers: list[torch.Tensor] = []  # empty until the first growth
+        self.allocator = BlockAllocator()
+        self._ranges: list[VirtualRange] = []
+        try:
+            for i in range(num_layers):
+                name = f"{owner} KV of layer {i}"
+                self._ranges.append(pool.reserve(max_blocks * self.block_bytes, kind="kv", owner=name))
+        except RuntimeError:
+            self.release()
+            raise
+
+    @property
+    def pages_per_layer(self) -> int:
+        return self._ranges[0].num_mapped
+
+    @property
+    def num_blocks(self) -> int:
+        return self.allocator.capacity
+
+    @property
+    def growable_pages(self) -> int:
+        """Pages per layer by which it could grow now."""
+        room = self._ranges[0].num_pages - self.pages_per_layer
+        return min(room, self.pool.num_free // len(self._ranges))
+
+    def pages_for(self, num_blocks: int) -> int:
+        """Pages per layer that hold `num_blocks` blocks."""
+        return self.pool.pages_for(num_blocks * self.block_bytes)
+
+    def blocks_in(self, pages_per_layer: int) -> int:
+        """Whole blocks that so many pages per layer hold."""
+        return min(pages_per_layer * self.pool.page_bytes // self.block_bytes, self.max_blocks)
+
+    def grow(self, pages_per_layer: int) -> None:
+        """Map so many more pages in every layer, or none. New blocks read as zeros.
+
+        Raises OutOfPages (with the pages of all layers together), MappingFailed, ValueError past max_blocks.
+        """
+        if pages_per_layer == 0:
+            return
+        needed, free = pages_per_layer * len(self._ranges), self.pool.num_free
+        if needed > free:
+            raise OutOfPages(needed, free, self.pool.num_pages, f"{self.owner} KV cache")
+        before = self.pages_per_layer
+        self._in_every_layer(
+            lambda layer: layer.map(before, pages_per_layer),
+            lambda layer: layer.unmap(before, pages_per_layer),
+        )
+        if not self.layers:
+            shape = (self.max_blocks, *self.block_shape)
+            self.layers = [layer.tensor(self.dtype, shape) for layer in self._ranges]
+        self.allocator.extend(self.blocks_in(before + pages_per_layer))
+
+    def shrink(self, pages_per_layer: int) -> None:
+        """Unmap the last so many pages of every layer, or none.
+
+        Raises BlocksInUse while a block in them is live, and ValueError below zero pages.
+        """
+        if pages_per_layer == 0:
+            return
+        before = self.pages_per_layer
+        after = before - pages_per_layer
+        if after < 0:
+            raise ValueError(f"{self.owner} KV cache has {before} pages per layer, not {pages_per_layer}")
+        self.allocator.truncate(self.blocks_in(after))
+        try:
+            self._in_every_layer(
+                lambda layer: layer.unmap(after, pages_per_layer),
+                lambda layer: layer.map(after, pages_per_layer),
+            )
+        except RuntimeError:
+            self.allocator.extend(self.blocks_in(before))
+            raise
+
+    def release(self) -> None:
+        """Give all pages and addresses back, live blocks or not; the views must not be used any more."""
+        self.layers = []
+        for layer in self._ranges:
+            layer.release()
+        self.allocator = BlockAllocator()
+
+    def check_integrity(self) -> None:
+        """Raises BrokenInvariant for the blocks, and if layers differ in pages."""
+        self.allocator.check_integrity()
+        pages = {layer.num_mapped for layer in self._ranges}
+        if len(pages) > 1:
+            raise BrokenInvariant(f"{self.owner} KV cache: layers have {sorted(pages)} pages")
+
+    def _in_every_layer(
+        self, do: Callable[[VirtualRange], None], undo: Callable[[VirtualRange], None]
+    ) -> None:
+        done: list[VirtualRange] = []
+        try:
+            for layer in self._ranges:
+                do(layer)
+                done.append(layer)
+        except (RuntimeError, ValueError):
+            for layer in reversed(done):
+                undo(layer)
+            raise
