@@ -56,8 +56,8 @@ BATCH_ENTRIES = 128  # most entries of one read
 def connect(settings: RedisSettings, *, source: str = "") -> Bus:
     """A Bus that is not started yet. `source` names the service in its events. Raises BadRedisUrl."""
     names = Names(settings.prefix)
-    link = Link(settings.url, names, socket_timeout_s=settings.socket_timeout_s)
-    return Bus(link, block_ms=settings.block_ms, source=source)
+    link = Link(settings.url, names, source=source, socket_timeout_s=settings.socket_timeout_s)
+    return Bus(link, block_ms=settings.block_ms)
 
 
 class Batch:
@@ -95,9 +95,8 @@ class Batch:
 class Bus(Registry):
     """Streams and registry over one `Link`. Start it in a running event loop; close it at the end."""
 
-    def __init__(self, link: Link, *, block_ms: int, source: str = "") -> None:
+    def __init__(self, link: Link, *, block_ms: int) -> None:
         super().__init__(link)
-        self.source = source
         self._block_ms = block_ms
 
     async def start(self, wait_s: float = 10.0) -> None:
@@ -141,15 +140,17 @@ class Bus(Registry):
 
     async def event(self, kind: str, subject: str, reason: str, **numbers: Number) -> None:
         """One entry of the audit stream. Raises BusUnavailable, BusFull."""
-        event = Event(
-            kind=kind,
-            source=self.source,
-            subject=subject,
-            reason=reason,
-            at_ms=time.time_ns() // 1_000_000,
-            numbers=numbers,
+        await self.publish(
+            self.names.events,
+            Event(
+                kind=kind,
+                source=self.link.source,
+                subject=subject,
+                reason=reason,
+                at_ms=time.time_ns() // 1_000_000,
+                numbers=numbers,
+            ),
         )
-        await self.publish(self.names.events, event)
 
     async def trim(self, stream: str, *, before: str) -> None:
         """Drops every entry older than the entry id `before`, exactly."""

@@ -48,12 +48,15 @@ class _Identity:
 
 
 class Link:
-    """Short commands with fail-fast while Redis is away. `watch_s`: how often a healthy Redis is asked
-    whether it still has its data."""
+    """Short commands with fail-fast while Redis is away. `source`: who speaks, in events.
+    `watch_s`: how often a healthy Redis is asked whether it still has its data."""
 
-    def __init__(self, url: str, names: Names, *, socket_timeout_s: float, watch_s: float = 2.0) -> None:
+    def __init__(
+        self, url: str, names: Names, *, source: str, socket_timeout_s: float, watch_s: float = 2.0
+    ) -> None:
         self.url = url
         self.names = names
+        self.source = source
         self.socket_timeout_s = socket_timeout_s
         self._watch_s = watch_s
         self._client = self.client(SHORT_CONNECTIONS)

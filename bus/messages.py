@@ -275,7 +275,8 @@ class Event:
     """`events`: every decision and every morph: what, why, and the numbers it saw.
 
     Kinds so far: worker_joined, worker_lost, worker_left, epoch_changed, bus_restarted, dead_letter,
-    request_replayed. `worker_lost` carries `epoch` in numbers: gateways replay what that epoch had.
+    request_replayed. `worker_lost` and `worker_left` carry `epoch` in numbers: gateways replay what that
+    epoch had. `epoch_changed` carries `epoch` and `previous_epoch`: what the latter had is void.
     """
 
     kind: str

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from bus.codec import DecodeError, decode
 from bus.connection import close, is_group_missing, translated
-from bus.dead_letters import bury, letter
+from bus.dead_letters import DeadLetters
 from bus.errors import BusUnavailable
 from bus.link import FIRST_RETRY_S, LONGEST_RETRY_S, Link
 from bus.messages import DeadLetter
@@ -44,6 +44,7 @@ class _Reader(Generic[M]):
         self._block_ms = block_ms
         self._count = count
         self._client = link.client(max_connections=1)
+        self._dead_letters = DeadLetters(link, stream)
         self._retry_s = FIRST_RETRY_S
 
     async def aclose(self) -> None:
@@ -88,7 +89,7 @@ class _Reader(Generic[M]):
             try:
                 batch.append((key, decode(payload, *self._types)))
             except DecodeError as error:
-                dead.append(letter(self.stream, key, payload, error.reason))
+                dead.append(self._dead_letters.letter(key, payload, error.reason))
         return batch, dead
 
 
@@ -136,8 +137,7 @@ class StreamReader(_Reader[M]):
         entries: list[RawEntry] = answer[0][1]
         self.position = entries[-1][0].decode()
         batch, dead = self._decoded(entries)
-        if dead and self.stream != self._link.names.dead_letters:
-            await bury(self._link, dead)
+        await self._dead_letters.bury(dead)
         return batch
 
     async def _last_id(self) -> str:
@@ -217,7 +217,7 @@ class GroupReader(_Reader[M]):
             return []
         batch, dead = self._decoded(answer[0][1])
         if dead:
-            await bury(self._link, dead)
+            await self._dead_letters.bury(dead)
             await self._settle([d.entry_id for d in dead])
         return batch
 

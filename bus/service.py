@@ -15,7 +15,8 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from bus import logs
 from bus.client import Bus, RedisProblem, connect
@@ -63,22 +64,22 @@ async def _run(settings: Settings, main: Main, source: str) -> None:
             loop.add_signal_handler(number, stop.set)
     bus = connect(settings.redis, source=source)
     try:
-        await _unless(stop, bus.start(REDIS_WAIT_S))
+        await run_until(stop, bus.start(REDIS_WAIT_S))
         if not stop.is_set():
             await main(settings, bus, stop)
     finally:
         await bus.aclose()
 
 
-async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> None:
-    """Waits for `work` or for `stop`, whichever is first; what is left of the work is cancelled."""
-    task = asyncio.ensure_future(work)
-    waiter = asyncio.ensure_future(stop.wait())
+async def run_until(stop: asyncio.Event, *works: Coroutine[Any, Any, object]) -> None:
+    """Runs `works` side by side until `stop` is set or one of them ends; the others are cancelled then.
+    Raises what the first to fail raised."""
+    tasks = [asyncio.create_task(work) for work in (stop.wait(), *works)]
     try:
-        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
             task.result()
     finally:
-        for future in (task, waiter):
-            future.cancel()
-        await asyncio.gather(task, waiter, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

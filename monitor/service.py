@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from bus.client import Bus, BusFull, BusUnavailable, Restart
 from bus.messages import Metrics, WorkerTelemetry
+from bus.service import run_until
 from bus.settings import MonitorSettings, Settings
 from monitor.clock import MessageClock
 from monitor.smoothing import Smoother
@@ -20,16 +21,8 @@ log = logging.getLogger("monitor")
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     """Until `stop` is set. Raises RedisProblem."""
     monitor = Monitor(settings.monitor, bus)
-    tasks = [asyncio.create_task(work) for work in (monitor.follow(), monitor.report(), stop.wait())]
     log.info("following telemetry")
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await run_until(stop, monitor.follow(), monitor.report())
 
 
 class Monitor:

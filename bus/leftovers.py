@@ -1,0 +1,85 @@
+"""What workers and gateways leave behind in Redis, and its removal.
+
+A stream belongs to the holder of a lease: `requests:{model}@{worker}` and `control:{worker}` to the worker,
+`tokens:{gateway}` to the gateway. Removal asks for the lease within the same script, so that an owner who
+comes back in that moment loses nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bus.names import Names
+from bus.registry import Registry
+
+_REMOVE = """
+if redis.call('EXISTS', KEYS[1]) == 1 then
+    return 0
+end
+for index = 3, #KEYS do
+    redis.call('DEL', KEYS[index])
+end
+if ARGV[1] ~= '' then
+    redis.call('SREM', KEYS[2], ARGV[1])
+end
+return 1
+"""
+SCAN_COUNT = 500
+
+
+def lease_of(names: Names, key: str) -> str | None:
+    """The lease key of the stream's owner; None for a key that nobody owns."""
+    kind, _, owner = key.removeprefix(names.prefix).partition(":")
+    if not owner:
+        return None
+    match kind:
+        case "requests":
+            return names.lease(owner.rpartition("@")[2])
+        case "control":
+            return names.lease(owner)
+        case "tokens":
+            return names.gateway_lease(owner)
+    return None
+
+
+async def without_owner(registry: Registry) -> dict[str, str]:
+    """Streams whose owner holds no lease now: key -> lease key. Raises BusUnavailable."""
+    names = registry.names
+    leases = {key: lease for key in await _keys(registry) if (lease := lease_of(names, key))}
+    if not leases:
+        return {}
+    wanted = sorted(set(leases.values()))
+    found = await registry.link.run(lambda client: client.mget(wanted))
+    held = {lease for lease, value in zip(wanted, found, strict=True) if value is not None}
+    return {key: lease for key, lease in leases.items() if lease not in held}
+
+
+async def _keys(registry: Registry) -> set[str]:
+    """SCAN, a page at a time: it sees every key that is there from its beginning to its end."""
+    pattern = _escaped(registry.names.prefix) + "*"
+    keys: set[str] = set()
+    cursor = 0
+    while True:
+        page: Any = await registry.link.run(
+            lambda client, cursor=cursor: client.scan(cursor, match=pattern, count=SCAN_COUNT)  # type: ignore[misc]
+        )
+        cursor, found = int(page[0]), page[1]
+        keys |= {key.decode() for key in found}
+        if cursor == 0:
+            return keys
+
+
+def _escaped(prefix: str) -> str:
+    return "".join(f"\\{letter}" if letter in "*?[]\\^" else letter for letter in prefix)
+
+
+async def remove_streams(registry: Registry, lease: str, *keys: str) -> bool:
+    """Deletes the streams unless somebody holds the lease; False then."""
+    return bool(await registry.run_script(_REMOVE, [lease, registry.names.workers, *keys], [""]))
+
+
+async def remove_worker(registry: Registry, worker: str) -> bool:
+    """Takes a dead worker's card and membership away, unless it holds its lease again; False then."""
+    names = registry.names
+    keys = [names.lease(worker), names.workers, names.card(worker)]
+    return bool(await registry.run_script(_REMOVE, keys, [worker]))
