@@ -210,14 +210,17 @@ def load_settings(
 ) -> Settings:
     """Defaults < file < INSTAR_* variables < flags. Raises SettingsError with every problem of the first
     layer that has one: the origin, the key, the value, what would be accepted."""
-    environ = os.environ if environ is None else environ
+    return merge(Settings, layers_of(path, os.environ if environ is None else environ, flags))
+
+
+def layers_of(path: Path | None, environ: Mapping[str, str], flags: Layer | None = None) -> list[Layer]:
+    """What each source gave, before the values are judged. Raises SettingsError for unknown names."""
     file = config_file(path, environ)
-    layers = [
+    return [
         read_file(file, Settings) if file else {},
         read_environment(environ, Settings, SHORT_NAMES),
         flags or {},
     ]
-    return merge(Settings, layers)
 
 
 def settings_environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:

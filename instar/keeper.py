@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,9 +47,13 @@ class Backoff:
 class Keeper:
     """One program. `run` returns when it was stopped, left by itself, or cannot run with these settings."""
 
-    def __init__(self, program: Program, backoff: Backoff, console: Console) -> None:
+    def __init__(
+        self, program: Program, backoff: Backoff, console: Console, on_death: Callable[[], None]
+    ) -> None:
         self.program = program
         self.last_lines: deque[str] = deque(maxlen=20)
+        self.last_death = 0.0  # wall-clock seconds, as the epochs of workers are
+        self._on_death = on_death
         self._backoff = backoff
         self._console = console
         self._child: Child | None = None
@@ -68,6 +73,8 @@ class Keeper:
                 self._console.say(f"{self.program.name} cannot run with these settings; not started again")
                 return "misconfigured"
             lived_s = asyncio.get_running_loop().time() - started
+            self.last_death = time.time()
+            self._on_death()
             deaths = 1 if lived_s >= self._backoff.longest_s else deaths + 1
             await self._pause_after(status, self._backoff.pause_s(deaths))
         return "stopped"

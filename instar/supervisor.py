@@ -22,7 +22,8 @@ class Supervisor:
     """`run` returns the exit status of the whole service: 0 after a wished end, 2 when nothing can serve."""
 
     def __init__(self, programs: Sequence[Program], backoff: Backoff, console: Console) -> None:
-        self.keepers = [Keeper(program, backoff, console) for program in programs]
+        self.died = asyncio.Event()  # set at every death; whoever watches clears it
+        self.keepers = [Keeper(program, backoff, console, self.died.set) for program in programs]
         self._console = console
         self._tasks: dict[Keeper, asyncio.Task[Outcome]] = {}
         self._outcomes: dict[Keeper, Outcome] = {}
@@ -48,9 +49,13 @@ class Supervisor:
             self._console.say("Stopping: streams that are open may end; once more to stop at once")
             self._ending.set()
 
-    @property
-    def is_ending(self) -> bool:
-        return self._ending.is_set()
+    def expected_workers(self) -> dict[str, float]:
+        """Worker id -> wall-clock second of its last death (0.0: none), of those that should be serving."""
+        return {
+            keeper.program.name: keeper.last_death
+            for keeper in self._of("worker")
+            if keeper not in self._outcomes
+        }
 
     async def run(self) -> int:
         """Wait for the wish to end, or for there to be nothing left to run for; then end all."""

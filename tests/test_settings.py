@@ -11,6 +11,10 @@ from bus.settings_sources import Given
 
 
 def complaint(path: Path | None = None, **environ: str) -> str:
+    return complaint_of(environ, path)
+
+
+def complaint_of(environ: dict[str, str], path: Path | None = None) -> str:
     with pytest.raises(SettingsError) as caught:
         load_settings(path, environ={"INSTAR_CONFIG": "", **environ})
     return str(caught.value)
@@ -107,7 +111,7 @@ def test_a_bad_file_is_answered_with_the_place_and_the_way_out(tmp_path: Path, t
 def test_a_bad_variable_is_answered_with_its_name_and_the_way_out(
     variable: str, value: str, told: str
 ) -> None:
-    message = complaint(**{variable: value})
+    message = complaint_of({variable: value})
     assert message.startswith(f"{variable}: ")
     assert told in message
 

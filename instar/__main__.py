@@ -1,0 +1,5 @@
+import sys
+
+from instar.cli import main
+
+sys.exit(main())

@@ -1,0 +1,194 @@
+"""`instar`: the command line. Each command imports what it needs when it runs, so that --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instar.flags import add_flags, given_flags
+
+if TYPE_CHECKING:
+    from bus.settings import Settings
+
+DESCRIPTION = """\
+Instar serves large language models and changes shape while it serves.
+
+  instar serve                      the demo model on http://127.0.0.1:8000/v1
+  instar serve path/to/model        any Llama, Mistral, Qwen2 or Qwen3 folder of Hugging Face
+  instar status                     workers, memory, instances, what runs and what waits
+  instar complete "def fib(n):"     one completion, as it is written
+  instar settings                   every setting, its value and who set it
+"""
+
+SERVE = """\
+Runs Redis, gateway, monitor, controller and workers, starts again what dies, and stops all on Ctrl-C.
+
+  instar serve                                     the demo model
+  instar serve models/llama --port 9000            another model and port
+  instar serve a=dir/one b=dir/two --workers 2     two models in each of two workers
+  instar serve --host 0.0.0.0 --api-key s3cret     for other machines: needs a key
+  instar serve config-only/ --load-format dummy    random weights of the folder's config.json
+
+Every flag is a setting: `--port 9000`, INSTAR_PORT=9000 and `[gateway] port = 9000` in instar.toml are the
+same; the flag wins over the variable, the variable over the file. `instar settings` lists them all.
+"""
+
+STATUS = """\
+Asks the running gateway for its state and shows it.
+
+  instar status                     of the service on this machine
+  instar status --json              the same for programs
+  instar status --url http://host:8000
+"""
+
+COMPLETE = """\
+Completes a text with the running service; the text may come from standard input.
+
+  instar complete "def fib(n):" --max-tokens 60
+  echo "import os" | instar complete --temperature 0
+"""
+
+SETTINGS = """\
+Shows every setting: its value, and in brackets the file or variable that set it.
+
+  instar settings                              what a service started here would use
+  instar settings --example > instar.toml      a file with every default and its meaning, to edit
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `instar status | head`
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="instar", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="store_true", help="tell the version")
+    parser.set_defaults(run=_help_or_version, parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands (instar COMMAND --help teaches each)")
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        sub.add_argument("--config", type=Path, metavar="FILE", help="settings file [instar.toml if present]")
+        sub.set_defaults(run=run)
+        return sub
+
+    serve = command("serve", _serve, "start the service", SERVE)
+    serve.add_argument(
+        "models", nargs="*", metavar="MODEL", help="model folder, or NAME=DIR [the demo model]"
+    )
+    add_flags(serve)
+
+    status = command("status", _status, "what runs, and in which shape", STATUS)
+    _add_client_flags(status)
+    status.add_argument("--json", action="store_true", help="as JSON")
+
+    complete = command("complete", _complete, "complete a text", COMPLETE)
+    _add_client_flags(complete)
+    complete.add_argument("text", nargs="?", help="[standard input]")
+    complete.add_argument("--model", metavar="NAME", help="[the first one served]")
+    complete.add_argument("--max-tokens", type=int, default=64, metavar="N", help="[64]")
+    complete.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[0: greedy]")
+
+    settings = command("settings", _settings, "every setting and who set it", SETTINGS)
+    settings.add_argument("--example", action="store_true", help="write a settings file with every default")
+    return parser
+
+
+def _add_client_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", help="of the gateway [from the settings]")
+    parser.add_argument("--api-key", dest="key", metavar="KEY", help="[the first one in the settings]")
+
+
+# --------------------------------------------------------------------------- commands
+
+
+def _help_or_version(args: argparse.Namespace) -> int:
+    if args.version:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"instar {version('instar')}\n")
+    else:
+        args.parser.print_help()
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    settings = _load(args)
+    if settings is None:
+        return 2
+    from instar.serve import serve
+
+    return serve(settings)
+
+
+def _status(args: argparse.Namespace) -> int:
+    settings = _load(args)
+    if settings is None:
+        return 2
+    from instar.status import status
+
+    return status(settings, url=args.url, key=args.key, as_json=args.json)
+
+
+def _complete(args: argparse.Namespace) -> int:
+    settings = _load(args)
+    if settings is None:
+        return 2
+    from instar.complete import complete
+
+    text = sys.stdin.read() if args.text is None else args.text
+    return complete(
+        settings,
+        text,
+        url=args.url,
+        key=args.key,
+        model=args.model,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+    )
+
+
+def _settings(args: argparse.Namespace) -> int:
+    from instar.settings_text import example, listing
+
+    if args.example:
+        sys.stdout.write(example())
+        return 0
+    settings = _load(args)
+    if settings is None:
+        return 2
+    sys.stdout.write(listing(args.config))
+    return 0
+
+
+def _load(args: argparse.Namespace) -> Settings | None:
+    """Settings with the flags on top; None after the complaint was written."""
+    from bus.settings import SettingsError, load_settings
+    from bus.settings_sources import Given
+
+    flags = {name: Given(value, option) for name, (value, option) in given_flags(args).items()}
+    if models := getattr(args, "models", None):
+        named = flags["worker.models"].value if "worker.models" in flags else []
+        flags["worker.models"] = Given([*models, *named], "MODEL")
+    try:
+        return load_settings(args.config, flags=flags)
+    except SettingsError as error:
+        sys.stderr.write("".join(f"instar: {line}\n" for line in str(error).splitlines()))
+        return None

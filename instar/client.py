@@ -1,0 +1,52 @@
+"""What the commands that talk to a running gateway share: its address, its key, clear words when it fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from bus.settings import Settings
+from instar.address import url_of
+
+
+class GatewayProblem(Exception):
+    """The gateway could not be asked, or refused; says what to do."""
+
+
+def gateway_client(settings: Settings, url: str | None, key: str | None, keys: list[str]) -> httpx.Client:
+    """A client of the gateway that `url` names, else of the one in the settings."""
+    token = key or (keys[0] if keys else None)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return httpx.Client(base_url=url or url_of(settings.gateway), headers=headers, timeout=30)
+
+
+def get_json(client: httpx.Client, path: str) -> Any:
+    """Raises GatewayProblem."""
+    try:
+        answer = client.get(path)
+    except httpx.HTTPError as error:
+        raise unreachable(client, error) from error
+    refuse_errors(answer)
+    try:
+        return answer.json()
+    except ValueError as error:
+        raise GatewayProblem(f"{answer.url} did not answer with JSON: is that an Instar gateway?") from error
+
+
+def unreachable(client: httpx.Client, error: httpx.HTTPError) -> GatewayProblem:
+    return GatewayProblem(
+        f"no gateway answers at {client.base_url} ({error}); start one with `instar serve`, or say where it "
+        "is with --url, INSTAR_HOST and INSTAR_PORT"
+    )
+
+
+def refuse_errors(answer: httpx.Response) -> None:
+    """Raises GatewayProblem with the message of an error in OpenAI's shape. The body must have been read."""
+    if answer.is_success:
+        return
+    try:
+        message = answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = answer.text[:200]
+    raise GatewayProblem(f"{answer.url.path}: {answer.status_code}: {message}")
