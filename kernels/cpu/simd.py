@@ -1,0 +1,302 @@
+"""Sixteen float32 lanes inside numba, which has no vectors, no bfloat16 and no float16 arithmetic.
+
+Each intrinsic writes LLVM IR on `<16 x float>`; LLVM makes AVX-512 of it, or several narrower instructions
+on processors without. Memory is addressed in bytes through plain integers, so tensors of any strides and
+dtypes share one signature. An element kind is a numpy scalar class:
+
+===============  ==============  ==================================================
+kind             memory          becomes float32 by
+===============  ==============  ==================================================
+np.float32       float32         nothing
+np.float16       float16         fpext (one instruction with F16C)
+np.uint16        bfloat16        a shift: bfloat16 is the upper half of a float32
+===============  ==============  ==================================================
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+
+LANES = 16
+KINDS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
+
+F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+ELEMENTS = {types.float32: F32, types.float16: F16, types.uint16: I16}
+
+
+class VecType(types.Type):
+    """float32 x 16 in one register."""
+
+    def __init__(self) -> None:
+        super().__init__("vec16f32")
+
+
+vec = VecType()
+
+
+@register_model(VecType)
+class _VecModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, wide(F32))
+
+
+# --------------------------------------------------------------------------- fragments of LLVM IR
+
+
+def wide(element: Any) -> Any:
+    return ir.VectorType(element, LANES)
+
+
+def constant(element: Any, value: float) -> Any:
+    return ir.Constant(wide(element), [value] * LANES)
+
+
+def call(builder: Any, name: str, result: Any, *operands: Any, fastmath: tuple[str, ...] = ()) -> Any:
+    """Call an LLVM intrinsic by its mangled name."""
+    kind = ir.FunctionType(result, [operand.type for operand in operands])
+    callee = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(callee, operands, fastmath=fastmath)
+
+
+def load(builder: Any, kind: Any, address: Any) -> Any:
+    """Sixteen consecutive elements as float32."""
+    element = ELEMENTS[kind]
+    raw = builder.load(builder.inttoptr(address, wide(element).as_pointer()), align=kind.bitwidth // 8)
+    return _widened(builder, raw, wide)
+
+
+def load_scalar(builder: Any, kind: Any, address: Any) -> Any:
+    element = ELEMENTS[kind]
+    raw = builder.load(builder.inttoptr(address, element.as_pointer()), align=kind.bitwidth // 8)
+    return _widened(builder, raw, lambda scalar: scalar)
+
+
+def load_splat(builder: Any, kind: Any, address: Any) -> Any:
+    """One element as float32 in every lane."""
+    return splat(builder, load_scalar(builder, kind, address))
+
+
+def splat(builder: Any, scalar: Any) -> Any:
+    first = builder.insert_element(ir.Constant(wide(F32), ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, first, ir.Constant(wide(I32), [0] * LANES))
+
+
+def store(builder: Any, kind: Any, address: Any, value: Any) -> Any:
+    if kind == types.float16:
+        value = builder.fptrunc(value, wide(F16))
+    elif kind == types.uint16:
+        value = _rounded_to_bf16(builder, value)
+    return builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=kind.bitwidth // 8)
+
+
+def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return call(builder, "llvm.fma.v16f32", wide(F32), a, b, c)
+
+
+def _widened(builder: Any, raw: Any, shape: Any) -> Any:
+    if raw.type == shape(F32):
+        return raw
+    if raw.type == shape(F16):
+        return builder.fpext(raw, shape(F32))
+    high = builder.zext(raw, shape(I32))
+    shift = constant(I32, 16) if shape is wide else ir.Constant(I32, 16)
+    return builder.bitcast(builder.shl(high, shift), shape(F32))
+
+
+def _rounded_to_bf16(builder: Any, value: Any) -> Any:
+    """Nearest, ties to even; a NaN stays one."""
+    bits = builder.bitcast(value, wide(I32))
+    odd = builder.and_(builder.lshr(bits, constant(I32, 16)), constant(I32, 1))
+    rounded = builder.add(bits, builder.add(odd, constant(I32, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    kept = builder.select(is_nan, constant(I32, 0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(kept, constant(I32, 16)), wide(I16))
+
+
+def _exp2(builder: Any, x: Any) -> Any:
+    """2^x to about 2 ulp: 2^round(x) through the exponent bits, 2^rest by Taylor; 0 below 2^-126."""
+    low, high = constant(F32, -126.0), constant(F32, 127.0)
+    clamped = call(builder, "llvm.maxnum.v16f32", wide(F32), x, low)
+    clamped = call(builder, "llvm.minnum.v16f32", wide(F32), clamped, high)
+    whole = call(builder, "llvm.rint.v16f32", wide(F32), clamped)
+    rest = builder.fsub(clamped, whole)
+    # ln(2)^k / k! for k = 7..0; |rest| <= 1/2, so the first term left out is under 6e-9.
+    total = constant(F32, 1.525273380405984e-05)
+    for coefficient in (
+        1.540353039338161e-04,
+        1.333355814642844e-03,
+        9.618129107628477e-03,
+        5.550410866482158e-02,
+        2.402265069591007e-01,
+        6.931471805599453e-01,
+        1.0,
+    ):
+        total = fused_multiply_add(builder, total, rest, constant(F32, coefficient))
+    exponent = builder.add(builder.fptosi(whole, wide(I32)), constant(I32, 127))
+    power = builder.bitcast(builder.shl(exponent, constant(I32, 23)), wide(F32))
+    is_tiny = builder.fcmp_ordered("<", x, low)
+    return builder.select(is_tiny, constant(F32, 0.0), builder.fmul(total, power))
+
+
+# --------------------------------------------------------------------------- intrinsics for numba code
+
+
+@intrinsic
+def vload(typingctx: Any, kind: Any, address: Any) -> Any:
+    """Sixteen elements of `kind` from byte address."""
+    return vec(kind, types.int64), lambda _c, b, _s, args: load(b, kind.dtype, args[1])
+
+
+@intrinsic
+def vsplat_load(typingctx: Any, kind: Any, address: Any) -> Any:
+    """One element of `kind` from byte address, in every lane."""
+    return vec(kind, types.int64), lambda _c, b, _s, args: load_splat(b, kind.dtype, args[1])
+
+
+@intrinsic
+def vstore(typingctx: Any, kind: Any, address: Any, value: Any) -> Any:
+    """Round sixteen lanes to `kind` and write them at byte address."""
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        store(builder, kind.dtype, args[1], args[2])
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, vec), emit
+
+
+@intrinsic
+def vsplat(typingctx: Any, scalar: Any) -> Any:
+    return vec(types.float32), lambda _c, b, _s, args: splat(b, args[0])
+
+
+@intrinsic
+def vfma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return vec(vec, vec, vec), lambda _c, builder, _s, args: fused_multiply_add(builder, *args)
+
+
+@intrinsic
+def vmax(typingctx: Any, a: Any, b: Any) -> Any:
+    return vec(vec, vec), lambda _c, b, _s, args: call(b, "llvm.maxnum.v16f32", wide(F32), *args)
+
+
+@intrinsic
+def vexp2(typingctx: Any, x: Any) -> Any:
+    return vec(vec), lambda _c, b, _s, args: _exp2(b, args[0])
+
+
+@intrinsic
+def vwhere_le(typingctx: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
+    """then where a <= b, else otherwise."""
+
+    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<=", args[0], args[1]), args[2], args[3])
+
+    return vec(vec, vec, vec, vec), emit
+
+
+@intrinsic
+def hsum(typingctx: Any, a: Any) -> Any:
+    """Sum of the lanes, pairwise."""
+
+    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        zero = ir.Constant(F32, 0.0)
+        return call(builder, "llvm.vector.reduce.fadd.v16f32", F32, zero, args[0], fastmath=("reassoc",))
+
+    return types.float32(vec), emit
+
+
+@intrinsic
+def hmax(typingctx: Any, a: Any) -> Any:
+    """Largest lane; no lane may be a NaN."""
+
+    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, args[0], fastmath=("nnan",))
+
+    return types.float32(vec), emit
+
+
+def _define_operator(python_operator: Any, instruction: str) -> None:
+    @intrinsic
+    def apply(typingctx: Any, a: Any, b: Any) -> Any:
+        return vec(vec, vec), lambda _c, builder, _s, args: getattr(builder, instruction)(*args)
+
+    @overload(python_operator, inline="always")
+    def of_vectors(a, b):  # type: ignore[no-untyped-def]  # numba compares this signature with the lambda's
+        is_ours = isinstance(a, VecType) and isinstance(b, VecType)
+        return (lambda a, b: apply(a, b)) if is_ours else None
+
+
+_define_operator(operator.add, "fadd")
+_define_operator(operator.sub, "fsub")
+_define_operator(operator.mul, "fmul")
+_define_operator(operator.truediv, "fdiv")
+
+
+@intrinsic
+def read_i64(typingctx: Any, address: Any) -> Any:
+    return types.int64(types.int64), lambda _c, b, _s, args: b.load(b.inttoptr(args[0], I64.as_pointer()))
+
+
+@intrinsic
+def read_i32(typingctx: Any, address: Any) -> Any:
+    """An int32, as int64."""
+
+    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        return builder.sext(builder.load(builder.inttoptr(args[0], I32.as_pointer())), I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def read(typingctx: Any, kind: Any, address: Any) -> Any:
+    """One element of `kind`, as float32."""
+    return types.float32(kind, types.int64), lambda _c, b, _s, args: load_scalar(b, kind.dtype, args[1])
+
+
+@intrinsic
+def read_f64(typingctx: Any, address: Any) -> Any:
+    return types.float64(types.int64), lambda _c, b, _s, args: b.load(b.inttoptr(args[0], F64.as_pointer()))
+
+
+@intrinsic
+def write_f32(typingctx: Any, address: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], F32.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), emit
+
+
+@intrinsic
+def fetch_add(typingctx: Any, address: Any, count: Any) -> Any:
+    """Add to the int64 at byte address, atomically; returns what it was."""
+
+    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at byte address; never faults."""
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        read, keep, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+        pointer = builder.inttoptr(args[0], I8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        callee = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(callee, [pointer, read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
