@@ -1,0 +1,49 @@
+"""Fixtures of the bus: a real Redis for all tests, told apart by key prefix, and one to be harmed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bus.client import Bus, connect
+from bus.settings import RedisSettings
+from tests.redis_process import RedisProcess
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    """Shared by all tests: not to be stopped, flushed or filled. Use it through `redis_settings`."""
+    with RedisProcess(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_settings(redis_server: RedisProcess) -> RedisSettings:
+    """Settings of the shared server with a key prefix of this test's own; blocks and waits are short."""
+    return settings_of(redis_server.url)
+
+
+@pytest.fixture
+async def bus(redis_settings: RedisSettings) -> AsyncIterator[Bus]:
+    """A started bus on the shared server."""
+    async with connect(redis_settings, source="test") as started:
+        yield started
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[Callable[..., RedisProcess]]:
+    """`own_redis("--maxmemory", "8mb", append_only=False)`: a started server that the test may harm."""
+    with ExitStack() as stack:
+
+        def start(*options: str, append_only: bool = False) -> RedisProcess:
+            return stack.enter_context(RedisProcess(tmp_path, *options, append_only=append_only))
+
+        yield start
+
+
+def settings_of(url: str) -> RedisSettings:
+    return RedisSettings(url=url, prefix=f"test-{uuid.uuid4().hex[:8]}:", socket_timeout_s=2.0, block_ms=300)
