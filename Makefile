@@ -1,0 +1,65 @@
+# `make` alone lists what there is. Needs Python 3.11 or newer, and nothing else.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# What `make test` leaves out; `make test-faults`, `make compose-test` and `make gpu` run the rest.
+QUICK  := not slow and not docker and not gpu
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-faults check format bench gpu demo-model compose-test clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  INSTAR_PORT=9000 INSTAR_WORKERS=2 MODEL=path/to/model make serve"
+
+serve: $(VENV)/.serve ## start the service; MODEL=dir, INSTAR_PORT and INSTAR_WORKERS choose what
+	@$(if $(MODEL),INSTAR_MODEL='$(MODEL)') exec $(BIN)/instar serve
+
+test: $(VENV)/.dev ## the tests, without the slow ones
+	@$(BIN)/pytest -q -m "$(QUICK)"
+
+test-faults: $(VENV)/.dev ## kills, stops and starves the real service; ends in a table
+	@$(BIN)/pytest -q -m "faults and not docker and not gpu"
+
+check: $(VENV)/.dev ## lint, format, types, and the arrows between the packages
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/pytest -q tests/test_structure.py
+
+format: $(VENV)/.dev ## put imports and spaces in order
+	@$(BIN)/ruff check --select I --fix -q
+	@$(BIN)/ruff format
+
+bench: $(VENV)/.dev ## the numbers, each beside its baseline; JSON in bench/results
+	@for part in offline single_stream road idle; do $(BIN)/python -m bench.$$part || exit 1; done
+
+gpu: ## kernels, engine and decoding on a GPU; needs only a PYTHON with torch and triton
+	@$(PYTHON) -m bench.gpu
+
+demo-model: $(VENV)/.dev ## train models/demo anew
+	@$(BIN)/python models/train_demo.py
+
+compose-test: $(VENV)/.dev ## docker compose up for real, one completion through it, down
+	@$(BIN)/pytest -q -s -m docker
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# Stamps: installed anew when a pin or a dependency changed.
+$(VENV)/.serve: constraints.txt pyproject.toml | $(BIN)/python
+	@echo "Installing into $(VENV) (the first time takes minutes: torch is large)"
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[services,worker,embedded]'
+	@touch $@
+
+$(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.serve
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[services,worker,embedded,dev]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Instar needs Python 3.11 or newer and $(PYTHON) is older: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
