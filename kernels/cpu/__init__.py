@@ -1,1 +1,9 @@
-"""Numba and MKL faces of the kernels."""
+"""CPU faces: vector code in numba where torch is slow, MKL where it is fast.
+
+What is not here (copy_blocks) or cannot be done in whole vectors runs on the reference.
+"""
+
+from kernels.cpu.attention import paged_attention
+from kernels.cpu.rows import add_rms_norm, rms_norm, rotary, silu_mul, store_kv
+
+__all__ = ["add_rms_norm", "paged_attention", "rms_norm", "rotary", "silu_mul", "store_kv"]

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kernels import reference
 from kernels.cpu.simd import (
     KINDS,
     LANES,
+    address_of,
     hmax,
     hsum,
     prefetch,
@@ -298,9 +300,13 @@ def _weigh_many(a, kind, rows, size, values, weights, out):
     for r in range(0, rows, 6):
         w, row = weights + r * 4, out + r * line
         for v in range(0, vectors // 4 * 4, 4):
-            tile(6, 4, 1, F32, kind, size, w, 4, ROW_BYTES, values + v * width, a.kv_token, row + v * 64, line)
+            tile(
+                6, 4, 1, F32, kind, size, w, 4, ROW_BYTES, values + v * width, a.kv_token, row + v * 64, line
+            )
         for v in range(vectors // 4 * 4, vectors):
-            tile(6, 1, 1, F32, kind, size, w, 4, ROW_BYTES, values + v * width, a.kv_token, row + v * 64, line)
+            tile(
+                6, 1, 1, F32, kind, size, w, 4, ROW_BYTES, values + v * width, a.kv_token, row + v * 64, line
+            )
 
 
 @compiled
@@ -359,7 +365,9 @@ def _many(a, kind, seq, head, first_row, scratch):
 
     for r in range(rows):
         row = first_row + r
-        target = a.out + (start + row // a.group) * a.out_token + (head * a.group + row % a.group) * a.out_head
+        target = (
+            a.out + (start + row // a.group) * a.out_token + (head * a.group + row % a.group) * a.out_head
+        )
         inverse = vsplat(F32(1.0) / read(F32, state + ROW_BYTES + r * 4))
         for v in range(vectors):
             vstore(kind, target + v * width, vload(F32, out + r * line + v * 64) * inverse)
@@ -368,8 +376,8 @@ def _many(a, kind, seq, head, first_row, scratch):
 # --------------------------------------------------------------------------- the kernel and its call
 
 
-@compiled
-def _attend(params, kind):
+def _attend(kind):
+    params = address_of(kind)
     a = _unpack(params)
     buffer, scratch = _aligned(a.head_dim * ROWS * 2 + (SPAN + 4) * ROWS)
     item = next_item(params)
@@ -382,26 +390,10 @@ def _attend(params, kind):
         else:
             _many(a, kind, seq, item % a.num_kv_heads, first_row, scratch)
         item = next_item(params)
-    return buffer.size  # keeps the buffer alive to here
+    buffer[0] = 0  # keeps the buffer alive to here
 
 
-def _attend_f32(params):
-    _attend(params, np.float32)
-
-
-def _attend_f16(params):
-    _attend(params, np.float16)
-
-
-def _attend_bf16(params):
-    _attend(params, np.uint16)
-
-
-KERNELS = {
-    torch.float32: Kernel(_attend_f32, LAYOUT),
-    torch.float16: Kernel(_attend_f16, LAYOUT),
-    torch.bfloat16: Kernel(_attend_bf16, LAYOUT),
-}
+ATTEND = Kernel(_attend, LAYOUT)
 
 
 def work_items(plan: AttentionPlan, group: int) -> torch.Tensor:
@@ -429,9 +421,12 @@ def paged_attention(
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
     size, num_kv_heads, head_dim = q.element_size(), kv.shape[1], q.shape[2]
+    if q.dtype not in KINDS or kv.dtype != q.dtype or head_dim % LANES:
+        return reference.paged_attention(q, kv, plan, scale, out, sliding_window)
     group = q.shape[1] // num_kv_heads
     items = work_items(plan, group)
-    KERNELS[q.dtype](
+    ATTEND(
+        q.dtype,
         len(items) * num_kv_heads,
         *(items.data_ptr(), q.data_ptr(), q.stride(0) * size, q.stride(1) * size),
         *(kv.data_ptr(), *(stride * size for stride in kv.stride()[:4])),

@@ -2,15 +2,17 @@
 
 Each intrinsic writes LLVM IR on `<16 x float>`; LLVM makes AVX-512 of it, or several narrower instructions
 on processors without. Memory is addressed in bytes through plain integers, so tensors of any strides and
-dtypes share one signature. An element kind is a numpy scalar class:
+dtypes share one signature. The `kind` of an element is a numpy scalar class, or a pointer to one, which is
+how a kernel learns the dtype it is compiled for. Numba has no type for the short floats; two integers of
+their size stand for them:
 
-===============  ==============  ==================================================
-kind             memory          becomes float32 by
-===============  ==============  ==================================================
-np.float32       float32         nothing
-np.float16       float16         fpext (one instruction with F16C)
-np.uint16        bfloat16        a shift: bfloat16 is the upper half of a float32
-===============  ==============  ==================================================
+==========  ==========  ==================================================
+kind        memory      becomes float32 by
+==========  ==========  ==================================================
+float32     float32     nothing
+int16       float16     fpext (one instruction with F16C)
+uint16      bfloat16    a shift: bfloat16 is the upper half of a float32
+==========  ==========  ==================================================
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
@@ -26,11 +27,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 LANES = 16
-KINDS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
+KINDS = {torch.float32: types.float32, torch.float16: types.int16, torch.bfloat16: types.uint16}
 
 F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-ELEMENTS = {types.float32: F32, types.float16: F16, types.uint16: I16}
+ELEMENTS = {types.float32: F32, types.int16: F16, types.uint16: I16}
 
 
 class VecType(types.Type):
@@ -91,7 +92,7 @@ def splat(builder: Any, scalar: Any) -> Any:
 
 
 def store(builder: Any, kind: Any, address: Any, value: Any) -> Any:
-    if kind == types.float16:
+    if kind == types.int16:
         value = builder.fptrunc(value, wide(F16))
     elif kind == types.uint16:
         value = _rounded_to_bf16(builder, value)
@@ -240,6 +241,11 @@ _define_operator(operator.add, "fadd")
 _define_operator(operator.sub, "fsub")
 _define_operator(operator.mul, "fmul")
 _define_operator(operator.truediv, "fdiv")
+
+
+@intrinsic
+def address_of(typingctx: Any, pointer: Any) -> Any:
+    return types.int64(pointer), lambda _c, b, _s, args: b.ptrtoint(args[0], I64)
 
 
 @intrinsic

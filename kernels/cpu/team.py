@@ -5,9 +5,10 @@ and handed to the `GOMP_parallel` of the runtime that torch loaded, whose thread
 ran the last product and still spin. A launch costs about 2 us (numba's `omp` layer binds a second libgomp by
 file name, its `workqueue` wakes sleeping threads in 20 us; see bench/LOG.md).
 
-A kernel is `body(params)`, run by every thread of the team at once. `params` points at int64 words: word 0
-counts the work items taken, word 1 the items there are, the rest are the kernel's own. Threads take items
-with `next_item` until none is left, so a core that is busy elsewhere slows nobody down for long.
+A kernel is `body(kind)`, run by every thread of the team at once. `kind` points at 8-byte words and its type
+names the dtype of the tensors: word 0 counts the work items taken, word 1 the items there are, the rest are
+the kernel's own. Threads take items with `next_item` until none is left, so a core that is busy elsewhere
+does not hold up the others' share.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import ctypes
 import re
 import struct
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from numba import cfunc, njit, types
 
-from kernels.cpu.simd import fetch_add, read_i64
+from kernels.cpu.simd import KINDS, fetch_add, read_i64
 
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.][^/]*$")
 
@@ -36,14 +37,6 @@ def compiled(function: Callable[..., Any]) -> Any:
         return njit(function, nogil=True, cache=True, error_model="numpy")
     except RuntimeError:  # no cache locator: a read-only installation without a home directory
         return njit(function, nogil=True, error_model="numpy")
-
-
-def _c_function(function: Callable[..., Any]) -> Any:
-    signature = types.void(types.int64)  # the address of params; a pointer is one word
-    try:
-        return cfunc(signature, cache=True)(function)
-    except RuntimeError:
-        return cfunc(signature)(function)
 
 
 @compiled
@@ -74,34 +67,35 @@ def _gomp_parallel() -> Launch | None:
 
 
 class Kernel:
-    """A compiled body and the layout of its words: `call(items, *words)`.
+    """A body and the layout of its words: `kernel(dtype, items, *words)`.
 
     `layout` is a struct format of the words behind the first two: q for integers and addresses, d for
-    floats. Fewer than two items run on the calling thread.
+    floats. Fewer than two items run on the calling thread. Compiled per dtype at its first call.
     """
 
     def __init__(self, function: Callable[..., Any], layout: str) -> None:
         self._function = function
         self._layout = struct.Struct("qq" + layout)
+        self._compiled: dict[torch.dtype, tuple[int, Launch]] = {}
 
-    @cached_property
-    def _body(self) -> Any:
-        return _c_function(self._function)
+    def compile(self, dtype: torch.dtype) -> tuple[int, Launch]:
+        """Address of the C function for `dtype`, and the function itself; from numba's cache if there."""
+        if dtype not in self._compiled:
+            signature = types.void(types.CPointer(KINDS[dtype]))
+            try:
+                built = cfunc(signature, cache=True)(self._function)
+            except RuntimeError:
+                built = cfunc(signature)(self._function)
+            self._compiled[dtype] = built.address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(built.address)
+        return self._compiled[dtype]
 
-    @cached_property
-    def _alone(self) -> Launch:
-        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._body.address)
-
-    def compile(self) -> None:
-        """Now instead of at the first call."""
-        _ = self._alone
-
-    def __call__(self, items: int, *words: float) -> None:
+    def __call__(self, dtype: torch.dtype, items: int, *words: float) -> None:
+        address, alone = self._compiled.get(dtype) or self.compile(dtype)
         params = ctypes.create_string_buffer(self._layout.size)
         self._layout.pack_into(params, 0, 0, items, *words)
         threads = min(items, torch.get_num_threads())
         launch = _gomp_parallel()
         if threads < 2 or launch is None:
-            self._alone(params)
+            alone(params)
         else:
-            launch(self._body.address, params, threads, 0)
+            launch(address, params, threads, 0)

@@ -1,0 +1,267 @@
+"""Norms, rotary embedding, SwiGLU and the cache's writes on the CPU: one pass over each row.
+
+Torch makes four to eight passes of the same, each with its launch and its buffer. A work item is a few rows;
+what is too small for two threads runs on the calling one. Rows that are not whole vectors of 16 elements (32
+for `rotary`), and mixed dtypes, take the reference.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from kernels import reference
+from kernels.cpu.simd import (
+    KINDS,
+    LANES,
+    address_of,
+    hsum,
+    read_f64,
+    read_i64,
+    vexp2,
+    vfma,
+    vload,
+    vsplat,
+    vstore,
+)
+from kernels.cpu.team import Kernel, compiled, next_item
+
+F32 = np.float32
+ITEM_ELEMENTS = 16384  # of work behind one item: some 4 us, twice what waking a team costs
+
+
+def _rows_per_item(row_elements: int) -> int:
+    return max(1, ITEM_ELEMENTS // max(1, row_elements))
+
+
+def _is_vectors(width: int, *tensors: torch.Tensor) -> bool:
+    """All of one known dtype, last dimension contiguous, rows whole vectors."""
+    dtype = tensors[0].dtype
+    if dtype not in KINDS or width % LANES:
+        return False
+    return all(tensor.dtype == dtype and tensor.stride(-1) == 1 for tensor in tensors)
+
+
+# --------------------------------------------------------------------------- norms
+
+
+@compiled
+def _normed_row(kind, source, weight, target, vectors, width, eps):
+    """target = source * rsqrt(mean(source^2) + eps), rounded to the dtype, * weight."""
+    total = vsplat(F32(0.0))
+    for v in range(vectors):
+        x = vload(kind, source + v * width)
+        total = vfma(x, x, total)
+    mean = np.float64(hsum(total)) / (vectors * LANES)
+    factor = vsplat(F32(1.0 / math.sqrt(mean + eps)))
+    for v in range(vectors):
+        place = target + v * width
+        vstore(kind, place, vload(kind, source + v * width) * factor)
+        vstore(kind, place, vload(kind, place) * vload(kind, weight + v * width))
+
+
+def _rms_norm(kind):
+    """Words: x and its two row strides, rows within the second, weight, out, rows, rows of an item, vectors,
+    bytes of a vector, eps."""
+    p = address_of(kind)
+    x, outer, inner, inner_rows = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
+    weight, out, rows, step = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
+    vectors, width, eps = read_i64(p + 80), read_i64(p + 88), read_f64(p + 96)
+    item = next_item(p)
+    while item >= 0:
+        for row in range(item * step, min(rows, item * step + step)):
+            source = x + row // inner_rows * outer + row % inner_rows * inner
+            _normed_row(kind, source, weight, out + row * vectors * width, vectors, width, eps)
+        item = next_item(p)
+
+
+def _add_rms_norm(kind):
+    """Words: x and its row stride, residual and its row stride, weight, out, rows, rows of an item, vectors,
+    bytes of a vector, eps."""
+    p = address_of(kind)
+    x, x_row, residual, residual_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
+    weight, out, rows, step = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
+    vectors, width, eps = read_i64(p + 80), read_i64(p + 88), read_f64(p + 96)
+    item = next_item(p)
+    while item >= 0:
+        for row in range(item * step, min(rows, item * step + step)):
+            total = residual + row * residual_row
+            for v in range(0, vectors * width, width):
+                vstore(kind, total + v, vload(kind, total + v) + vload(kind, x + row * x_row + v))
+            _normed_row(kind, total, weight, out + row * vectors * width, vectors, width, eps)
+        item = next_item(p)
+
+
+RMS_NORM = Kernel(_rms_norm, "q" * 10 + "d")
+ADD_RMS_NORM = Kernel(_add_rms_norm, "q" * 10 + "d")
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    width = x.shape[-1]
+    if x.dim() > 3 or x.dim() < 2 or not _is_vectors(width, x, weight):
+        return reference.rms_norm(x, weight, eps)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    rows, size, step = x.numel() // width, x.element_size(), _rows_per_item(width)
+    inner_rows, inner = (x.shape[1], x.stride(1) * size) if x.dim() == 3 else (1, 0)
+    RMS_NORM(
+        x.dtype,
+        -(-rows // step),
+        *(x.data_ptr(), x.stride(0) * size, inner, inner_rows, weight.data_ptr(), out.data_ptr()),
+        *(rows, step, width // LANES, LANES * size, eps),
+    )
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    width = x.shape[-1]
+    if x.dim() != 2 or not _is_vectors(width, x, residual, weight):
+        return reference.add_rms_norm(x, residual, weight, eps)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    rows, size, step = x.shape[0], x.element_size(), _rows_per_item(width)
+    ADD_RMS_NORM(
+        x.dtype,
+        -(-rows // step),
+        *(x.data_ptr(), x.stride(0) * size, residual.data_ptr(), residual.stride(0) * size),
+        *(weight.data_ptr(), out.data_ptr(), rows, step, width // LANES, LANES * size, eps),
+    )
+    return out
+
+
+# --------------------------------------------------------------------------- rotary embedding
+
+
+@compiled
+def _rotate_heads(kind, heads, count, stride, cos_sin, half, element):
+    """Rotate `count` heads of 2 * half dimensions; cos_sin holds half cosines, then half sines."""
+    for h in range(count):
+        for d in range(0, half, LANES):
+            low = heads + h * stride + d * element
+            high = low + half * element
+            x, y = vload(kind, low), vload(kind, high)
+            cosine, sine = vload(F32, cos_sin + d * 4), vload(F32, cos_sin + (half + d) * 4)
+            vstore(kind, low, x * cosine - y * sine)
+            vstore(kind, high, y * cosine + x * sine)
+
+
+def _rotary(kind):
+    """Words: q, its strides and heads; k, its strides and heads; positions, cos_sin, its row stride, tokens,
+    tokens of an item, half of head_dim, bytes of an element."""
+    p = address_of(kind)
+    q, q_token, q_head, q_heads = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
+    k, k_token, k_head, k_heads = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
+    positions, table, table_row = read_i64(p + 80), read_i64(p + 88), read_i64(p + 96)
+    tokens, step, half, element = read_i64(p + 104), read_i64(p + 112), read_i64(p + 120), read_i64(p + 128)
+    item = next_item(p)
+    while item >= 0:
+        for t in range(item * step, min(tokens, item * step + step)):
+            angles = table + read_i64(positions + t * 8) * table_row
+            _rotate_heads(kind, q + t * q_token, q_heads, q_head, angles, half, element)
+            _rotate_heads(kind, k + t * k_token, k_heads, k_head, angles, half, element)
+        item = next_item(p)
+
+
+ROTARY = Kernel(_rotary, "q" * 15)
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    head_dim, size = q.shape[2], q.element_size()
+    if head_dim % (2 * LANES) or cos_sin.dtype != torch.float32 or not _is_vectors(head_dim, q, k):
+        return reference.rotary(q, k, positions, cos_sin)
+    step = _rows_per_item((q.shape[1] + k.shape[1]) * head_dim)
+    return ROTARY(
+        q.dtype,
+        -(-q.shape[0] // step),
+        *(q.data_ptr(), q.stride(0) * size, q.stride(1) * size, q.shape[1]),
+        *(k.data_ptr(), k.stride(0) * size, k.stride(1) * size, k.shape[1]),
+        *(positions.data_ptr(), cos_sin.data_ptr(), cos_sin.stride(0) * 4),
+        *(q.shape[0], step, head_dim // 2, size),
+    )
+
+
+# --------------------------------------------------------------------------- SwiGLU
+
+
+def _silu_mul(kind):
+    """Words: gate, up and their row strides, out, rows, rows of an item, vectors, bytes of a vector."""
+    p = address_of(kind)
+    gate, gate_row, up, up_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
+    out, rows, step = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64)
+    vectors, width = read_i64(p + 72), read_i64(p + 80)
+    one, minus_log2e = vsplat(F32(1.0)), vsplat(F32(-math.log2(math.e)))
+    item = next_item(p)
+    while item >= 0:
+        for row in range(item * step, min(rows, item * step + step)):
+            target = out + row * vectors * width
+            for v in range(0, vectors * width, width):
+                g = vload(kind, gate + row * gate_row + v)
+                sigmoid = one / (one + vexp2(g * minus_log2e))
+                vstore(kind, target + v, g * sigmoid * vload(kind, up + row * up_row + v))
+        item = next_item(p)
+
+
+SILU_MUL = Kernel(_silu_mul, "q" * 9)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    width = gate.shape[-1]
+    if gate.dim() != 2 or not _is_vectors(width, gate, up):
+        return reference.silu_mul(gate, up)
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    rows, size, step = gate.shape[0], gate.element_size(), _rows_per_item(2 * width)
+    SILU_MUL(
+        gate.dtype,
+        -(-rows // step),
+        *(gate.data_ptr(), gate.stride(0) * size, up.data_ptr(), up.stride(0) * size),
+        *(out.data_ptr(), rows, step, width // LANES, LANES * size),
+    )
+    return out
+
+
+# --------------------------------------------------------------------------- writes to the cache
+
+
+@compiled
+def _copy_row(kind, source, target, vectors, width):
+    for v in range(0, vectors * width, width):
+        vstore(kind, target + v, vload(kind, source + v))
+
+
+def _store_kv(kind):
+    """Words: k, v and their strides; cache and its strides; slots, tokens, tokens of an item, heads, tokens of a
+    block, vectors, bytes of a vector."""
+    p = address_of(kind)
+    k, k_token, k_head = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32)
+    v, v_token, v_head = read_i64(p + 40), read_i64(p + 48), read_i64(p + 56)
+    kv, kv_block, kv_head = read_i64(p + 64), read_i64(p + 72), read_i64(p + 80)
+    kv_value, kv_token, slots = read_i64(p + 88), read_i64(p + 96), read_i64(p + 104)
+    tokens, step, heads = read_i64(p + 112), read_i64(p + 120), read_i64(p + 128)
+    block_tokens, vectors, width = read_i64(p + 136), read_i64(p + 144), read_i64(p + 152)
+    item = next_item(p)
+    while item >= 0:
+        for t in range(item * step, min(tokens, item * step + step)):
+            slot = read_i64(slots + t * 8)
+            place = kv + slot // block_tokens * kv_block + slot % block_tokens * kv_token
+            for h in range(heads):
+                _copy_row(kind, k + t * k_token + h * k_head, place + h * kv_head, vectors, width)
+                _copy_row(kind, v + t * v_token + h * v_head, place + h * kv_head + kv_value, vectors, width)
+        item = next_item(p)
+
+
+STORE_KV = Kernel(_store_kv, "q" * 18)
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    head_dim, size = k.shape[2], k.element_size()
+    if not _is_vectors(head_dim, k, v, kv):
+        return reference.store_kv(k, v, kv, slot_mapping)
+    step = _rows_per_item(2 * k.shape[1] * head_dim)
+    return STORE_KV(
+        k.dtype,
+        -(-k.shape[0] // step),
+        *(k.data_ptr(), k.stride(0) * size, k.stride(1) * size),
+        *(v.data_ptr(), v.stride(0) * size, v.stride(1) * size),
+        *(kv.data_ptr(), *(stride * size for stride in kv.stride()[:4]), slot_mapping.data_ptr()),
+        *(k.shape[0], step, k.shape[1], kv.shape[3], head_dim // LANES, LANES * size),
+    )
