@@ -21,7 +21,7 @@ This module imports nothing, so that `bus.messages` stays usable where neither R
     await reader.read()                                 # the same, but [] every block_ms without entries
     group = bus.group_reader(stream, consumer, Submit)  # XREADGROUP; makes its group (again) when missing
     await group.open(); await group.claim_all()         # ends what earlier incarnations left pending
-    await group.ack(ids)                                # XACK + XDEL
+    await group.ack(ids)                                # XACK + XDEL, also at maxmemory
 
     await bus.register_worker(card, lease_s)            # card, membership, lease
     await bus.renew_lease(worker, epoch, lease_s)       # False: fenced; take a new epoch and register again

@@ -61,17 +61,20 @@ def connect(settings: RedisSettings, *, source: str = "") -> Bus:
 
 
 class Batch:
-    """Writes that go out in one round trip and one MULTI: all of them or none."""
+    """Writes that go out in one round trip, and in one MULTI where they publish: all of them or none.
+    Acknowledgements alone need no MULTI, which Redis refuses at maxmemory."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._steps: list[Callable[[Pipeline], object]] = []
+        self._publishes = False
 
     def publish(self, stream: str, message: object, *, maxlen: int | None = None) -> None:
         """XADD. Trims exactly, to `maxlen` or the stream's own limit (`names.limit`): never give one to a
         stream whose entries may be pending or unread."""
         payload = encode(message)
         keep = maxlen if maxlen is not None else self._link.names.limit(stream)
+        self._publishes = True
         self._steps.append(lambda pipe: pipe.xadd(stream, {b"m": payload}, maxlen=keep, approximate=False))
 
     def ack(self, stream: str, *ids: str) -> None:
@@ -86,7 +89,7 @@ class Batch:
             await self._link.run(self._execute)
 
     async def _execute(self, client: Redis) -> None:
-        async with client.pipeline(transaction=len(self._steps) > 1) as pipe:
+        async with client.pipeline(transaction=self._publishes and len(self._steps) > 1) as pipe:
             for step in self._steps:
                 step(pipe)
             await pipe.execute()

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from redis import exceptions
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -56,7 +56,7 @@ def public_url(url: str) -> str:
     host = parts.netloc.rpartition("@")[2]
     user = parts.username or ""
     masked = f"{user}:***@{host}" if "@" in parts.netloc else host
-    return urlunsplit((parts.scheme, masked, parts.path, "", ""))
+    return f"{parts.scheme}://{masked}{parts.path}"
 
 
 def make_client(url: str, *, socket_timeout_s: float, max_connections: int) -> Redis:
@@ -102,6 +102,8 @@ def translated() -> Iterator[None]:
     except exceptions.ResponseError as error:
         if is_group_missing(error):
             raise
+        if "OOM command not allowed" in str(error):  # of a script: the code is within the text
+            raise BusFull(f"Redis is at maxmemory: {error}") from error
         if str(error).startswith(NOT_NOW):
             raise BusUnavailable(f"Redis refuses for now: {error}") from error
         raise RedisProblem(f"Redis refuses: {error}") from error

@@ -238,8 +238,8 @@ class GroupReader(_Reader[M]):
             log.warning("%d dead entries of %s stay pending: %s", len(ids), self.stream, error)
 
     async def ack(self, ids: Iterable[str]) -> None:
-        """Ends entries: XACK and XDEL in one MULTI, so that the stream's length is its backlog. Unknown
-        ids are harmless. Raises BusUnavailable."""
+        """Ends entries: XACK and XDEL, so that the stream's length is its backlog. Unknown ids are
+        harmless; works at maxmemory. Raises BusUnavailable."""
         wanted = list(ids)
         if wanted:
             await self._link.run(lambda client: settle(client, self.stream, wanted))
@@ -247,15 +247,17 @@ class GroupReader(_Reader[M]):
     async def claim_all(self) -> int:
         """Ends every pending entry of every other consumer of the group and removes those consumers:
         what a new incarnation does with the leftovers of the ones before it. Returns how many entries.
-        Raises BusUnavailable."""
+        Call it before the first `read`. Raises BusUnavailable."""
         consumers = await self._link.run(lambda client: consumers_of(client, self.stream))
         others = [name for name in consumers if name != self.consumer]
-        return sum([await discard_pending(self._link, self.stream, name) for name in others])
+        ended = sum([await discard_pending(self._link, self.stream, name) for name in others])
+        return ended + await self._link.run(lambda client: drop_stranded(client, self.stream))
 
 
 async def settle(client: Redis, stream: str, ids: list[str]) -> None:
-    """XACK + XDEL in one MULTI."""
-    async with client.pipeline(transaction=True) as pipe:
+    """XACK, then XDEL, in one round trip. Not in a MULTI: at maxmemory Redis refuses to queue any command
+    there, and what frees memory would fail. Cut off in between, `drop_stranded` deletes what is left."""
+    async with client.pipeline(transaction=False) as pipe:
         pipe.xack(stream, GROUP, *ids)
         pipe.xdel(stream, *ids)
         await pipe.execute()
@@ -285,6 +287,23 @@ async def discard_pending(link: Link, stream: str, consumer: str) -> int:
         await link.run(lambda client, ids=ids: settle(client, stream, ids))  # type: ignore[misc]
     await link.run(lambda client: _remove(client, stream, consumer))
     return total
+
+
+async def drop_stranded(client: Redis, stream: str) -> int:
+    """Deletes entries that were delivered, are pending with nobody and were never deleted: a consumer was
+    removed with its pending list, or its XACK arrived without the XDEL. They would count as backlog for
+    ever. Does nothing while anything is pending. Returns how many."""
+    try:
+        groups: Any = await client.xinfo_groups(stream)
+    except exceptions.ResponseError as error:
+        if "no such key" in str(error):
+            return 0
+        raise
+    for group in groups:
+        if group["name"].decode() == GROUP and group["pending"] == 0:
+            milliseconds, sequence = _as_numbers(group["last-delivered-id"].decode())
+            return int(await client.xtrim(stream, minid=f"{milliseconds}-{sequence + 1}", approximate=False))
+    return 0
 
 
 async def _pending(client: Redis, stream: str, consumer: str) -> list[str]:

