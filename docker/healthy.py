@@ -1,0 +1,39 @@
+"""Health checks of the containers: `healthy.py gateway` (can serve), `healthy.py worker` (holds its lease)."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import urllib.error
+import urllib.request
+
+from redis import Redis, RedisError
+
+from bus.names import Names
+from bus.settings import load_settings
+
+
+def gateway() -> str:
+    url = f"http://127.0.0.1:{load_settings().gateway.port}/ready"
+    try:
+        urllib.request.urlopen(url, timeout=3).close()
+    except urllib.error.HTTPError as error:
+        return f"{url} answers {error.code}: no worker serves"
+    except OSError as error:
+        return f"{url}: {error}"
+    return ""
+
+
+def worker() -> str:
+    settings = load_settings()
+    worker_id = settings.worker.id or f"{socket.gethostname()}-0"
+    lease = Names(settings.redis.prefix).lease(worker_id)
+    try:
+        with Redis.from_url(settings.redis.url, socket_timeout=3) as redis:
+            return "" if redis.exists(lease) else f"{lease} is gone: the worker is stuck or was fenced"
+    except RedisError as error:
+        return f"Redis: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit({"gateway": gateway, "worker": worker}[sys.argv[1]]() or 0)
