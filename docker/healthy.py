@@ -1,4 +1,4 @@
-"""Health checks of the containers: `healthy.py gateway` (can serve), `healthy.py worker` (holds its lease)."""
+"""Health of a container: `healthy.py gateway` (a model can be asked) or `worker` (holds its lease)."""
 
 from __future__ import annotations
 
