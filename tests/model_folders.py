@@ -1,0 +1,134 @@
+"""Tiny random models of every family, saved as Hugging Face saves them, and steps over a paged cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kernels import AttentionPlan
+from worker.memory import CpuBackend, KVCache, PagePool
+from worker.model import Model, load_model
+
+TINY: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+# Every family, with the options in which it differs from the others.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama with biases": ("Llama", {"attention_bias": True}),
+    "llama with wide heads": ("Llama", {"head_dim": 24}),
+    "llama, multi-head, tied": ("Llama", {"num_key_value_heads": 8, "tie_word_embeddings": True}),
+    "mistral with a sliding window": ("Mistral", {"sliding_window": 13}),
+    "mistral without a window": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, tied, window in the last layers": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+}
+
+
+def make_oracle(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A transformers model in float32 with nothing left at its initial value: biases and norms are random."""
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**(TINY | options | changes))
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    oracle = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in oracle.named_parameters():
+            if parameter_name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.08)
+    return oracle
+
+
+def make_pool(megabytes: int = 8, page_bytes: int = 4096) -> PagePool:
+    return PagePool(CpuBackend(page_bytes), megabytes * 1024 * 1024)
+
+
+class Runner:
+    """Runs steps of a model over a paged cache whose blocks are handed out in a shuffled order."""
+
+    def __init__(
+        self, folder: Path, *, dtype: torch.dtype = torch.float32, block_tokens: int = 5, **load: Any
+    ) -> None:
+        self.pool = make_pool()
+        self.model: Model = load_model(folder, self.pool, dtype=dtype, **load)
+        config = self.model.config
+        self.kv = KVCache(
+            self.pool,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_tokens=block_tokens,
+            dtype=dtype,
+            max_blocks=128,
+            owner="test",
+        )
+        self.kv.grow(self.kv.pages_for(128))
+        for layer in self.kv.layers:
+            layer.fill_(torch.nan)  # whatever is read without having been written shows
+        order = torch.randperm(128, generator=torch.Generator().manual_seed(1)).tolist()
+        self._unused = [block for block in order if block < self.kv.num_blocks]
+        self._blocks: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+
+    def step(self, chunks: dict[int, list[int]], rows: list[int] | None = None) -> torch.Tensor:
+        """Feed each sequence its next tokens; logits of `rows` (default: of every token), in float32."""
+        token_ids = [token for chunk in chunks.values() for token in chunk]
+        plan = self._plan(chunks)
+        wanted = list(range(len(token_ids))) if rows is None else rows
+        return self.model.forward(
+            torch.tensor(token_ids), plan, self.kv, torch.tensor(wanted, dtype=torch.int64)
+        )
+
+    def close(self) -> None:
+        self.kv.release()
+        self.model.release()
+        self.pool.check_integrity()
+        assert self.pool.num_free == self.pool.num_pages
+        self.pool.close()
+
+    def _plan(self, chunks: dict[int, list[int]]) -> AttentionPlan:
+        size = self.kv.block_tokens
+        cu, contexts, tables, slots, positions = [0], [], [], [], list[int]()
+        for seq, tokens in chunks.items():
+            start = self._lengths.get(seq, 0)
+            end = self._lengths[seq] = start + len(tokens)
+            blocks = self._blocks.setdefault(seq, [])
+            while len(blocks) * size < end:
+                blocks.append(self._unused.pop())
+            cu.append(cu[-1] + len(tokens))
+            contexts.append(end)
+            tables.append(blocks)
+            positions += range(start, end)
+            slots += [blocks[p // size] * size + p % size for p in range(start, end)]
+        width = max(map(len, tables))
+        return AttentionPlan(
+            cu_seqlens_q=torch.tensor(cu, dtype=torch.int32),
+            context_lens=torch.tensor(contexts, dtype=torch.int32),
+            block_table=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
+            slot_mapping=torch.tensor(slots),
+            positions=torch.tensor(positions),
+            max_q_len=max(len(tokens) for tokens in chunks.values()),
+            max_context_len=max(contexts),
+        )

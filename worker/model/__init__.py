@@ -1,0 +1,13 @@
+"""Models: a Hugging Face folder becomes weights in the page pool and a forward pass over them.
+
+`load_model` is the way in; `config` reads the folder, `families` says what differs between architectures,
+`layout` where every weight lies, `sources` where its values come from, `weights` fills the ranges,
+`transformer` runs them.
+"""
+
+from worker.model.config import ModelConfig, read_config
+from worker.model.errors import ModelError
+from worker.model.model import Model, load_model
+from worker.model.shard import Shard
+
+__all__ = ["Model", "ModelConfig", "ModelError", "Shard", "load_model", "read_config"]

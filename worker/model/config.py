@@ -1,0 +1,165 @@
+"""A model folder's config.json as one frozen dataclass, or the reason it cannot be served."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.errors
+import torch
+from transformers import AutoConfig
+
+from worker.model.errors import ModelError
+from worker.model.families import FAMILIES, Bias, Family
+from worker.model.rope import Rope, read_rope
+
+# transformers checks the fields of a config with this where its version knows it.
+_Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes in elements. `sliding_windows[i]`: tokens that layer i sees, 0 for all of them.
+
+    `dtype` is the checkpoint's. `max_position_embeddings` is the longest context that the model may serve.
+    """
+
+    folder: Path
+    architecture: str
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_o_bias: bool
+    has_qk_norm: bool
+    sliding_windows: tuple[int, ...]
+    rope: Rope
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def kv_block_bytes(self, block_tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of one KV block in all layers together."""
+        return int(2 * self.kv_size * block_tokens * dtype.itemsize * self.num_layers)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Raises ModelError: no folder, no or malformed config.json, an unsupported architecture, quantisation,
+    activation or rope scaling, sizes that do not fit together."""
+    raw = _read_json(folder)
+    architecture = _architecture(folder, raw)
+    family = FAMILIES[architecture]
+    _refuse_unsupported(folder, raw)
+    try:
+        hf = AutoConfig.for_model(**(raw | {"model_type": family.model_type}))
+        return _convert(folder, architecture, family, hf)
+    except (TypeError, ValueError, KeyError, AttributeError, _Strict) as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: there is no such model folder")
+    if not path.is_file():
+        raise ModelError(f"{folder}: no config.json in it; a model folder has Hugging Face's format")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path}: holds a {type(raw).__name__}, not an object")
+    return raw
+
+
+def _architecture(folder: Path, raw: dict[str, Any]) -> str:
+    named = raw.get("architectures") or [
+        name for name, family in FAMILIES.items() if family.model_type == raw.get("model_type")
+    ]
+    for architecture in named:
+        if architecture in FAMILIES:
+            return str(architecture)
+    shown = ", ".join(map(str, named)) or raw.get("model_type") or "none named"
+    raise ModelError(f"{folder}: architecture {shown} is not supported; these are: {', '.join(FAMILIES)}")
+
+
+def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:
+    if quantization := raw.get("quantization_config"):
+        method = (
+            quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        )
+        raise ModelError(
+            f"{folder}: quantised weights ({method}) are not supported; float32, bfloat16 and float16 are"
+        )
+    if (activation := raw.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"{folder}: hidden_act {activation!r} is not supported; silu is")
+    if raw.get("mlp_bias"):
+        raise ModelError(f"{folder}: mlp_bias is not supported")
+
+
+def _convert(folder: Path, architecture: str, family: Family, hf: Any) -> ModelConfig:
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    config = ModelConfig(
+        folder=folder,
+        architecture=architecture,
+        dtype=getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or torch.float32,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_layers=hf.num_hidden_layers,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=hf.rms_norm_eps,
+        max_position_embeddings=hf.max_position_embeddings,
+        has_tied_embeddings=bool(hf.tie_word_embeddings),
+        has_qkv_bias=_has_bias(family.qkv_bias, hf),
+        has_o_bias=_has_bias(family.o_bias, hf),
+        has_qk_norm=family.has_qk_norm,
+        sliding_windows=_sliding_windows(family, hf),
+        rope=read_rope(hf, head_dim),
+    )
+    _check_sizes(config)
+    return config
+
+
+def _has_bias(where: Bias, hf: Any) -> bool:
+    return where == "always" or (where == "as the config says" and bool(hf.attention_bias))
+
+
+def _sliding_windows(family: Family, hf: Any) -> tuple[int, ...]:
+    window, num_layers = int(getattr(hf, "sliding_window", None) or 0), int(hf.num_hidden_layers)
+    if family.sliding_window == "never":
+        return (0,) * num_layers
+    if family.sliding_window == "every layer":
+        return (window,) * num_layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in hf.layer_types)
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be positive")
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"{config.num_heads} heads are not a multiple of {config.num_kv_heads} KV heads")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim is {config.head_dim}; rotary embeddings need an even one")
+    if len(config.sliding_windows) != config.num_layers:
+        raise ValueError(
+            f"layer_types has {len(config.sliding_windows)} entries for {config.num_layers} layers"
+        )

@@ -1,0 +1,37 @@
+"""What differs between the model families, as data. One transformer serves them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Bias = Literal["never", "always", "as the config says"]
+Window = Literal["never", "every layer", "layers of the config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`model_type` is Hugging Face's name of the family; biases and windows say where they may occur."""
+
+    model_type: str
+    qkv_bias: Bias = "never"
+    o_bias: Bias = "never"
+    has_qk_norm: bool = False
+    sliding_window: Window = "never"
+
+
+# By the name in config.json's `architectures`.
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        model_type="llama", qkv_bias="as the config says", o_bias="as the config says"
+    ),
+    "MistralForCausalLM": Family(model_type="mistral", sliding_window="every layer"),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias="always", sliding_window="layers of the config"),
+    "Qwen3ForCausalLM": Family(
+        model_type="qwen3",
+        qkv_bias="as the config says",
+        o_bias="as the config says",
+        has_qk_norm=True,
+        sliding_window="layers of the config",
+    ),
+}

@@ -1,0 +1,197 @@
+"""Where every weight lies: pure arithmetic from a config to ranges, parameters and their sources.
+
+A layer has a range for its attention and one for its FFN, each with its own pages, so that either changes
+its precision on its own. In the FFN, `gate`, `up` and (transposed) `down` are [intermediate, hidden]: one
+rank's shard of any degree is a run of whole rows in each. The intermediate dimension is padded so that
+every such run ends on a page: going to a higher degree is then unmapping, never copying (Gyges, weight
+padding). Zero rows change nothing: silu(0) * 0 = 0.
+
+::
+
+    attention range   qkv [Hq*D + 2*Hkv*D, hidden] | qkv_bias | o [hidden, Hq*D] | o_bias | norms
+    FFN range         gate [padded, hidden] | up [padded, hidden] | down [padded, hidden]
+    embedding range   embedding [vocab, hidden]
+    head range        norm [hidden] | head [vocab, hidden], unless it is tied to the embedding
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from worker.model.config import ModelConfig
+
+# Start of a parameter within its range: whole cache lines, and CUDA's vector loads.
+_ALIGN_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A tensor of the running model, as it is stored (padding included)."""
+
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of the checkpoint and where it goes: `param[index]` begins with its rows (transposed if so
+    marked) from `row` on."""
+
+    tensor: str
+    shape: tuple[int, ...]  # in the checkpoint
+    param: str
+    row: int = 0
+    index: int | None = None  # of the param's first dimension, where that counts matrices
+    is_transposed: bool = False
+
+    @property
+    def is_norm(self) -> bool:
+        return self.tensor.endswith("norm.weight")
+
+    def target(self, params: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The rows it fills."""
+        stored = params[self.param] if self.index is None else params[self.param][self.index]
+        rows = self.shape[-1] if self.is_transposed else self.shape[0]
+        return stored[self.row : self.row + rows]
+
+
+@dataclass(slots=True)
+class RangePlan:
+    """One virtual range of weights."""
+
+    name: str
+    params: dict[str, Param] = field(default_factory=dict)
+    sources: list[Source] = field(default_factory=list)
+    nbytes: int = 0
+    padding_bytes: int = 0
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *sources: Source) -> None:
+        offset = -(-self.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        self.params[name] = Param(shape, offset)
+        self.nbytes = offset + math.prod(shape) * dtype.itemsize
+        self.sources.extend(sources)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """All ranges of a model on one device."""
+
+    embedding: RangePlan
+    layers: list[tuple[RangePlan, RangePlan]]  # (attention, FFN)
+    head: RangePlan
+    dtype: torch.dtype
+
+    def ranges(self) -> Iterator[RangePlan]:
+        yield self.embedding
+        for layer in self.layers:
+            yield from layer
+        yield self.head
+
+    @property
+    def weight_bytes(self) -> int:
+        """Without padding, in the dtype they are served in."""
+        elements = sum(math.prod(source.shape) for plan in self.ranges() for source in plan.sources)
+        return int(elements * self.dtype.itemsize)
+
+    @property
+    def padding_bytes(self) -> int:
+        return sum(plan.padding_bytes for plan in self.ranges())
+
+
+def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> ModelPlan:
+    """Lay the model out for degrees up to `max_tp`."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embedding = RangePlan("embedding")
+    embedding.add(
+        "embedding", vocabulary, dtype, Source("model.embed_tokens.weight", vocabulary, "embedding")
+    )
+    head = RangePlan("head")
+    hidden = (config.hidden_size,)
+    head.add("norm", hidden, dtype, Source("model.norm.weight", hidden, "norm"))
+    if not config.has_tied_embeddings:
+        head.add("head", vocabulary, dtype, Source("lm_head.weight", vocabulary, "head"))
+    padded = padded_intermediate(config, dtype, page_bytes, max_tp)
+    layers = [
+        (_attention(config, dtype, i), _feed_forward(config, dtype, i, padded))
+        for i in range(config.num_layers)
+    ]
+    return ModelPlan(embedding, layers, head, dtype)
+
+
+def degrees(config: ModelConfig, max_tp: int) -> list[int]:
+    """Tensor-parallel degrees that the model can take: powers of two that divide its KV heads."""
+    return [tp for tp in (1, 2, 4, 8, 16) if tp <= max_tp and config.num_kv_heads % tp == 0]
+
+
+def padded_intermediate(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> int:
+    """The smallest intermediate size of which each shard of each degree is a whole number of pages."""
+    row_bytes: int = config.hidden_size * dtype.itemsize
+    rows_per_shard = math.lcm(row_bytes, page_bytes) // row_bytes
+    unit = rows_per_shard * degrees(config, max_tp)[-1]
+    return -(-config.intermediate_size // unit) * unit
+
+
+def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan:
+    prefix = f"model.layers.{layer}."
+    hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
+    qkv_rows = q_size + 2 * kv_size
+    starts = {"q": (0, q_size), "k": (q_size, kv_size), "v": (q_size + kv_size, kv_size)}
+    plan = RangePlan(f"layer {layer} attention")
+    plan.add(
+        "qkv",
+        (qkv_rows, hidden),
+        dtype,
+        *(
+            Source(f"{prefix}self_attn.{n}_proj.weight", (rows, hidden), "qkv", at)
+            for n, (at, rows) in starts.items()
+        ),
+    )
+    if config.has_qkv_bias:
+        plan.add(
+            "qkv_bias",
+            (qkv_rows,),
+            dtype,
+            *(
+                Source(f"{prefix}self_attn.{n}_proj.bias", (rows,), "qkv_bias", at)
+                for n, (at, rows) in starts.items()
+            ),
+        )
+    plain: dict[str, tuple[str, tuple[int, ...]]] = {"o": ("self_attn.o_proj.weight", (hidden, q_size))}
+    if config.has_o_bias:
+        plain["o_bias"] = ("self_attn.o_proj.bias", (hidden,))
+    if config.has_qk_norm:
+        plain["q_norm"] = ("self_attn.q_norm.weight", (config.head_dim,))
+        plain["k_norm"] = ("self_attn.k_norm.weight", (config.head_dim,))
+    plain["input_norm"] = ("input_layernorm.weight", (hidden,))
+    plain["post_norm"] = ("post_attention_layernorm.weight", (hidden,))
+    for name, (tensor, shape) in plain.items():
+        plan.add(name, shape, dtype, Source(prefix + tensor, shape, name))
+    return plan
+
+
+def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: int) -> RangePlan:
+    prefix = f"model.layers.{layer}.mlp."
+    wide, tall = (
+        (config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+    )
+    plan = RangePlan(f"layer {layer} FFN")
+    plan.add(
+        "gate_up",
+        (2, padded, config.hidden_size),
+        dtype,
+        Source(f"{prefix}gate_proj.weight", wide, "gate_up", index=0),
+        Source(f"{prefix}up_proj.weight", wide, "gate_up", index=1),
+    )
+    plan.add(
+        "down",
+        (padded, config.hidden_size),
+        dtype,
+        Source(f"{prefix}down_proj.weight", tall, "down", is_transposed=True),
+    )
+    plan.padding_bytes = 3 * (padded - config.intermediate_size) * config.hidden_size * dtype.itemsize
+    return plan

@@ -1,0 +1,25 @@
+"""One rank's part of a tensor-parallel group, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `size`. Shapes derive from it wherever they are needed; nothing remembers it globally,
+    since the degree changes while the model serves."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} of a group of {self.size}")
+
+    def part(self, n: int, what: str) -> slice:
+        """This rank's range of n things. Raises ValueError if they do not divide evenly."""
+        if n % self.size:
+            raise ValueError(f"{n} {what} cannot be split over {self.size} ranks")
+        each = n // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)

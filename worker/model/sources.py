@@ -1,0 +1,126 @@
+"""Where the values of the weights come from: a safetensors checkpoint, or random numbers."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from worker.model.errors import ModelError
+from worker.model.layout import Source
+
+_FLOATS = ("F32", "BF16", "F16", "F64")
+
+# At 0.02, the usual initialisation, greedy output of a random model repeats one token.
+DUMMY_STD = 0.06
+
+
+class Weights(Protocol):
+    """A place to take weights from."""
+
+    def check(self, sources: Iterable[Source]) -> None:
+        """Raises ModelError unless every source is there, with its shape; reads no weights."""
+
+    def fill(self, target: torch.Tensor, source: Source) -> None:
+        """Write the source's values into `target`, in the target's dtype. Raises ModelError."""
+
+
+class Checkpoint:
+    """model.safetensors, or the shards that model.safetensors.index.json names."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError if there is neither, or a shard is missing."""
+        self.folder = folder
+        self._file_of = _files_of_tensors(folder)
+
+    def check(self, sources: Iterable[Source]) -> None:
+        wanted = list(sources)
+        missing = [source.tensor for source in wanted if source.tensor not in self._file_of]
+        if missing:
+            shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+            raise ModelError(f"{self.folder}: the checkpoint has no tensor {shown}")
+        by_file: dict[Path, list[Source]] = {}
+        for source in wanted:
+            by_file.setdefault(self._file_of[source.tensor], []).append(source)
+        for path, group in by_file.items():
+            with _open(path) as file:
+                for source in group:
+                    _check_tensor(file, path, source)
+
+    def fill(self, target: torch.Tensor, source: Source) -> None:
+        # Opened for each tensor: its pages of the file leave this process's memory when it is closed, so
+        # the peak is the weights plus one tensor. Opening costs less than a millisecond.
+        path = self._file_of[source.tensor]
+        with _open(path) as file:
+            try:
+                stored = file.get_tensor(source.tensor)
+            except SafetensorError as error:
+                raise ModelError(f"{path}: tensor {source.tensor}: {error}") from error
+            target.copy_(stored.T if source.is_transposed else stored)
+            del stored
+
+
+class RandomWeights:
+    """Normal values, the same for the same seed, tensor, shape and device; norms are ones."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def check(self, sources: Iterable[Source]) -> None:
+        """Anything can be made up."""
+
+    def fill(self, target: torch.Tensor, source: Source) -> None:
+        if source.is_norm:
+            target.fill_(1.0)
+            return
+        generator = torch.Generator(target.device)
+        generator.manual_seed((self.seed << 32) + zlib.crc32(source.tensor.encode()))
+        target.normal_(0.0, DUMMY_STD, generator=generator)
+
+
+def _files_of_tensors(folder: Path) -> dict[str, Path]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        if not single.is_file():
+            raise ModelError(
+                f"{folder}: neither {single.name} nor {index.name} in it; weights must be safetensors"
+            )
+        with _open(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    try:
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = {tensor: folder / name for tensor, name in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ModelError(f"{index}: not an index of shards: {error!r}") from error
+    for path in sorted(set(found.values())):
+        if not path.is_file():
+            raise ModelError(f"{folder}: shard {path.name} is missing; {index.name} names it")
+    return found
+
+
+def _check_tensor(file: Any, path: Path, source: Source) -> None:
+    try:
+        stored = file.get_slice(source.tensor)
+    except SafetensorError as error:
+        raise ModelError(f"{path}: no tensor {source.tensor} in it, where the index says it is") from error
+    if tuple(stored.get_shape()) != source.shape:
+        raise ModelError(
+            f"{path}: tensor {source.tensor} has shape {list(stored.get_shape())};"
+            f" config.json says {list(source.shape)}"
+        )
+    if stored.get_dtype() not in _FLOATS:
+        raise ModelError(
+            f"{path}: tensor {source.tensor} is {stored.get_dtype()}; supported: {', '.join(_FLOATS)}"
+        )
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
