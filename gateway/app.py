@@ -1,0 +1,116 @@
+"""The ASGI app: routes, and the one place where errors become answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import admin, public
+from gateway.body import Message, Receive, Scope, Send
+from gateway.endpoint import Chat, Completions, Endpoint
+from gateway.errors import ApiError, from_status, internal, invalid
+from gateway.loops import Loops
+from gateway.state import Gateway
+
+log = logging.getLogger("gateway")
+
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+def create_app(gateway: Gateway, on_death: Callable[[], None]) -> RequestIds:
+    """`on_death` is called when a background task failed: the process should end."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loops = Loops(gateway)
+        await loops.start()
+        running = asyncio.create_task(loops.run(), name="gateway-loops")
+        running.add_done_callback(lambda task: _report_death(task, on_death))
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await loops.stop()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.gateway = gateway
+    app.include_router(public.router)
+    app.include_router(admin.router)
+    for path, api in (("/v1/completions", Completions()), ("/v1/chat/completions", Chat())):
+        app.router.routes.append(Route(path, Endpoint(gateway, api), methods=["POST"]))
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(Exception, _unforeseen)
+    return RequestIds(app)
+
+
+def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("a background task failed; this gateway ends", exc_info=error)
+        on_death()
+
+
+class RequestIds:
+    """Gives every request an id, the client's own where it sent one, and says it in the answer."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = _request_id(scope["headers"])
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value
+    return b"req-" + uuid.uuid4().hex.encode()
+
+
+def _answer(error: ApiError) -> Response:
+    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
+
+
+async def _api_error(_: Request, error: Any) -> Response:
+    return _answer(error)
+
+
+async def _http_error(_: Request, error: Any) -> Response:
+    """What routing refuses: 404, 405."""
+    return _answer(from_status(error.status_code, error.headers, str(error.detail)))
+
+
+async def _validation_error(_: Request, error: Any) -> Response:
+    """A parameter of an admin call."""
+    first = error.errors()[0]
+    param = ".".join(str(step) for step in first["loc"][1:])
+    return _answer(invalid(f"{param}: {first['msg']}", param))
+
+
+async def _unforeseen(_: Request, __: Exception) -> Response:
+    """The traceback is in the log (the server raises it again after this answer)."""
+    return _answer(internal())

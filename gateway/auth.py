@@ -1,0 +1,71 @@
+"""API keys: one set for /v1, one for /admin.
+
+Every configured key is compared, in constant time, so that neither the place of a key in the list nor its
+first wrong letter can be told from the time an answer takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from bus.settings import is_loopback
+from gateway.errors import ApiError, bad_key
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Keys:
+    """Holds digests, so that compared values have one length and no key lies about in memory."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def check(self, headers: Headers) -> str:
+        """A name for the caller, the same for each call with the same key ("" when no keys are asked for).
+        Raises ApiError 401."""
+        if not self._digests:
+            return ""
+        given = _bearer(headers)
+        if given is None:
+            raise bad_key("no API key: send the header `Authorization: Bearer <key>`")
+        digest = _digest(given)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not any(matches):
+            raise bad_key("this API key is not known here")
+        return digest.hex()[:16]
+
+
+def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool) -> None:
+    """Without admin keys only this machine may administer; `loopback_only`: nobody else can reach us.
+    Raises ApiError 401 or 403."""
+    if keys:
+        keys.check(headers)
+    elif not loopback_only and not _is_this_machine(host):
+        raise ApiError(
+            403,
+            "gateway.admin_keys is empty, so /admin answers this machine only; set a key to use it from afar",
+            kind="permission_error",
+            code="admin_loopback_only",
+        )
+
+
+def _is_this_machine(host: str) -> bool:
+    """Also for an IPv4 address that came in over an IPv6 socket."""
+    return is_loopback(host.removeprefix("::ffff:"))
+
+
+def _bearer(headers: Headers) -> bytes | None:
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            return token.strip() if scheme.lower() == b"bearer" else None
+    return None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

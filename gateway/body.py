@@ -1,0 +1,63 @@
+"""Reading a request's body within its limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from gateway.errors import ApiError, invalid
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+
+
+class ClientLeft(Exception):
+    """Before its request was complete: there is nobody to answer."""
+
+
+async def read_body(
+    headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, max_bytes: int, timeout_s: float
+) -> bytes:
+    """The whole body. `timeout_s` bounds the pause between two pieces of it. Raises ApiError 413 (as soon as
+    the length is known, or counted), 408; ClientLeft."""
+    for name, value in headers:
+        if name == b"content-length" and int(value) > max_bytes:
+            raise _too_large(int(value), max_bytes)
+    body = bytearray()
+    while True:
+        message = await _next(receive, timeout_s)
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(len(body), max_bytes)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """JSON, or unsaid. Raises ApiError 415."""
+    for name, value in headers:
+        if name == b"content-type":
+            kind = value.partition(b";")[0].strip().lower()
+            if kind not in (b"application/json", b"text/json") and not kind.endswith(b"+json"):
+                raise ApiError(415, f"content-type is {value.decode('latin-1')!r}; send application/json")
+
+
+async def _next(receive: Receive, timeout_s: float) -> Message:
+    try:
+        return await asyncio.wait_for(receive(), timeout_s)
+    except TimeoutError:
+        raise ApiError(
+            408, f"no more of the body came within {timeout_s:.0f} s", kind="timeout", code="body_timeout"
+        ) from None
+
+
+def _too_large(size: int, limit: int) -> ApiError:
+    error = invalid(f"the body has {size} bytes or more; the limit is {limit}", code="body_too_large")
+    error.status = 413
+    error.headers["connection"] = "close"  # the rest of it is not read
+    return error

@@ -1,0 +1,141 @@
+"""What the gateway knows of the workers: leases and cards as last polled, and the monitor's metrics.
+
+Only ever a view. Who is alive is told by the leases; this remembers when each was last seen, so that a
+worker counts as dead after its lease is missing for a while, and not after one poll that came too early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from bus.client import LiveWorker
+from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, WorkerMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An instance that takes requests, with the worker that leads it."""
+
+    card: InstanceCard
+    worker: str
+    epoch: int
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Times are seconds of the process's monotonic clock. `seen`: worker -> (epoch, when its lease was
+    last there)."""
+
+    stale_s: float
+    workers: dict[str, WorkerCard] = field(default_factory=dict)
+    seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    served_at: dict[str, float] = field(default_factory=dict)  # model -> when an instance was last ready
+    cards: dict[str, InstanceCard] = field(default_factory=dict)  # of every model served so far
+    polled_at: float = float("-inf")
+    metrics: Metrics | None = None
+    metrics_at: float = float("-inf")
+    _ready: dict[str, list[Ready]] = field(default_factory=dict)
+    _instance_metrics: dict[tuple[str, int], InstanceMetrics] = field(default_factory=dict)
+    _worker_metrics: dict[tuple[str, int], WorkerMetrics] = field(default_factory=dict)
+
+    def update(self, live: Iterable[LiveWorker], now: float) -> None:
+        """A new poll of the registry."""
+        self.workers = {worker.card.id: worker.card for worker in live}
+        self.polled_at = now
+        self._ready = {}
+        for worker in self.workers.values():
+            self.seen[worker.id] = (worker.epoch, now)
+            for ready in _ready_of(worker):
+                self._ready.setdefault(ready.card.model, []).append(ready)
+                self.served_at[ready.card.model] = now
+                self.cards[ready.card.model] = ready.card
+
+    def forget_workers(self) -> None:
+        """Redis lost its data: the cards are gone until the workers register again."""
+        self.workers = {}
+        self._ready = {}
+
+    def drop(self, worker: str, epoch: int) -> None:
+        """This incarnation is gone, though the last poll may still have seen it."""
+        card = self.workers.get(worker)
+        if card is not None and card.epoch <= epoch:
+            del self.workers[worker]
+            for model, instances in self._ready.items():
+                self._ready[model] = [ready for ready in instances if ready.worker != worker]
+
+    def add_metrics(self, metrics: Metrics, now: float) -> None:
+        self.metrics = metrics
+        self.metrics_at = now
+        self._instance_metrics = {(m.id, m.epoch): m for m in metrics.instances}
+        self._worker_metrics = {(m.worker, m.epoch): m for m in metrics.workers}
+
+    # ------------------------------------------------------------------------------------- asking
+
+    def ready(self, model: str) -> list[Ready]:
+        return self._ready.get(model, [])
+
+    def ready_models(self) -> dict[str, Ready]:
+        """One ready instance of each model that has any, in the order of their names."""
+        return {model: instances[0] for model, instances in sorted(self._ready.items()) if instances}
+
+    def known_models(self) -> list[str]:
+        """Ready now, or at some time since this gateway started."""
+        return sorted(self.cards)
+
+    def instances(self) -> Iterator[tuple[WorkerCard, InstanceCard]]:
+        for worker in self.workers.values():
+            for card in worker.instances:
+                if not card.workers or card.workers[0] == worker.id:
+                    yield worker, card
+
+    def is_joining(self, model: str, now: float, grace_s: float) -> bool:
+        """Whether waiting makes sense: a worker loads the model (or does not say yet what it loads), or an
+        instance was ready a moment ago and its worker may be starting again."""
+        recently = now - self.served_at.get(model, float("-inf")) < grace_s
+        return recently or any(_may_load(worker, model) for worker in self.workers.values())
+
+    def loading(self) -> list[WorkerCard]:
+        return [worker for worker in self.workers.values() if worker.state == "loading"]
+
+    def instance_metrics(self, instance: str, epoch: int, now: float) -> InstanceMetrics | None:
+        """None where it is missing, stale, or of another incarnation: absent is not zero."""
+        found = self._instance_metrics.get((instance, epoch))
+        if found is None or self.worker_metrics(found.worker, epoch, now) is None:
+            return None
+        return found
+
+    def worker_metrics(self, worker: str, epoch: int, now: float) -> WorkerMetrics | None:
+        found = self._worker_metrics.get((worker, epoch))
+        if found is None or now - self.metrics_at + found.age_seconds > self.stale_s:
+            return None
+        return found
+
+    def was_idle_after(self, instance: str, epoch: int, moment: float, now: float) -> bool:
+        """Whether a report made after `moment` says that the instance runs nothing and has no queue."""
+        found = self.instance_metrics(instance, epoch, now)
+        if found is None:
+            return False
+        reported_at = self.metrics_at - self._worker_metrics[found.worker, epoch].age_seconds
+        return reported_at > moment and found.last.running + found.last.waiting == 0
+
+    def newer_epoch(self, worker: str, epoch: int) -> bool:
+        card = self.workers.get(worker)
+        return card is not None and card.epoch > epoch
+
+    def missing_for(self, worker: str, epoch: int) -> float:
+        """Seconds for which polls that worked did not find this lease; 0 if the last one did."""
+        seen_epoch, at = self.seen.get(worker, (epoch, self.polled_at))
+        return self.polled_at - at if seen_epoch == epoch else 0.0
+
+
+def _may_load(worker: WorkerCard, model: str) -> bool:
+    listed = {card.model for card in worker.instances}
+    return worker.state == "loading" and (model in listed or not listed)
+
+
+def _ready_of(worker: WorkerCard) -> Iterator[Ready]:
+    if worker.state == "serving":
+        for card in worker.instances:
+            if not card.workers or card.workers[0] == worker.id:
+                yield Ready(card, worker.id, worker.epoch)

@@ -1,0 +1,139 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}` and a status.
+
+Every refusal of the gateway is an ApiError made by one of the functions here, so that status, type and code
+of a case are written once. openai-python maps the status to its exception classes and retries 408, 409,
+429 and 5xx by itself, honouring Retry-After: hence a Retry-After on whatever passes, and
+`x-should-retry: false` on what will not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import msgspec
+
+JSON = (b"content-type", b"application/json")
+
+
+class ApiError(Exception):
+    """`headers` go out with the answer; `param` names the field of the request that is at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        fields = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": fields})
+
+
+def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def bad_json(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_json")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def too_long(
+    num_prompt_tokens: int, limit: int, num_output_tokens: int = 0, at_least: bool = False
+) -> ApiError:
+    """The prompt, or the prompt with the tokens asked for, does not fit a context of `limit` tokens."""
+    has = f"at least {num_prompt_tokens}" if at_least else f"{num_prompt_tokens}"
+    asked = f"the prompt has {has} tokens"
+    if num_output_tokens:
+        asked += f" and max_tokens is {num_output_tokens}, {num_prompt_tokens + num_output_tokens} in all"
+    message = f"this model's context holds {limit} tokens; {asked}. Shorten the prompt or lower max_tokens."
+    return ApiError(400, message, code="context_length_exceeded", param="prompt")
+
+
+def no_such_model(model: str, known: list[str]) -> ApiError:
+    there = ", ".join(known) if known else "none"
+    message = f"the model {model[:200]!r} does not exist; served are: {there}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def bad_key(message: str) -> ApiError:
+    headers = {"www-authenticate": "Bearer"}
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
+
+
+def too_many(message: str, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
+    """This client is over its own limit."""
+    return ApiError(
+        429,
+        message,
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={**headers, "retry-after": _seconds(retry_after_s)},
+    )
+
+
+def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
+    """The server is full, whoever asks."""
+    headers = {"retry-after": _seconds(retry_after_s)}
+    return ApiError(503, message, kind="overloaded", code="server_overloaded", headers=headers)
+
+
+def unavailable(message: str, retry_after_s: float = 1.0) -> ApiError:
+    """Nobody can serve this now: draining, no worker, no bus."""
+    headers = {"retry-after": _seconds(retry_after_s)}
+    return ApiError(503, message, kind="server_error", code="service_unavailable", headers=headers)
+
+
+def deadline_exceeded(waited_s: float) -> ApiError:
+    message = f"no worker began this request within {waited_s:.1f} s; try again later"
+    headers = {"retry-after": "1"}
+    return ApiError(504, message, kind="timeout", code="deadline_exceeded", headers=headers)
+
+
+def worker_lost(message: str) -> ApiError:
+    return ApiError(503, message, kind="server_error", code="worker_lost", headers={"retry-after": "1"})
+
+
+def engine_error(message: str) -> ApiError:
+    headers = {"x-should-retry": "false"}
+    return ApiError(500, message, kind="server_error", code="engine_error", headers=headers)
+
+
+def slow_reader(limit: int) -> ApiError:
+    message = f"the client left more than {limit} tokens of this stream unread (gateway.stream_buffer_tokens)"
+    return ApiError(408, message, kind="timeout", code="slow_reader")
+
+
+def internal() -> ApiError:
+    return ApiError(500, "the gateway failed; its log says how", kind="server_error", code="internal_error")
+
+
+def from_status(status: int, headers: Mapping[str, str] | None = None, detail: str = "") -> ApiError:
+    """What routing itself answers: 404, 405 and the like."""
+    known = {404: "there is nothing at this path", 405: "this path does not take this method"}
+    message = known.get(status) or detail or HTTPStatus(status).phrase
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+    return ApiError(status, message, kind=kind, code=code, headers=headers)
+
+
+def _seconds(value: float) -> str:
+    """Whole seconds, rounded up; never 0, which clients take for "at once"."""
+    return str(max(1, math.ceil(value)))

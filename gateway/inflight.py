@@ -1,0 +1,156 @@
+"""The in-flight table: the owner of the truth about every request that was accepted and has not ended.
+
+A *flight* is one sequence: one prompt, one choice. It holds all that is needed to go on elsewhere: the
+prompt, the sampling with its seed, and the tokens received so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from bus.messages import Delta, SamplingParams
+from gateway.errors import ApiError
+
+
+class Target(NamedTuple):
+    """Where the current attempt runs; deltas from elsewhere are void."""
+
+    instance: str
+    worker: str
+    epoch: int
+
+
+class Sink(Protocol):
+    """Who the tokens of a flight are for."""
+
+    def on_admitted(self) -> None:
+        """A worker began it; its time in the queue is over."""
+
+    def on_tokens(self, token_ids: list[int], delta: Delta, skip: int, fingerprint: str) -> bool:
+        """New tokens, in order, each once; `skip` is how many of the delta's were there before. True: it
+        wants no more (a stop string was met)."""
+
+    def on_end(self) -> None:
+        """The flight ended by itself, after its last tokens."""
+
+    def on_error(self, error: ApiError) -> None:
+        """The flight ended without a proper end."""
+
+    def flush(self) -> None:
+        """The batch is over: write out what it brought."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """`attempt` grows with every submission; `strikes` only with those that a worker's failure caused.
+    Times are seconds of the monotonic clock; `deadline` is when a worker must have begun."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    sink: Sink
+    arrived: float
+    deadline: float
+    trace_id: str = ""
+    received: list[int] = field(default_factory=list)
+    attempt: int = 0
+    strikes: int = 0
+    target: Target | None = None  # None: waits for an instance
+    is_sent: bool = False  # Redis has the Submit of this attempt
+    is_running: bool = False  # the worker of this attempt began
+    was_admitted: bool = False  # a worker of any attempt began
+    last_sign: float = 0.0  # of life: sent, admitted, or a token
+    last_token: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it may come to, prompt and output."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+@dataclass(slots=True)
+class Place:
+    """One incarnation of an instance, with our flights there. `num_since`: sent since the last metric."""
+
+    flights: dict[str, Flight] = field(default_factory=dict)
+    num_since: int = 0
+
+
+class InFlight:
+    """request_id -> flight, with an index of who runs where. Integrity: every flight is in exactly one
+    place, its target's, or waits; no place is empty."""
+
+    def __init__(self) -> None:
+        self.flights: dict[str, Flight] = {}
+        self.waiting: dict[str, Flight] = {}  # without a target, in order of arrival
+        self.places: dict[Target, Place] = {}
+
+    def __len__(self) -> int:
+        return len(self.flights)
+
+    def add(self, flight: Flight) -> None:
+        self.flights[flight.request_id] = flight
+        self.waiting[flight.request_id] = flight
+
+    def assign(self, flight: Flight, target: Target) -> None:
+        """A new attempt at `target`."""
+        del self.waiting[flight.request_id]
+        flight.target = target
+        flight.attempt += 1
+        place = self.places.setdefault(target, Place())
+        place.flights[flight.request_id] = flight
+        place.num_since += 1
+
+    def unassign(self, flight: Flight) -> None:
+        """Its attempt is void; it waits again."""
+        self._leave_place(flight)
+        flight.is_sent = flight.is_running = False
+        self.waiting[flight.request_id] = flight
+
+    def remove(self, flight: Flight) -> None:
+        del self.flights[flight.request_id]
+        if flight.target is None:
+            del self.waiting[flight.request_id]
+        else:
+            self._leave_place(flight)
+
+    def has(self, flight: Flight) -> bool:
+        return self.flights.get(flight.request_id) is flight
+
+    def at(self, worker: str, up_to_epoch: int) -> list[Flight]:
+        """Flights at a worker's incarnations up to and with this one."""
+        return [
+            flight
+            for target, place in self.places.items()
+            if target.worker == worker and target.epoch <= up_to_epoch
+            for flight in place.flights.values()
+        ]
+
+    def metrics_arrived(self) -> None:
+        for place in self.places.values():
+            place.num_since = 0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        placed = dict(self._placed())
+        if placed.keys() & self.waiting.keys() or placed.keys() | self.waiting.keys() != self.flights.keys():
+            raise AssertionError(f"{len(placed)} placed + {len(self.waiting)} waiting != {len(self.flights)}")
+        for target, place in self.places.items():
+            if not place.flights or any(flight.target != target for flight in place.flights.values()):
+                raise AssertionError(f"the place {target} is empty or holds flights of another")
+
+    def _placed(self) -> Iterator[tuple[str, Flight]]:
+        for place in self.places.values():
+            yield from place.flights.items()
+
+    def _leave_place(self, flight: Flight) -> None:
+        if flight.target is None:
+            raise AssertionError(f"{flight.request_id} is at no place")
+        place = self.places[flight.target]
+        del place.flights[flight.request_id]
+        if not place.flights:
+            del self.places[flight.target]
+        flight.target = None

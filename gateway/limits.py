@@ -1,0 +1,151 @@
+"""Who may come in: bounded queue and in-flight counts (503), and limits per key (429).
+
+A slot is reserved before a prompt is tokenised, so that a burst costs a refusal each and not a tokenisation
+each (the order is what bounds the time to a refusal).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gateway.errors import ApiError, invalid, overloaded, too_many
+
+
+class Slot:
+    """One call's share of the gateway: `size` sequences, of which `started` run on a worker."""
+
+    __slots__ = ("_admission", "_is_open", "size", "started")
+
+    def __init__(self, admission: Admission, size: int) -> None:
+        self._admission = admission
+        self._is_open = True
+        self.size = size
+        self.started = 0
+
+    def grow(self, size: int) -> None:
+        """To `size` sequences in all, once the request's body told how many. Raises ApiError 503, or 400 for
+        more than could ever be taken."""
+        self._admission.refuse_if_never(size)
+        self._admission.take(size - self.size)
+        self.size = size
+
+    def start_one(self) -> None:
+        """A worker began one sequence: it queues no longer."""
+        if self._is_open and self.started < self.size:
+            self.started += 1
+            self._admission.queued -= 1
+
+    def release(self) -> None:
+        """Gives everything back; the second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._admission.give_back(self.size, self.size - self.started)
+
+
+class Admission:
+    """Owner of the two counts. Integrity: 0 <= queued <= inflight, both within their bounds."""
+
+    def __init__(self, max_queue: int, max_inflight: int) -> None:
+        self.max_queue = max_queue
+        self.max_inflight = max_inflight
+        self.queued = 0
+        self.inflight = 0
+        self.is_empty = asyncio.Event()
+        self.is_empty.set()
+
+    def reserve(self) -> Slot:
+        """Room for one sequence. Raises ApiError 503."""
+        self.take(1)
+        return Slot(self, 1)
+
+    def refuse_if_never(self, size: int) -> None:
+        limit = min(self.max_queue, self.max_inflight)
+        if size > limit:
+            raise invalid(f"{size} sequences (prompts times n) are asked for; one call may have {limit}", "n")
+
+    def take(self, size: int) -> None:
+        if self.queued + size > self.max_queue:
+            raise overloaded(f"{self.queued} requests are waiting; gateway.max_queue is {self.max_queue}")
+        if self.inflight + size > self.max_inflight:
+            raise overloaded(f"{self.inflight} requests run; gateway.max_inflight is {self.max_inflight}")
+        self.queued += size
+        self.inflight += size
+        self.is_empty.clear()
+
+    def give_back(self, size: int, queued: int) -> None:
+        self.inflight -= size
+        self.queued -= queued
+        if self.inflight == 0:
+            self.is_empty.set()
+
+    def check_integrity(self) -> None:
+        if not 0 <= self.queued <= self.inflight <= self.max_inflight or self.queued > self.max_queue:
+            raise AssertionError(f"admission counts: queued {self.queued}, inflight {self.inflight}")
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    at: float
+    running: int = 0
+
+
+class RateLimiter:
+    """Requests per minute and at once, per key. A bucket of `rpm` calls refills evenly over a minute;
+    0 switches a limit off."""
+
+    def __init__(self, rpm: int, concurrent: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rpm = rpm
+        self.concurrent = concurrent
+        self._clock = clock
+        self._buckets: dict[str, _Bucket] = {}
+
+    @contextmanager
+    def enter(self, key: str) -> Iterator[dict[str, str]]:
+        """Counts one call in; gives the x-ratelimit headers of its answer. Raises ApiError 429."""
+        if not self.rpm and not self.concurrent:
+            yield {}
+            return
+        bucket = self._refilled(key)
+        self._refuse_if_over(bucket)
+        bucket.tokens -= 1
+        bucket.running += 1
+        try:
+            yield self._headers(bucket)
+        finally:
+            bucket.running -= 1
+
+    def _refilled(self, key: str) -> _Bucket:
+        now = self._clock()
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _Bucket(tokens=float(self.rpm), at=now)
+        bucket.tokens = min(float(self.rpm), bucket.tokens + (now - bucket.at) * self.rpm / 60)
+        bucket.at = now
+        return bucket
+
+    def _refuse_if_over(self, bucket: _Bucket) -> None:
+        if self.concurrent and bucket.running >= self.concurrent:
+            raise self._refusal(
+                bucket, f"{bucket.running} requests at once, the limit is {self.concurrent}", 1.0
+            )
+        if self.rpm and bucket.tokens < 1:
+            wait_s = (1 - bucket.tokens) * 60 / self.rpm
+            raise self._refusal(bucket, f"over {self.rpm} requests per minute", wait_s)
+
+    def _refusal(self, bucket: _Bucket, what: str, wait_s: float) -> ApiError:
+        return too_many(f"this key sent {what}; wait and try again", wait_s, self._headers(bucket))
+
+    def _headers(self, bucket: _Bucket) -> dict[str, str]:
+        if not self.rpm:
+            return {}
+        full_in_s = (self.rpm - bucket.tokens) * 60 / self.rpm
+        return {
+            "x-ratelimit-limit-requests": str(self.rpm),
+            "x-ratelimit-remaining-requests": str(max(0, int(bucket.tokens))),
+            "x-ratelimit-reset-requests": f"{full_in_s:.1f}s",
+        }

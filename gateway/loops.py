@@ -1,0 +1,160 @@
+"""What the gateway does beside answering requests: read streams, poll leases, renew its own, keep time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from bus.client import BusFull, BusUnavailable, Restart
+from bus.messages import Event, Metrics, StepOutput
+from gateway import tokenizer
+from gateway.state import Gateway
+
+log = logging.getLogger("gateway")
+
+LEASE_S = 5.0
+POLL_S = 1.0
+POLL_BUSY_S = 0.4  # while requests are in flight: a dead worker's are replayed the sooner
+TICK_S = 0.25
+TRIM_S = 1.0
+
+
+class Loops:
+    """`run` until cancelled. An error of one ends all: the process is then started again by its supervisor,
+    which is safer than to serve without, say, a lease."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._bus = gateway.bus
+        self._delivery = gateway.delivery
+        self._poll_now = asyncio.Event()
+
+    async def start(self) -> None:
+        """Lease and first look at the registry. Raises BusUnavailable, BusFull."""
+        self._bus.on_restart(self._on_restart)
+        await self._bus.drop_gateway(self._gateway.id)  # what an earlier process of this name left
+        await self._bus.renew_gateway(self._gateway.id, LEASE_S)
+        await self._poll()
+
+    async def run(self) -> None:
+        work: list[Coroutine[Any, Any, None]] = [
+            self._read_tokens(),
+            self._read_metrics(),
+            self._read_events(),
+            self._poll_registry(),
+            self._renew_lease(),
+            self._publish_events(),
+            self._tick(),
+            self._gateway.outbox.run(),
+            self._gateway.streams.run(),
+            asyncio.to_thread(tokenizer.warm_up),
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            for coroutine in work:
+                tasks.create_task(coroutine)
+
+    async def stop(self) -> None:
+        """Gives the lease up: workers drop what they still run for this gateway."""
+        self._gateway.models.close()
+        with contextlib.suppress(BusUnavailable, BusFull):
+            await self._bus.drop_gateway(self._gateway.id)
+
+    # ------------------------------------------------------------------------------------- streams
+
+    async def _read_tokens(self) -> None:
+        stream = self._bus.names.tokens(self._gateway.id)
+        trimmed_at = time.monotonic()
+        async with self._bus.reader(stream, StepOutput, start="0") as reader:
+            async for batch in reader:
+                for _, step in batch:
+                    self._delivery.on_step(step)
+                self._delivery.flush()
+                if time.monotonic() - trimmed_at > TRIM_S:
+                    trimmed_at = time.monotonic()
+                    with contextlib.suppress(BusUnavailable):
+                        await self._bus.trim(stream, before=reader.position)
+
+    async def _read_metrics(self) -> None:
+        async with self._bus.reader(self._bus.names.metrics, Metrics) as reader:
+            async for batch in reader:
+                self._gateway.cluster.add_metrics(batch[-1][1], time.monotonic())
+                self._delivery.table.metrics_arrived()
+
+    async def _read_events(self) -> None:
+        async with self._bus.reader(self._bus.names.events, Event) as reader:
+            async for batch in reader:
+                for _, event in batch:
+                    self._on_event(event)
+                    self._gateway.events.publish(event)
+
+    def _on_event(self, event: Event) -> None:
+        field = {"worker_lost": "epoch", "worker_left": "epoch", "epoch_changed": "previous_epoch"}
+        epoch = event.numbers.get(field.get(event.kind, ""))
+        if epoch is not None:
+            self._delivery.on_worker_gone(event.subject, int(epoch), event.kind)
+        if event.kind.startswith(("worker_", "epoch_")):
+            self._poll_now.set()
+
+    async def _publish_events(self) -> None:
+        told = self._gateway.told
+        while True:
+            await self._gateway.has_told.wait()
+            self._gateway.has_told.clear()
+            while told:
+                kind, subject, reason, numbers = told.popleft()
+                try:
+                    await self._bus.event(kind, subject, reason, **numbers)
+                except (BusUnavailable, BusFull) as error:
+                    log.warning("the event %s of %s is lost: %s", kind, subject, error)
+                    await self._bus.wait_up()
+
+    # ------------------------------------------------------------------------------------- registry
+
+    def _on_restart(self, restart: Restart) -> None:
+        self._delivery.on_restart(restart)
+        self._poll_now.set()
+
+    async def _poll_registry(self) -> None:
+        while True:
+            pause_s = POLL_BUSY_S if len(self._delivery.table) else POLL_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._poll_now.wait(), pause_s)
+            self._poll_now.clear()
+            try:
+                await self._poll()
+            except BusUnavailable:
+                await self._bus.wait_up()
+
+    async def _poll(self) -> None:
+        self._gateway.cluster.update(await self._bus.workers(), time.monotonic())
+        self._gateway.models.preload()
+        self._delivery.on_poll()
+
+    async def _renew_lease(self) -> None:
+        while True:
+            try:
+                await self._bus.renew_gateway(self._gateway.id, LEASE_S)
+            except BusUnavailable:
+                await self._bus.wait_up()
+                continue
+            except BusFull as error:
+                log.warning("the lease cannot be made: %s", error)
+            await asyncio.sleep(LEASE_S / 3)
+
+    # ------------------------------------------------------------------------------------- time
+
+    async def _tick(self) -> None:
+        """Deadlines while there is something in flight; the counts are checked when there is nothing."""
+        was_busy = False
+        while True:
+            is_busy = len(self._delivery.table) > 0
+            await asyncio.sleep(TICK_S if is_busy else 4 * TICK_S)
+            if is_busy:
+                self._delivery.tick()
+            elif was_busy:
+                self._gateway.check_integrity()
+            was_busy = is_busy

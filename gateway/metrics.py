@@ -1,0 +1,162 @@
+"""/metrics in Prometheus' text format: vLLM's names and buckets under `instar_`.
+
+Three sources: what this gateway measured itself; the workers' last reports, by way of the monitor; and the
+process. A gauge whose report is stale is left out, since a router that reads 0 takes a silent worker for an
+idle one. `metrics_compat = "vllm"` repeats the names that routers read under `vllm:`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from bus.messages import InstanceMetrics
+from gateway.state import Gateway
+from gateway.stats import Distribution, ModelStats
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+ENGINE: Final = ["model_name", "engine"]
+
+DISTRIBUTIONS: Final = {
+    "time_to_first_token_seconds": ("time_to_first_token", "From a request's arrival to its first token."),
+    "inter_token_latency_seconds": ("inter_token_latency", "From token to token of one sequence."),
+    "e2e_request_latency_seconds": ("e2e_request_latency", "From a request's arrival to its end."),
+    "request_queue_time_seconds": ("request_queue_time", "From a request's arrival to its first step."),
+    "request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a sequence."),
+    "request_generation_tokens": ("request_generation_tokens", "Tokens generated for a sequence."),
+    "request_params_n": ("request_params_n", "The parameter n of a call."),
+    "request_params_max_tokens": ("request_params_max_tokens", "The parameter max_tokens of a sequence."),
+}
+# What the Gateway API inference extension and other routers read, with the labels they expect.
+ROUTERS_READ: Final = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+)
+
+
+def exposition(gateway: Gateway) -> bytes:
+    """The whole page."""
+    registry = CollectorRegistry()
+    registry.register(_Page(gateway))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+class _Page(Collector):
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _own("instar_", self._gateway)
+        yield from _models("instar_", self._gateway.stats.models)
+        instances = list(_fresh(self._gateway))
+        yield from _instances("instar_", instances)
+        if self._gateway.settings.gateway.metrics_compat == "vllm":
+            for metric in _instances("vllm:", instances):
+                if metric.name.removeprefix("vllm:") in ROUTERS_READ:
+                    yield metric
+            yield from _models("vllm:", self._gateway.stats.models)
+
+
+Fresh = tuple[str, int, InstanceMetrics]  # model, block_tokens, metrics
+
+
+def _fresh(gateway: Gateway) -> Iterator[Fresh]:
+    now = time.monotonic()
+    for worker, card in gateway.cluster.instances():
+        metrics = gateway.cluster.instance_metrics(card.id, worker.epoch, now)
+        if metrics is not None:
+            yield card.model, card.block_tokens, metrics
+
+
+def _own(prefix: str, gateway: Gateway) -> Iterator[Metric]:
+    stats, admission = gateway.stats, gateway.admission
+    yield _gauge(
+        f"{prefix}gateway_requests_inflight", "Sequences accepted and not ended.", admission.inflight
+    )
+    yield _gauge(f"{prefix}gateway_requests_queued", "Of those, not begun by a worker.", admission.queued)
+    yield _gauge(f"{prefix}gateway_streams", "Open streams.", len(gateway.streams))
+    yield _gauge(f"{prefix}gateway_bus_up", "Whether Redis answers.", int(gateway.bus.up))
+    yield _gauge(f"{prefix}workers", "Workers with a lease.", len(gateway.cluster.workers))
+    late = "Deltas dropped: of a void attempt or a fenced epoch."
+    yield CounterMetricFamily(f"{prefix}late_deltas", late, value=stats.late_deltas)
+    yield CounterMetricFamily(f"{prefix}token_gaps", "Requests that missed a token.", value=stats.gaps)
+    rejections = CounterMetricFamily(f"{prefix}admission_rejections", "Calls refused.", labels=["reason"])
+    for reason, count in sorted(stats.rejections.items()):
+        rejections.add_metric([reason], count)
+    yield rejections
+
+
+def _models(prefix: str, models: dict[str, ModelStats]) -> Iterator[Metric]:
+    label = ["model_name"]
+    prompt = CounterMetricFamily(f"{prefix}prompt_tokens", "Prompt tokens of ended sequences.", labels=label)
+    generated = CounterMetricFamily(
+        f"{prefix}generation_tokens", "Tokens received from workers.", labels=label
+    )
+    success = CounterMetricFamily(
+        f"{prefix}request_success", "Sequences that ended, by how.", labels=[*label, "finished_reason"]
+    )
+    replays = CounterMetricFamily(
+        f"{prefix}request_replays", "Sequences submitted again, by why.", labels=[*label, "reason"]
+    )
+    for model, stats in models.items():
+        prompt.add_metric([model], stats.prompt_tokens)
+        generated.add_metric([model], stats.generation_tokens)
+        for reason, count in sorted(stats.finished.items()):
+            success.add_metric([model, reason], count)
+        for reason, count in sorted(stats.replays.items()):
+            replays.add_metric([model, reason], count)
+    yield from (prompt, generated, success, replays)
+    for name, (field, text) in DISTRIBUTIONS.items():
+        family = HistogramMetricFamily(f"{prefix}{name}", text, labels=label)
+        for model, stats in models.items():
+            distribution: Distribution = getattr(stats, field)
+            family.add_metric([model], _buckets(distribution), distribution.total)
+        yield family
+
+
+def _instances(prefix: str, instances: Iterable[Fresh]) -> Iterator[Metric]:
+    """Of the workers' last reports, unsmoothed."""
+    running = GaugeMetricFamily(f"{prefix}num_requests_running", "Sequences in the batch.", labels=ENGINE)
+    waiting = GaugeMetricFamily(f"{prefix}num_requests_waiting", "Sequences in the queue.", labels=ENGINE)
+    usage = GaugeMetricFamily(
+        f"{prefix}kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=ENGINE
+    )
+    total = GaugeMetricFamily(f"{prefix}kv_blocks_total", "KV blocks: changes while serving.", labels=ENGINE)
+    used = GaugeMetricFamily(f"{prefix}kv_blocks_used", "KV blocks in use.", labels=ENGINE)
+    config = GaugeMetricFamily(
+        f"{prefix}cache_config_info", "As now.", labels=[*ENGINE, "block_size", "num_gpu_blocks"]
+    )
+    preemptions = CounterMetricFamily(f"{prefix}num_preemptions", "Sequences put back.", labels=ENGINE)
+    for model, block_tokens, metrics in instances:
+        labels, last = [model, metrics.id], metrics.last
+        running.add_metric(labels, last.running)
+        waiting.add_metric(labels, last.waiting)
+        usage.add_metric(labels, last.kv_used / last.kv_blocks if last.kv_blocks else 0.0)
+        total.add_metric(labels, last.kv_blocks)
+        used.add_metric(labels, last.kv_used)
+        config.add_metric([*labels, str(block_tokens), str(last.kv_blocks)], 1)
+        preemptions.add_metric(labels, last.preemptions)
+    yield from (running, waiting, usage, total, used, config, preemptions)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
+    """Cumulative, as the format wants them."""
+    total = 0
+    found: list[tuple[str, float]] = []
+    for bound, count in zip(distribution.bounds, distribution.counts, strict=False):
+        total += count
+        found.append((str(bound), total))
+    return [*found, ("+Inf", total + distribution.counts[-1])]

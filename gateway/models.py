@@ -1,0 +1,77 @@
+"""The models that are served, with their tokenizers: loaded when a card first names them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from bus.messages import InstanceCard
+from gateway.cluster import Cluster
+from gateway.errors import ApiError, no_such_model, unavailable
+from gateway.tokenizer import Tokenizer, TokenizerError
+
+log = logging.getLogger("gateway")
+
+
+class Models:
+    """Tokenizers by folder. One that cannot be loaded is tried again at the next request, since the folder
+    may only just be mounted."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._loads: dict[str, asyncio.Task[Tokenizer]] = {}
+
+    def preload(self) -> None:
+        """Starts loading what the cards name, so that the first request need not wait."""
+        for card in self._cluster.cards.values():
+            if card.model_path not in self._loads:
+                self._start(card)
+
+    def card(self, model: str) -> InstanceCard:
+        """Raises ApiError: 404 for a model nobody serves, 503 while a worker may still bring it."""
+        card = self._cluster.cards.get(model)
+        if card is not None:
+            return card
+        for worker in self._cluster.loading():
+            names = {instance.model for instance in worker.instances}
+            if model in names or not names:
+                raise unavailable(
+                    f"worker {worker.id} is still loading ({worker.progress or 'starting'})", 2.0
+                )
+        known = self._cluster.known_models()
+        if not known:
+            raise unavailable("no worker has joined yet, so no model is served", 2.0)
+        raise no_such_model(model, known)
+
+    def is_loaded(self, card: InstanceCard) -> bool:
+        load = self._loads.get(card.model_path)
+        return load is not None and load.done() and not load.cancelled() and load.exception() is None
+
+    async def tokenizer(self, card: InstanceCard) -> Tokenizer:
+        """Waits for it to be loaded. Raises ApiError 503 where that fails."""
+        load = self._loads.get(card.model_path) or self._start(card)
+        try:
+            return await asyncio.shield(load)
+        except TokenizerError as error:
+            raise ApiError(
+                503,
+                f"the tokenizer of {card.model!r} cannot be used: {error}",
+                kind="server_error",
+                code="no_tokenizer",
+            ) from error
+
+    def _start(self, card: InstanceCard) -> asyncio.Task[Tokenizer]:
+        load = asyncio.create_task(asyncio.to_thread(Tokenizer, Path(card.model_path), card.vocab_size))
+        load.add_done_callback(lambda task: self._loaded(card, task))
+        self._loads[card.model_path] = load
+        return load
+
+    def _loaded(self, card: InstanceCard, task: asyncio.Task[Tokenizer]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("no tokenizer for %s: %s", card.model, error)
+            self._loads.pop(card.model_path, None)
+
+    def close(self) -> None:
+        for load in self._loads.values():
+            load.cancel()

@@ -1,0 +1,129 @@
+"""What a client may ask for: the fields of /v1/completions and /v1/chat/completions, their types and ranges.
+
+`gateway.parsing` makes these of a request's bytes, and its errors of what does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 512  # each is looked for in every token's text
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+def _to_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _integer_keys(value: Any) -> Any:
+    """JSON has only text as keys: "15496" -> 15496."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if key.isascii() and key.isdecimal() else key: bias for key, bias in value.items()}
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), BeforeValidator(_to_list)]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIAS),
+    BeforeValidator(_integer_keys),
+]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class SamplingBody(Body):
+    """What both calls have in common."""
+
+    model: Annotated[str, Field(min_length=1)]
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: LogitBias = {}
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stops = []
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    ignore_eos: bool = False
+    user: str | None = None
+    metadata: dict[str, str] | None = None  # only ever stored by OpenAI, and store=true is refused
+
+
+class CompletionBody(SamplingBody):
+    """`max_tokens` 0 with echo scores the prompt and generates nothing."""
+
+    prompt: Any  # text, texts, token ids or lists of them: `parsing.prompts` tells and checks
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool = False
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates want it: plain text; `developer` is what OpenAI now calls `system`."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class ChatBody(SamplingBody):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+# Values that ask for nothing beyond what is done anyway.
+HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),  # without tools
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),  # without tools
+    "tools": ([],),
+}
+# Known to others, for a better message than "unknown".
+UNSUPPORTED: Final = frozenset(
+    """
+    audio best_of function_call functions modalities prediction reasoning_effort response_format
+    service_tier store suffix tool_choice tools verbosity web_search_options prompt_cache_key
+    safety_identifier add_generation_prompt allowed_token_ids bad_words chat_template
+    chat_template_kwargs continue_final_message documents guided_choice guided_grammar guided_json
+    guided_regex include_stop_str_in_output length_penalty min_precision min_tokens priority
+    prompt_logprobs repetition_penalty skip_special_tokens stop_token_ids structured_outputs
+    truncate_prompt_tokens use_beam_search
+    """.split()  # noqa: SIM905
+)

@@ -1,0 +1,85 @@
+"""The small endpoints: models, probes, metrics, and the page at the root."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.admin import Here
+from gateway.errors import no_such_model
+from gateway.metrics import CONTENT_TYPE, exposition
+
+
+def with_key(request: Request, gateway: Here) -> None:
+    """Raises ApiError 401."""
+    gateway.keys.check(request.headers.raw)
+
+
+router = APIRouter()
+Keyed = Annotated[None, Depends(with_key)]
+
+
+@router.get("/v1/models")
+async def models(gateway: Here, _: Keyed) -> dict[str, Any]:
+    data = [
+        _model(name, ready.card.max_model_len, ready.epoch)
+        for name, ready in gateway.cluster.ready_models().items()
+    ]
+    return {"object": "list", "data": data}
+
+
+@router.get("/v1/models/{model:path}")
+async def model(model: str, gateway: Here, _: Keyed) -> dict[str, Any]:
+    ready = gateway.cluster.ready_models()
+    if model not in ready:
+        raise no_such_model(model, list(ready))
+    return _model(model, ready[model].card.max_model_len, ready[model].epoch)
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """Alive: the process and its event loop answer."""
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(gateway: Here) -> JSONResponse:
+    """Able to serve: Redis answers, a worker serves, its tokenizer is loaded, not draining."""
+    if gateway.is_ready:
+        return JSONResponse({"status": "ready", "models": list(gateway.cluster.ready_models())})
+    why = "draining" if gateway.is_draining else "no Redis" if not gateway.bus.up else "no worker is serving"
+    return JSONResponse({"status": "not ready", "reason": why}, 503, headers={"retry-after": "1"})
+
+
+@router.get("/metrics")
+async def metrics(gateway: Here) -> Response:
+    return Response(exposition(gateway), media_type=CONTENT_TYPE)
+
+
+@router.get("/")
+async def root() -> dict[str, Any]:
+    return {
+        "name": "instar",
+        "endpoints": [
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/models",
+            "/health",
+            "/ready",
+            "/metrics",
+        ],
+        "admin": ["/admin/state", "/admin/events"],
+        "docs": "docs/ and README.md of the project",
+    }
+
+
+def _model(name: str, max_model_len: int, epoch_ms: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": epoch_ms // 1000,
+        "owned_by": "instar",
+        "max_model_len": max_model_len,
+    }

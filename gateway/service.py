@@ -1,0 +1,122 @@
+"""One gateway process: bind, serve, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from bus.client import Bus
+from bus.settings import GatewaySettings, Settings
+from gateway.app import create_app
+from gateway.connection import Protocol
+from gateway.state import Gateway
+
+log = logging.getLogger("gateway")
+
+CONFIGURATION_ERROR = 2  # the same settings will fail again
+FAILED = 1
+LEFTOVERS_S = 3  # for connections that are still open after the drain
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: SIGTERM means drain first, and then exit status 0."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            log.info("listening on http://%s", _address(sockets[0]))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
+    """Serves until `stop`, then drains. Ends the process with status 2 where a setting forbids to serve, 1
+    where a background task failed."""
+    section = settings.gateway
+    _refuse_open_door(section)
+    listener = _bind(section)
+    _raise_file_limit()
+    Protocol.header_timeout_s = section.header_timeout_s
+    Protocol.max_connections = section.max_connections
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    gateway = Gateway(settings, bus)
+    died = asyncio.Event()
+    server = Server(_config(create_app(gateway, died.set)))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await _first_of(serving, stop, died)
+    if stop.is_set() and not died.is_set():
+        log.info("draining: %d in flight", gateway.admission.inflight)
+        await gateway.drain(section.drain_timeout_s)
+    server.should_exit = True
+    await serving
+    if died.is_set() or not server.started:
+        sys.exit(FAILED)
+
+
+def _config(app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=Protocol,
+        loop="none",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=LEFTOVERS_S,
+    )
+
+
+async def _first_of(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+def _refuse_open_door(section: GatewaySettings) -> None:
+    if not section.loopback_only and not section.api_keys:
+        _fail(
+            f"gateway.host = {section.host!r} is open to others and gateway.api_keys is empty; "
+            "set a key (INSTAR_GATEWAY__API_KEYS), or host = 127.0.0.1"
+        )
+
+
+def _bind(section: GatewaySettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in section.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((section.host, section.port))
+    except OSError as error:
+        listener.close()
+        _fail(
+            f"cannot listen on {section.host} port {section.port}: {error.strerror or error}; "
+            "set another gateway.port (INSTAR_PORT) or gateway.host, or stop who uses it"
+        )
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file: take as many as the system lets us."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _fail(message: str) -> None:
+    log.error(message)
+    sys.exit(CONFIGURATION_ERROR)

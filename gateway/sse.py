@@ -1,0 +1,88 @@
+"""Server-sent events of one call, written straight to its socket.
+
+The reader of the tokens stream pushes events and flushes once per batch: no task wakes up per token. While
+the client does not read, events pile up here to a bound, and the other streams never notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from gateway.connection import Link
+from gateway.errors import ApiError
+
+DONE: Final = b"data: [DONE]\n\n"
+KEEPALIVE: Final = b": keepalive\n\n"
+HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"transfer-encoding", b"chunked"),  # without it a lost connection looks like a proper end to clients
+]
+
+
+def error_event(error: ApiError) -> bytes:
+    """The only form of failure in a stream that clients notice: an object with a message under `error`."""
+    return b"data: %b\n\n" % error.body()
+
+
+class EventStream:
+    """`max_pending`: events that may wait for the client; `is_over_limit` tells its owner that it is time
+    to give up. Nothing is written before `open`, when the status line and headers are out."""
+
+    __slots__ = ("_drained", "_is_open", "_link", "_pending", "max_pending", "written_at")
+
+    def __init__(self, link: Link, max_pending: int) -> None:
+        self._link = link
+        self.max_pending = max_pending
+        self._pending: list[bytes] = []
+        self._is_open = False
+        self._drained: asyncio.Event | None = None
+        self.written_at = 0.0
+
+    @property
+    def is_over_limit(self) -> bool:
+        return len(self._pending) > self.max_pending
+
+    def open(self) -> None:
+        self._is_open = True
+        self._link.on_writable = self.flush
+        self.written_at = time.monotonic()
+        self.flush()
+
+    def push(self, event: bytes) -> None:
+        self._pending.append(event)
+
+    def flush(self) -> None:
+        """All that waits, in one chunk, unless the client is behind."""
+        if not self._pending or not self._is_open or self._link.is_paused or self._link.is_lost:
+            return
+        self._link.write_chunk(b"".join(self._pending))
+        self._pending.clear()
+        self.written_at = time.monotonic()
+        if self._drained is not None:
+            self._drained.set()
+
+    def keep_alive(self, now: float, after_s: float) -> None:
+        """A comment, if nothing went out for a while: proxies cut silent streams."""
+        if (
+            now - self.written_at >= after_s
+            and self._is_open
+            and not self._link.is_paused
+            and not self._pending
+        ):
+            self._link.write_chunk(KEEPALIVE)
+            self.written_at = now
+
+    async def drained(self, within_s: float) -> bool:
+        """Whether the client took the rest in time."""
+        self.flush()
+        if self._pending and not self._link.is_lost:
+            self._drained = asyncio.Event()
+            try:
+                await asyncio.wait_for(self._drained.wait(), within_s)
+            except TimeoutError:
+                return False
+        return not self._link.is_lost

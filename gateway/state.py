@@ -1,0 +1,104 @@
+"""The gateway's parts, put together. Handlers find them as `app.state.gateway`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections import deque
+
+from bus.client import Bus
+from bus.settings import Settings
+from gateway.auth import Keys
+from gateway.broadcast import Broadcast
+from gateway.cluster import Cluster
+from gateway.delivery import Delivery
+from gateway.errors import unavailable
+from gateway.intake import Intake
+from gateway.limits import Admission, RateLimiter
+from gateway.models import Models
+from gateway.outbox import Outbox
+from gateway.stats import Stats
+from gateway.streams import Streams
+
+BUS_PATIENCE_S = 5.0  # new requests wait this long for a Redis that went away
+MAX_TOLD = 1000
+
+Told = tuple[str, str, str, dict[str, float]]
+
+
+class Gateway:
+    """State of one gateway process. `told` are events that wait to be published."""
+
+    def __init__(self, settings: Settings, bus: Bus) -> None:
+        section = settings.gateway
+        self.settings = settings
+        self.bus = bus
+        self.id = section.id or f"{socket.gethostname()}-{os.getpid()}"
+        self.keys = Keys(section.api_keys)
+        self.admin_keys = Keys(section.admin_keys)
+        self.admission = Admission(section.max_queue, section.max_inflight)
+        self.rate = RateLimiter(section.rate_limit_rpm, section.rate_limit_concurrent)
+        self.stats = Stats()
+        self.streams = Streams(section.keepalive_s)
+        self.events = Broadcast()
+        self.cluster = Cluster(stale_s=settings.monitor.stale_s)
+        self.models = Models(self.cluster)
+        self.intake = Intake(
+            self.cluster, max_n_tokens=section.max_n_tokens, default_max_tokens=section.default_max_tokens
+        )
+        self.delivery = Delivery(
+            self.cluster,
+            self.stats,
+            lease_s=settings.worker.lease_s,
+            queue_timeout_s=section.queue_timeout_s,
+            max_attempts=section.max_attempts,
+            replay=section.replay,
+            on_event=self.tell,
+        )
+        self.outbox = Outbox(bus, self.id, on_sent=self.delivery.on_sent, on_full=self.delivery.on_bus_full)
+        self.delivery.outbox = self.outbox
+        self.told: deque[Told] = deque()
+        self.has_told = asyncio.Event()
+        self.is_draining = False
+        self._bus_away_since: float | None = None
+
+    def refuse_if_closed(self) -> None:
+        """Raises ApiError 503 while draining, and while Redis is away for long."""
+        if self.is_draining:
+            raise unavailable("this gateway is shutting down; another will answer", 1.0)
+        if self.bus.up:
+            self._bus_away_since = None
+        elif self._bus_away_since is None:
+            self._bus_away_since = time.monotonic()
+        elif time.monotonic() - self._bus_away_since > BUS_PATIENCE_S:
+            raise unavailable("the message bus (Redis) is away; try again", 2.0)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be served now."""
+        ready = self.cluster.ready_models().values()
+        return not self.is_draining and self.bus.up and any(self.models.is_loaded(one.card) for one in ready)
+
+    def tell(self, kind: str, subject: str, reason: str, numbers: dict[str, float]) -> None:
+        """Puts an event where the publisher finds it; beyond a bound they are not kept."""
+        if len(self.told) < MAX_TOLD:
+            self.told.append((kind, subject, reason, numbers))
+            self.has_told.set()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        self.delivery.table.check_integrity()
+        self.admission.check_integrity()
+
+    async def drain(self, within_s: float) -> None:
+        """New requests get a 503; returns when the last one ended, at the latest after `within_s`, when
+        those left are told so."""
+        self.is_draining = True
+        try:
+            await asyncio.wait_for(self.admission.is_empty.wait(), within_s)
+        except TimeoutError:
+            self.delivery.fail_all(unavailable("this gateway is shutting down and its drain time is over"))
+            await asyncio.sleep(0.3)  # the endings reach their sockets, the cancellations the bus
+        self.events.close()

@@ -1,0 +1,49 @@
+"""Stop strings in a stream of text: what may go out, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Cuts a text at the stop string that is completed first, wherever tokens break it. The result does not
+    depend on the pieces the text comes in: it is that of feeding one character at a time."""
+
+    __slots__ = ("_held", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """(text that can go out, whether a stop string was met). What could be the beginning of a stop
+        string is held back; after a stop nothing more may be fed."""
+        text = self._held + text
+        end = self._first_stop(text)
+        if end is not None:
+            self._held = ""
+            return text[:end], True
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return text[:cut], False
+
+    def flush(self) -> str:
+        """What was held back; the text ended without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_stop(self, text: str) -> int | None:
+        """Where the stop string that ends first begins; of several that end there, the longest."""
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
+    return 0

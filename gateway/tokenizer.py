@@ -1,0 +1,156 @@
+"""A model's own tokenizer and chat template, from its folder.
+
+The `tokenizers` library is used directly: loading a folder through transformers' AutoTokenizer costs
+seconds, and imports torch where it is installed. Folders that carry only a SentencePiece file are converted
+by transformers. Chat templates are rendered by transformers' own (sandboxed) function, without its models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from gateway.errors import ApiError, invalid
+from gateway.vocabulary import UnknownTokenizer, Vocabulary
+
+# Longer texts go to a thread (1.3 us a character: 2,048 block the event loop for 3 ms).
+INLINE_CHARS = 2048
+
+_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+
+class TokenizerError(Exception):
+    """Names the folder, what is wrong in it and what is needed."""
+
+
+class Tokenizer:
+    """`stop_token_ids`: what ends a text, from the generation, model and tokenizer configs together."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        """Reads the folder; takes up to a second for a large vocabulary. Raises TokenizerError."""
+        self.folder = folder
+        self._config = _read_json(folder / "tokenizer_config.json")
+        self._rust = _load(folder)
+        try:
+            self.vocabulary = Vocabulary(self._rust, vocab_size)
+        except UnknownTokenizer as error:
+            raise TokenizerError(f"{folder}/tokenizer.json cannot be used: {error}") from error
+        self.stop_token_ids = self._read_stop_ids()
+        self._template = _read_template(folder, self._config)
+        self._bytes_per_token = self.vocabulary.longest if self._rust.normalizer is None else None
+
+    async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids; `special_tokens`: with the beginning-of-text token, where the model has one."""
+        if len(text) <= INLINE_CHARS:
+            return list(self._rust.encode(text, add_special_tokens=special_tokens).ids)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_threads, self._encode_long, text, special_tokens)
+
+    def _encode_long(self, text: str, special_tokens: bool) -> list[int]:
+        # encode() keeps the GIL for its whole run, encode_batch() gives it up (measured with 0.23.3)
+        return list(self._rust.encode_batch([text], add_special_tokens=special_tokens)[0].ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound that costs nothing, so that megabytes of text for a small context are refused
+        before they are tokenised; 0 where a normaliser could shorten the text."""
+        return len(text) // self._bytes_per_token if self._bytes_per_token else 0
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str:
+        """The conversation as the model was trained on it. Raises ApiError 400."""
+        if self._template is None:
+            raise invalid(
+                "this model has no chat template (tokenizer_config.json names none); use /v1/completions",
+                "messages",
+                "no_chat_template",
+            )
+        return _render(self._template, messages, self._special_tokens())
+
+    def _special_tokens(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: token for name in names if (token := _content(self._config.get(name)))}
+
+    def _read_stop_ids(self) -> tuple[int, ...]:
+        found: set[int] = set()
+        for file in ("generation_config.json", "config.json"):
+            value = _read_json(self.folder / file).get("eos_token_id")
+            found.update([value] if isinstance(value, int) else value or [])
+        eos = _content(self._config.get("eos_token"))
+        token_id = self._rust.token_to_id(eos) if eos else None
+        return tuple(sorted(found if token_id is None else found | {token_id}))
+
+
+def _load(folder: Path) -> RustTokenizer:
+    file = folder / "tokenizer.json"
+    try:
+        tokenizer = RustTokenizer.from_file(str(file)) if file.is_file() else _convert(folder)
+    except Exception as error:  # the Rust side raises nothing narrower
+        raise TokenizerError(f"{file} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _convert(folder: Path) -> RustTokenizer:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import AutoTokenizer
+
+    converted: RustTokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    return converted
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """{} where there is no such file. Raises TokenizerError."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{file} cannot be read: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """From a file of its own, or the tokenizer's config: one text, or several by name."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _content(token: Any) -> str | None:
+    """Special tokens are texts or {"content": text, ...}."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def _render(template: str, messages: list[dict[str, str]], special: dict[str, str]) -> str:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered, _ = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=True, **special
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise refused_by_template(error) from error
+    return str(rendered[0])
+
+
+def refused_by_template(error: Exception) -> ApiError:
+    """Templates raise on what the model was not trained on: two user turns in a row, a system message, ..."""
+    return invalid(f"the model's chat template refuses these messages: {error}", "messages", "chat_template")
+
+
+def warm_up() -> None:
+    """Imports what the first chat would wait for (0.7 s)."""
+    _render("{{ messages[0].content }}", [{"role": "user", "content": ""}], {})

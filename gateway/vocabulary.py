@@ -1,0 +1,148 @@
+"""The bytes of every token, and text made of them as they come.
+
+A token is a run of bytes; a character may be spread over several. So streams are put together from bytes:
+each token's bytes are looked up, and an incremental UTF-8 decoder holds back what is no whole character yet.
+The same bytes serve `logprobs`. Both kinds of tokenizer that our model families use are known:
+
+===============  ===========================================================  ==================
+byte-level BPE   each character of a token stands for one byte (GPT-2's map)  Llama 3, Qwen, demo
+SentencePiece    `▁` is a space, `<0xE2>` is one byte                         Llama 2, Mistral
+===============  ===========================================================  ==================
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from typing import Final
+
+from tokenizers import Tokenizer as RustTokenizer
+
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class UnknownTokenizer(ValueError):
+    """The tokenizer turns tokens into text in a way that is not known here."""
+
+
+class Vocabulary:
+    """`data[id]`: the token's bytes in a text (none for special tokens). `texts[id]`: the same as text where
+    it is whole characters, else None. Ids that the tokenizer does not know (an embedding's padding) are
+    empty."""
+
+    def __init__(self, tokenizer: RustTokenizer, size: int) -> None:
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        self.size = max(size, max(ids.values(), default=-1) + 1)
+        self.is_sentencepiece = not _is_byte_level(tokenizer)
+        to_bytes = _sentencepiece if self.is_sentencepiece else _byte_level
+        self.names: list[str] = [""] * self.size
+        self.data: list[bytes] = [b""] * self.size
+        for name, token_id in ids.items():
+            self.names[token_id] = name
+            self.data[token_id] = name.encode() if token_id in added else to_bytes(name)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        for token_id in self.special_ids:
+            self.data[token_id] = b""
+        self.texts: list[str | None] = [_whole(data) for data in self.data]
+        self.longest = max(map(len, self.data), default=1)
+
+    def label(self, token_id: int) -> str:
+        """The token for people, unlike any other's: bytes that are no text are written out."""
+        if token_id >= self.size:
+            return f"<{token_id}>"
+        if token_id in self.special_ids:
+            return self.names[token_id]
+        text = self.texts[token_id]
+        if text is None:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data[token_id])
+        return text
+
+    def bytes_of(self, token_id: int) -> bytes:
+        if token_id >= self.size:
+            return b""
+        return self.names[token_id].encode() if token_id in self.special_ids else self.data[token_id]
+
+    def text_of(self, token_ids: list[int]) -> str:
+        """The whole text of a sequence."""
+        stream = TextStream(self)
+        return "".join(map(stream.feed, token_ids)) + stream.flush()
+
+
+class TextStream:
+    """Text of a sequence of tokens. `feed` gives the whole characters that a token completes, `flush` what
+    is left of an unfinished one, as U+FFFD. Bytes that are no UTF-8 become U+FFFD, as in `decode`."""
+
+    __slots__ = ("_decoder", "_is_mid_character", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._is_mid_character = False
+
+    def feed(self, token_id: int) -> str:
+        if token_id >= self._vocabulary.size:
+            return ""
+        if not self._is_mid_character:
+            text = self._vocabulary.texts[token_id]
+            if text is not None:
+                return text
+        if self._decoder is None:
+            self._decoder = _Utf8("replace")
+        text = self._decoder.decode(self._vocabulary.data[token_id])
+        self._is_mid_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        if not self._is_mid_character or self._decoder is None:
+            return ""
+        self._is_mid_character = False
+        return self._decoder.decode(b"", final=True)
+
+
+def _is_byte_level(tokenizer: RustTokenizer) -> bool:
+    """Raises UnknownTokenizer."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    kinds = {part.get("type") for part in parts}
+    if "ByteLevel" in kinds:
+        return True
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return False
+    raise UnknownTokenizer(
+        f"its decoder is {sorted(map(str, kinds))}; known are ByteLevel (Llama 3, Qwen) and "
+        "ByteFallback or Metaspace (Llama 2, Mistral)"
+    )
+
+
+def _gpt2_bytes() -> dict[str, int]:
+    """GPT-2's map from characters to bytes: printable ones stand for themselves, the other 68 follow U+0100
+    in order (openai/gpt-2, `encoder.py`, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_GPT2_BYTES: Final = _gpt2_bytes()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_GPT2_BYTES[character] for character in token)
+    except KeyError:  # no byte-level token: taken as it stands, as the tokenizer's own decoder does
+        return token.encode()
+
+
+def _sentencepiece(token: str) -> bytes:
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def _whole(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,204 @@
+"""A worker without an engine: it speaks the real bus, answers by a script, and misbehaves on demand.
+
+The answer to a request is a fixed list of tokens, so a continuation (Submit with `sent_token_ids`) is the
+rest of it, as it is with the real engine. Times are short: these tests are about the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bus.client import Bus, BusUnavailable
+from bus.messages import Cancel, Delta, Drain, InstanceCard, StepOutput, Submit, TokenLogprobs, WorkerCard
+
+LEASE_S = 0.8
+Reply = Callable[[Submit], list[int]]
+Mangle = Callable[[StepOutput], list[StepOutput]]
+
+
+class FakeWorker:
+    """`reply(submit)`: all tokens it would make, cut at max_tokens; a last one from `stop_token_ids` ends
+    with "stop". `gate`: clear it to hold requests before their first step. `token_s`: pause between
+    tokens; `stop_at`: no token from this index on (it hangs there). `mangle` changes what is published."""
+
+    def __init__(
+        self, bus: Bus, folder: Path, reply: Reply, *, worker: str = "w0", model: str = "demo"
+    ) -> None:
+        self.bus, self.folder, self.reply = bus, folder, reply
+        self.id, self.model = worker, model
+        self.instance = f"{model}@{worker}"
+        self.epoch = 0
+        self.max_model_len, self.vocab_size, self.fingerprint = 512, 1000, "fp-full-tp1"
+        self.token_s = 0.0
+        self.stop_at: int | None = None
+        self.mangle: Mangle = lambda step: [step]
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.submits: list[Submit] = []
+        self.cancelled: set[str] = set()
+        self.drained = False
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._step = 0
+
+    async def start(self, state: str = "serving") -> FakeWorker:
+        self.epoch = max(time.time_ns() // 1_000_000, self.epoch + 1)
+        await self.bus.register_worker(self.card(state), LEASE_S)
+        self._tasks = [asyncio.create_task(work()) for work in (self._renew, self._read, self._obey)]
+        return self
+
+    def card(self, state: str = "serving") -> WorkerCard:
+        instance = InstanceCard(
+            id=self.instance,
+            model=self.model,
+            model_path=str(self.folder),
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            num_layers=2,
+            dtype="float32",
+            block_tokens=16,
+            workers=[self.id],
+        )
+        return WorkerCard(
+            id=self.id,
+            epoch=self.epoch,
+            host="test",
+            pid=os.getpid(),
+            device="cpu",
+            page_bytes=65536,
+            state=state,  # type: ignore[arg-type]
+            instances=[instance],
+        )
+
+    async def die(self) -> None:
+        """As by kill -9: nothing more is said, the lease runs out by itself."""
+        doomed = [*self._tasks, *self._runs.values()]
+        for task in doomed:
+            task.cancel()
+        await asyncio.gather(*doomed, return_exceptions=True)
+        self._runs.clear()
+
+    async def leave(self) -> None:
+        await self.die()
+        await self.bus.drop_lease(self.id, self.epoch)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._runs)
+
+    async def publish(self, gateway: str, *deltas: Delta, epoch: int | None = None) -> None:
+        self._step += 1
+        step = StepOutput(
+            worker=self.id,
+            epoch=self.epoch if epoch is None else epoch,
+            instance=self.instance,
+            step=self._step,
+            born_ns=time.time_ns(),
+            fingerprint=self.fingerprint,
+            deltas=list(deltas),
+        )
+        for output in self.mangle(step):
+            await self.bus.publish(self.bus.names.tokens(gateway), output)
+
+    async def _renew(self) -> None:
+        while True:
+            try:
+                if not await self.bus.renew_lease(self.id, self.epoch, LEASE_S):
+                    self._fence()
+                    await self.bus.register_worker(self.card(), LEASE_S)
+            except BusUnavailable:
+                await self.bus.wait_up()
+            await asyncio.sleep(LEASE_S / 4)
+
+    def _fence(self) -> None:
+        self.epoch += 1
+        for run in self._runs.values():
+            run.cancel()
+        self._runs.clear()
+
+    async def _read(self) -> None:
+        stream = self.bus.names.requests(self.instance)
+        async with self.bus.group_reader(stream, f"{self.id}:{self.epoch}", Submit) as reader:
+            await reader.open()
+            async for batch in reader:
+                await reader.ack([entry_id for entry_id, _ in batch])
+                for _, submit in batch:
+                    self._take(submit)
+
+    def _take(self, submit: Submit) -> None:
+        if submit.epoch != self.epoch or submit.request_id in self.cancelled:
+            return
+        self.submits.append(submit)
+        if old := self._runs.pop(submit.request_id, None):
+            old.cancel()
+        run = self._runs[submit.request_id] = asyncio.create_task(self._run(submit))
+        run.add_done_callback(lambda task: self._ended(submit.request_id, task))
+
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        if self._runs.get(request_id) is task:
+            del self._runs[request_id]
+
+    async def _obey(self) -> None:
+        async with self.bus.reader(self.bus.names.control(self.id), Cancel, Drain, start="0") as reader:
+            async for batch in reader:
+                for _, command in batch:
+                    if isinstance(command, Drain):
+                        self.drained = True
+                    elif command.epoch == self.epoch:
+                        self._cancel(command.request_ids)
+
+    def _cancel(self, request_ids: list[str]) -> None:
+        self.cancelled.update(request_ids)
+        for request_id in request_ids:
+            if run := self._runs.pop(request_id, None):
+                run.cancel()
+
+    async def _run(self, submit: Submit) -> None:
+        await self.gate.wait()
+        sent = len(submit.sent_token_ids)
+        tokens = self.reply(submit)[: submit.sampling.max_tokens]
+        await self.publish(submit.gateway, self._delta(submit, sent, []))
+        for index in range(sent, len(tokens)):
+            while self.stop_at is not None and index >= self.stop_at:
+                await asyncio.sleep(0.02)
+            if self.token_s:
+                await asyncio.sleep(self.token_s)
+            await self.publish(submit.gateway, self._token(submit, tokens, index))
+
+    def _token(self, submit: Submit, tokens: list[int], index: int) -> Delta:
+        is_stop = tokens[index] in submit.sampling.stop_token_ids
+        is_last = index == len(tokens) - 1 or is_stop
+        finish = None if not is_last else "stop" if is_stop else "length"
+        delta = self._delta(submit, index, [tokens[index]], finish)
+        return delta
+
+    def _delta(self, submit: Submit, index: int, token_ids: list[int], finish: str | None = None) -> Delta:
+        num_top = submit.sampling.logprobs
+        is_first = index == 0 and bool(token_ids)
+        scored = submit.sampling.prompt_logprobs is not None and is_first
+        return Delta(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            index=index,
+            token_ids=token_ids,
+            finish_reason=finish,  # type: ignore[arg-type]
+            logprobs=None if num_top is None else [score(token, num_top) for token in token_ids],
+            prompt_logprobs=prompt_scores(submit) if scored else None,
+        )
+
+
+def score(token: int, num_top: int) -> TokenLogprobs:
+    """The token itself is the likeliest, its neighbours follow."""
+    ids = [token + i for i in range(num_top)]
+    return TokenLogprobs(
+        token_id=token, logprob=-0.25, top_ids=ids, top_logprobs=[-0.25 - i for i in range(num_top)]
+    )
+
+
+def prompt_scores(submit: Submit) -> list[TokenLogprobs | None]:
+    num_top = submit.sampling.prompt_logprobs or 0
+    return [None, *(score(token, num_top) for token in submit.prompt_token_ids[1:])]
