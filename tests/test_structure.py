@@ -1,0 +1,119 @@
+"""The shape of the repository: who may import whom, and that the documentation names real things."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+WORKER_ONLY = ("torch", "triton", "numba", "safetensors")
+SERVICES = ("gateway", "monitor", "controller")
+
+
+def modules_of(package: str) -> list[str]:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+
+
+def test_packages_import_along_the_arrows_only() -> None:
+    checker = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([checker, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_without_a_device_loads_nothing_of_torch(service: str) -> None:
+    """At run time, since a library may bring it in where no import of ours says so."""
+    code = (
+        f"import importlib, sys\nfor name in {modules_of(service)!r}: importlib.import_module(name)\n"
+        f"print([name for name in {WORKER_ONLY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_engine_imports_nothing_that_a_bare_gpu_machine_lacks() -> None:
+    """`make gpu` finds Python with torch and triton: no Redis, msgspec or pydantic."""
+    allowed = {"numpy", "torch", "triton", "numba", "safetensors", "transformers", "cuda", "pynvml"}
+    allowed |= sys.stdlib_module_names | {"kernels", "worker"}
+    places = ("kernels", "worker/engine", "worker/memory", "worker/model")
+    files = [path for place in places for path in (ROOT / place).rglob("*.py")] + [ROOT / "worker/core.py"]
+    foreign = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in imports_of(path)
+        if name.split(".")[0] not in allowed and name != "bus.messages"
+    }
+    assert foreign == set()
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of the modules a file imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {
+        node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level
+    }
+
+
+def test_kernels_have_no_version() -> None:
+    """transformers looks for a package of that name by its version."""
+    assert "__version__" not in (ROOT / "kernels" / "__init__.py").read_text()
+
+
+# --------------------------------------------------------------------------- documentation
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_of_the_documentation_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_make_targets_of_the_documentation_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", _code_of(document))) <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_of_the_documentation_exist(document: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "instar", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    named = set(re.findall(r"\binstar (serve|status|complete|settings|[a-z]+) ?", _code_of(document)))
+    assert {name for name in named if not re.search(rf"^    {name} ", done.stdout, re.MULTILINE)} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_settings_of_the_documentation_exist(document: Path) -> None:
+    from bus.settings import SHORT_NAMES, Settings
+    from bus.settings_sources import fields_of, variable_of
+
+    text = _code_of(document)
+    known = fields_of(Settings)
+    variables = {variable_of(name) for name in known} | {f"INSTAR_{short}" for short in SHORT_NAMES}
+    assert set(re.findall(r"\bINSTAR_[A-Z_]+[A-Z]\b", text)) <= variables
+    dotted = set(re.findall(r"\b((?:redis|gateway|monitor|controller|worker|serve|log)\.[a-z_]+)\b", text))
+    assert {name for name in dotted if not name.endswith((".py", ".md"))} <= known.keys()
+
+
+def test_every_package_has_its_sentence_in_the_structure_page() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text()
+    for package in ("gateway", "monitor", "controller", "worker", "kernels", "bus", "instar", "bench"):
+        assert f"`{package}/`" in text
+
+
+def _code_of(document: Path) -> str:
+    """What stands in code blocks and between backticks: what a reader will type."""
+    text = document.read_text()
+    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
