@@ -15,7 +15,7 @@ many  up to ROWS rows of a         lanes are rows. The queries are transposed on
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch

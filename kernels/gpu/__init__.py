@@ -1,1 +1,9 @@
-"""Triton faces of the kernels."""
+"""Triton faces, for GPUs; on CPU tensors under TRITON_INTERPRET=1, for tests.
+
+Products are cuBLAS's, through torch: the reference's.
+"""
+
+from kernels.gpu.attention import paged_attention
+from kernels.gpu.rows import add_rms_norm, copy_blocks, rms_norm, rotary, silu_mul, store_kv
+
+__all__ = ["add_rms_norm", "copy_blocks", "paged_attention", "rms_norm", "rotary", "silu_mul", "store_kv"]

@@ -1,0 +1,259 @@
+"""Norms, rotary embedding, SwiGLU and the cache's writes for GPUs: one pass over each row.
+
+All sizes that a compiled kernel depends on are powers of two made from the model's dimensions, so a model
+compiles each kernel once per dtype, whatever the batch. Strides count elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    if all(grid):
+        kernel[grid](*args, **options)
+
+
+def _warps(elements: int) -> int:
+    return min(8, max(1, elements // 512))
+
+
+@triton.jit
+def _normed(x, weight_ptr, columns, width, eps, dtype: tl.constexpr):
+    """x float32 [BLOCK], zero past width; returns the norm, rounded to dtype before the weight is applied, as
+    Hugging Face does."""
+    factor = 1.0 / tl.sqrt(tl.sum(x * x) / width + eps)
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+    return ((x * factor).to(dtype).to(tl.float32) * weight).to(dtype)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, outer_stride, inner_stride, inner_rows, width, eps, BLOCK: tl.constexpr
+):
+    """Grid (rows,). x [rows / inner_rows, inner_rows, width] by its strides; out [rows, width] contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    source = x_ptr + row // inner_rows * outer_stride + row % inner_rows * inner_stride
+    x = tl.load(source + columns, mask=columns < width, other=0.0).to(tl.float32)
+    normed = _normed(x, weight_ptr, columns, width, eps, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + columns, normed, mask=columns < width)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, width, eps, BLOCK: tl.constexpr
+):
+    """Grid (rows,). x, residual [rows, width] by their row strides; residual += x; out contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    dtype = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    place = residual_ptr + row * residual_stride + columns
+    total = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + x).to(dtype)
+    tl.store(place, total, mask=inside)
+    normed = _normed(total.to(tl.float32), weight_ptr, columns, width, eps, dtype)
+    tl.store(out_ptr + row * width + columns, normed, mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    width = x.shape[-1]
+    rows = x.numel() // width
+    x = x if x.dim() <= 3 else x.reshape(rows, width)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    inner_rows, inner = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    block = triton.next_power_of_2(width)
+    _launch(
+        _rms_norm_kernel,
+        (rows,),
+        *(x, weight, out, x.stride(0), inner, inner_rows, width, eps),
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(x.shape[1])
+    _launch(
+        _add_rms_norm_kernel,
+        (x.shape[0],),
+        *(x, residual, weight, out, x.stride(0), residual.stride(0), x.shape[1], eps),
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return out
+
+
+@triton.jit
+def _rotate(base_ptr, head_stride, num_heads, heads, columns, cosine, sine, HALF: tl.constexpr):
+    """Rotate the heads [BLOCK_HEADS, 1] of one token in place; dimension i pairs with i + HALF."""
+    inside = (heads < num_heads) & (columns < HALF)
+    place = base_ptr + heads * head_stride + columns
+    low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, (low * cosine - high * sine).to(base_ptr.dtype.element_ty), mask=inside)
+    tl.store(place + HALF, (high * cosine + low * sine).to(base_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotary_kernel(
+    q_ptr,
+    k_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    cos_sin_stride,
+    q_heads,
+    k_heads,
+    HALF: tl.constexpr,
+    BLOCK_Q_HEADS: tl.constexpr,
+    BLOCK_K_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Grid (T,): all heads of one token. q [T, Hq, 2 HALF], k [T, Hkv, 2 HALF]; cos_sin [positions, 2 HALF]."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    angles = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride + columns
+    cosine = tl.load(angles, mask=columns < HALF, other=0.0)
+    sine = tl.load(angles + HALF, mask=columns < HALF, other=0.0)
+    heads = tl.arange(0, BLOCK_Q_HEADS)[:, None]
+    _rotate(q_ptr + token * q_token_stride, q_head_stride, q_heads, heads, columns, cosine, sine, HALF)
+    heads = tl.arange(0, BLOCK_K_HEADS)[:, None]
+    _rotate(k_ptr + token * k_token_stride, k_head_stride, k_heads, heads, columns, cosine, sine, HALF)
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    half = q.shape[2] // 2
+    block_heads, block_half = triton.next_power_of_2(q.shape[1]), triton.next_power_of_2(half)
+    _launch(
+        _rotary_kernel,
+        (q.shape[0],),
+        *(q, k, positions, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.stride(0)),
+        *(q.shape[1], k.shape[1]),
+        HALF=half,
+        BLOCK_Q_HEADS=block_heads,
+        BLOCK_K_HEADS=triton.next_power_of_2(k.shape[1]),
+        BLOCK_HALF=block_half,
+        num_warps=_warps(block_heads * block_half),
+    )
+
+
+@triton.jit
+def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+    """Grid (T, ceil(width / BLOCK)). gate, up [T, width] by their row strides; out contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * width + columns, product.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    rows, width = gate.shape
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch(
+        _silu_mul_kernel,
+        (rows, triton.cdiv(width, 1024)),
+        *(gate, up, out, gate.stride(0), up.stride(0), width),
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _store_kv_kernel(
+    k_ptr,
+    v_ptr,
+    kv_ptr,
+    slots_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    block_stride,
+    head_stride,
+    value_stride,
+    token_stride,
+    block_tokens,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Grid (T,): keys and values of all heads of one token. kv [B, Hkv, 2, bt, D] by its strides."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, BLOCK_HEADS)[:, None]
+    columns = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = (heads < num_heads) & (columns < HEAD_DIM)
+    slot = tl.load(slots_ptr + token)
+    place = kv_ptr + slot // block_tokens * block_stride + slot % block_tokens * token_stride
+    place = place + heads * head_stride + columns
+    key = tl.load(k_ptr + token * k_token_stride + heads * k_head_stride + columns, mask=inside)
+    value = tl.load(v_ptr + token * v_token_stride + heads * v_head_stride + columns, mask=inside)
+    tl.store(place, key, mask=inside)
+    tl.store(place + value_stride, value, mask=inside)
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    block_heads, block_dim = triton.next_power_of_2(k.shape[1]), triton.next_power_of_2(k.shape[2])
+    _launch(
+        _store_kv_kernel,
+        (k.shape[0],),
+        *(k, v, kv, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *kv.stride()[:4]),
+        *(kv.shape[3], k.shape[1]),
+        HEAD_DIM=k.shape[2],
+        BLOCK_HEADS=block_heads,
+        BLOCK_DIM=block_dim,
+        num_warps=_warps(block_heads * block_dim),
+    )
+
+
+@triton.jit
+def _copy_blocks_kernel(
+    kv_ptr,
+    source_ptr,
+    target_ptr,
+    block_stride,
+    head_stride,
+    value_stride,
+    token_stride,
+    block_tokens,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Grid (n, Hkv, 2): the keys or the values of one head of one block."""
+    part = tl.program_id(1).to(tl.int64) * head_stride + tl.program_id(2) * value_stride
+    tokens = tl.arange(0, BLOCK_TOKENS)[:, None]
+    columns = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = (tokens < block_tokens) & (columns < HEAD_DIM)
+    place = kv_ptr + part + tokens * token_stride + columns
+    source = tl.load(source_ptr + tl.program_id(0)).to(tl.int64) * block_stride
+    target = tl.load(target_ptr + tl.program_id(0)).to(tl.int64) * block_stride
+    tl.store(place + target, tl.load(place + source, mask=inside), mask=inside)
+
+
+def copy_blocks(kv: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+    block_tokens, block_dim = triton.next_power_of_2(kv.shape[3]), triton.next_power_of_2(kv.shape[4])
+    _launch(
+        _copy_blocks_kernel,
+        (src.shape[0], kv.shape[1], 2),
+        *(kv, src, dst, *kv.stride()[:4], kv.shape[3]),
+        HEAD_DIM=kv.shape[4],
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_DIM=block_dim,
+        num_warps=_warps(block_tokens * block_dim),
+    )
