@@ -92,7 +92,8 @@ def toy_instance(
 ) -> Instance:
     limits = Limits(num_seqs, tokens, model_len, block_tokens)
     cache = ToyCache(num_blocks, block_tokens)
-    return Instance("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    return Instance("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, num_layers=2, device=device)
 
 
 def toy_engine(**changes: Any) -> tuple[Engine, Instance]:

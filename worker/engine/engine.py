@@ -1,4 +1,4 @@
-"""All instances of one worker behind five verbs. One thread owns it; it knows nothing of Redis."""
+"""All instances of one worker behind a few verbs. One thread owns it; it knows nothing of Redis."""
 
 from __future__ import annotations
 
@@ -31,10 +31,17 @@ class StepResult:
 
 
 class Engine:
-    """`add_instance`, `submit`, `cancel`, `step`, `check_integrity`."""
+    """Verbs: `submit`, `cancel`, `step`; the order of instances is the order in which they step."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.instances: dict[str, Instance] = {}
+        self._device = device or torch.device("cpu")
+
+    def bind_thread(self) -> None:
+        """Call once in the thread that will step, if it is not the one that loaded: the current CUDA device
+        belongs to a thread."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def add_instance(self, instance: Instance) -> None:
         if instance.id in self.instances:
@@ -52,6 +59,11 @@ class Engine:
     def cancel(self, request_ids: Iterable[str]) -> int:
         ids = list(request_ids)
         return sum(instance.cancel(ids) for instance in self.instances.values())
+
+    def reset(self) -> None:
+        """A new epoch: nothing that was submitted before says anything any more, and counters begin at 0."""
+        for instance in self.instances.values():
+            instance.reset()
 
     @property
     def has_work(self) -> bool:

@@ -53,16 +53,12 @@ class Instance:
         limits: Limits,
         *,
         vocab_size: int,
+        num_layers: int,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.id, self.model, self.kv, self.limits, self.vocab_size = (
-            instance_id,
-            model,
-            kv,
-            limits,
-            vocab_size,
-        )
+        self.id, self.model, self.kv, self.limits = instance_id, model, kv, limits
+        self.vocab_size, self.num_layers = vocab_size, num_layers
         self.scheduler = Scheduler(limits, kv.allocator)
         self.batch = Batch(limits, device)
         self.sampler = Sampler(limits.max_num_seqs, vocab_size, device)
@@ -91,6 +87,18 @@ class Instance:
                 seq.prompt_logprobs.append(None)
             self._sequences[request.id] = seq
             self.scheduler.add(seq)
+
+    def oldest_wait_seconds(self) -> float:
+        """How long the head of the queue has been here; 0.0 without a queue."""
+        waiting = self.scheduler.waiting
+        return self._clock() - waiting[0].arrived if waiting else 0.0
+
+    def reset(self) -> None:
+        """Forget all requests and all numbers."""
+        self._unsent.clear()
+        self.cancel(list(self._sequences))
+        self.scheduler.num_preemptions = 0
+        self.stats = Stats()
 
     def cancel(self, request_ids: Iterable[str]) -> int:
         """Stop these and free their blocks; returns how many were here."""

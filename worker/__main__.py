@@ -1,0 +1,27 @@
+"""`python -m worker`: one device serving one or more models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from bus.client import Bus
+from bus.service import CONFIGURATION_ERROR, run
+from bus.settings import Settings
+from worker.service.loaded import CannotServe
+from worker.service.worker import serve
+
+
+async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
+    from worker.service.loading import load  # brings torch: only once the settings and Redis are good
+
+    await serve(settings, bus, stop, load)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run("worker", main))
+    except CannotServe as problem:
+        logging.getLogger("worker").error("%s", problem)
+        sys.exit(CONFIGURATION_ERROR)

@@ -1,0 +1,146 @@
+"""From a model folder to an instance that serves, piece by piece; needs no settings and no Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+import kernels
+from bus.messages import SamplingParams
+from worker.core import Limits, Request
+from worker.engine.instance import Instance
+from worker.engine.stats import Stats
+from worker.memory import CpuBackend, KVCache, PagePool
+from worker.model import Model, ModelError
+
+MIB = 1024 * 1024
+CPU_PAGE_BYTES, CUDA_PAGE_BYTES = 64 * 1024, 2 * MIB
+CPU_BUDGET_BYTES = 2048 * MIB
+CUDA_BUDGET_SHARE = 0.9  # of the free memory; the rest is for activations and workspace
+
+
+def make_pool(device: torch.device, budget_bytes: int = 0, page_bytes: int = 0) -> PagePool:
+    """The device's page pool; zeros choose the defaults. Raises ValueError and MappingFailed."""
+    if device.type == "cpu":
+        return PagePool(CpuBackend(page_bytes or CPU_PAGE_BYTES), budget_bytes or CPU_BUDGET_BYTES)
+    from worker.memory.cuda import CudaBackend  # cuda-bindings exist only where CUDA does
+
+    backend = CudaBackend(device, page_bytes or CUDA_PAGE_BYTES)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return PagePool(backend, budget_bytes or int(free_bytes * CUDA_BUDGET_SHARE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How to serve a model; `max_model_len` 0: as long as the model's config allows."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 0
+    block_tokens: int = 16
+
+    def limits(self, model: Model) -> Limits:
+        longest = model.config.max_position_embeddings
+        if self.max_model_len > longest:
+            raise ModelError(
+                f"{model.config.folder}: max_model_len is {self.max_model_len}, the model's context ends "
+                f"at {longest}"
+            )
+        return Limits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len or longest,
+            block_tokens=self.block_tokens,
+        )
+
+
+def make_cache(pool: PagePool, model: Model, limits: Limits, owner: str) -> KVCache:
+    """A KV cache without pages yet, over addresses for all the pool could ever give it."""
+    config = model.config
+    block_bytes = config.kv_block_bytes(limits.block_tokens, model.dtype)
+    return KVCache(
+        pool,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_tokens=limits.block_tokens,
+        dtype=model.dtype,
+        max_blocks=max(1, pool.num_pages * pool.page_bytes // block_bytes),
+        owner=owner,
+    )
+
+
+def useful_pages(cache: KVCache, model: Model, limits: Limits) -> int:
+    """Pages of all layers with which every sequence could be as long as it may: more would lie idle."""
+    blocks = limits.max_num_seqs * -(-limits.max_model_len // limits.block_tokens)
+    return model.config.num_layers * cache.pages_for(min(blocks, cache.max_blocks))
+
+
+def fair_shares(free: int, useful: Seq[int]) -> list[int]:
+    """Pages for each model: equal shares, except that what one cannot use is shared among the others.
+
+    The rest stays free for morphs. KV caches grow and shrink later; this is only where they start.
+    """
+    shares = [0] * len(useful)
+    by_appetite = sorted(range(len(useful)), key=lambda i: useful[i])
+    for position, i in enumerate(by_appetite):
+        shares[i] = min(useful[i], free // (len(useful) - position))
+        free -= shares[i]
+    return shares
+
+
+def fill_caches(pool: PagePool, parts: Seq[tuple[KVCache, Model, Limits]]) -> None:
+    """Give the pool's free pages to the KV caches of these models by `fair_shares`. ModelError if one of
+    them gets no block."""
+    shares = fair_shares(pool.num_free, [useful_pages(*part) for part in parts])
+    for (cache, model, limits), share in zip(parts, shares, strict=True):
+        cache.grow(share // model.config.num_layers)
+        if not cache.num_blocks:
+            needed = model.config.num_layers * cache.pages_for(1)
+            raise ModelError(
+                f"{model.config.folder}: no room for a KV cache: a block of {limits.block_tokens} tokens "
+                f"takes {needed} pages and {share} are left of {pool.num_pages}; raise memory_mb"
+            )
+
+
+def make_instance(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> Instance:
+    config = model.config
+    kernels.warm_up(
+        model.dtype,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_tokens=limits.block_tokens,
+        device=cache.pool.backend.device,
+    )
+    return Instance(
+        instance_id,
+        model,
+        cache,
+        limits,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        device=cache.pool.backend.device,
+    )
+
+
+def run_canary(instance: Instance) -> None:
+    """A first request through every part, before anybody else's: a prefill and two decodes. ModelError if
+    the model's numbers are not numbers. Leaves no trace in the statistics."""
+    longest = min(instance.limits.max_model_len - 3, instance.limits.max_num_batched_tokens + 1, 64)
+    prompt = [i * 7 % instance.vocab_size for i in range(max(1, longest))]
+    sampling = SamplingParams(max_tokens=3, seed=0, temperature=0.0, logprobs=0)
+    instance.submit(Request(id="canary", prompt_token_ids=prompt, sampling=sampling))
+    logprobs: list[float] = []
+    while instance.has_work:
+        for output in instance.step():
+            if output.delta.error:
+                raise ModelError(f"{instance.id}: the first request failed: {output.delta.error}")
+            logprobs += [each.logprob for each in output.delta.logprobs or []]
+    if not logprobs or not all(-1e30 < logprob <= 0 for logprob in logprobs):
+        raise ModelError(f"{instance.id}: the first forward pass gave {logprobs}; the weights are damaged")
+    instance.check_integrity()
+    instance.stats = Stats()
+    instance.num_steps = 0

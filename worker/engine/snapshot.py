@@ -1,0 +1,30 @@
+"""An instance's numbers as the message that the monitor reads."""
+
+from __future__ import annotations
+
+from bus.messages import InstanceTelemetry, LayerShape
+from worker.engine.instance import Instance
+
+
+def instance_telemetry(instance: Instance) -> InstanceTelemetry:
+    """Only in the thread that owns the engine, between steps."""
+    scheduler, stats = instance.scheduler, instance.stats
+    blocks = scheduler.blocks
+    return InstanceTelemetry(
+        id=instance.id,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        waiting_tokens=sum(len(seq.token_ids) for seq in scheduler.waiting),
+        kv_blocks=blocks.capacity,
+        kv_used=blocks.capacity - blocks.num_free,
+        layers=[LayerShape()] * instance.num_layers,
+        prompt_tokens=stats.prompt_tokens,
+        generation_tokens=stats.generation_tokens,
+        preemptions=scheduler.num_preemptions,
+        finished=dict(stats.finished),
+        queue_seconds=stats.queue.snapshot(),
+        step_seconds=stats.step.snapshot(),
+        time_to_first_token=stats.time_to_first_token.snapshot(),
+        time_per_output_token=stats.time_per_output_token.snapshot(),
+        oldest_wait_seconds=instance.oldest_wait_seconds(),
+    )

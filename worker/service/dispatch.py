@@ -1,0 +1,46 @@
+"""From the engine to the bus: one StepOutput for each gateway that a step made something for."""
+
+from __future__ import annotations
+
+from bus.messages import StepOutput
+from bus.names import Names
+from worker.engine.engine import StepResult
+from worker.service.ledger import Ledger
+from worker.service.outbox import Outbox, Parcel
+
+
+class Dispatch:
+    def __init__(self, names: Names, worker: str, ledger: Ledger, outbox: Outbox, fingerprint: str) -> None:
+        self._names, self._worker = names, worker
+        self._ledger, self._outbox, self._fingerprint = ledger, outbox, fingerprint
+
+    def take(self, epoch: int, result: StepResult) -> None:
+        """Deltas of attempts that were cancelled or replaced meanwhile are dropped here."""
+        parcels: dict[str, Parcel] = {}
+        for output in result.outputs:
+            delta = output.delta
+            ticket = self._ledger.get(delta.request_id)
+            if ticket is None or ticket.attempt != delta.attempt:
+                continue
+            parcel = parcels.get(ticket.gateway)
+            if parcel is None:
+                parcel = parcels[ticket.gateway] = self._parcel(ticket.gateway, epoch, result)
+            assert parcel.output is not None
+            parcel.output.deltas.append(delta)
+            if delta.finish_reason:
+                self._ledger.end(delta.request_id, delta.attempt)
+                parcel.acks.append((self._names.requests(ticket.instance), ticket.entry_id))
+        for parcel in parcels.values():
+            self._outbox.put(parcel)
+
+    def _parcel(self, gateway: str, epoch: int, result: StepResult) -> Parcel:
+        output = StepOutput(
+            worker=self._worker,
+            epoch=epoch,
+            instance=result.instance,
+            step=result.step,
+            born_ns=result.born_ns,
+            fingerprint=self._fingerprint,
+            deltas=[],
+        )
+        return Parcel(output, self._names.tokens(gateway))

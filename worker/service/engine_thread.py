@@ -1,0 +1,153 @@
+"""The one thread that owns the engine. Others hand it work through a queue and get results by a callback."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from bus.messages import InstanceTelemetry, PageCounts
+from worker.core import Request
+from worker.engine.engine import Engine, StepResult
+from worker.engine.snapshot import instance_telemetry
+
+log = logging.getLogger(__name__)
+
+# Called in the engine's thread; an implementation hands over to its own.
+OnResults = Callable[[int, list[StepResult]], None]
+OnSnapshot = Callable[["Snapshot"], None]
+OnDeath = Callable[[BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The engine's numbers at one step boundary."""
+
+    steps: int
+    instances: list[InstanceTelemetry]
+    pages: PageCounts
+
+
+class EngineThread:
+    """`submit`, `cancel`, `fence`, `pause`, `resume` and `stop` return at once; they take effect, in order,
+    at the next step boundary."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        pages: Callable[[], PageCounts],
+        *,
+        snapshot_s: float,
+        on_results: OnResults,
+        on_snapshot: OnSnapshot,
+        on_death: OnDeath,
+    ) -> None:
+        self._engine, self._pages, self._snapshot_s = engine, pages, snapshot_s
+        self._on_results, self._on_snapshot, self._on_death = on_results, on_snapshot, on_death
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._epoch = 0
+        self._is_paused = self._is_stopping = False
+        self._num_steps = 0
+        self._busy_s = 0.0
+        self._step_began: float | None = None
+        self._snapshot_due = 0.0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ----------------------------------------------------------------------------- from other threads
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, instance_id: str, request: Request) -> None:
+        arrived = time.monotonic()
+        self._inbox.put(lambda: self._engine.submit(instance_id, request, arrived))
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        ids = list(request_ids)
+        self._inbox.put(lambda: self._cancel(ids))
+
+    def fence(self, epoch: int) -> None:
+        """Drop everything; results from here on belong to `epoch`."""
+        self._inbox.put(lambda: self._fence(epoch))
+
+    def pause(self) -> None:
+        """No further step until `resume`: nobody takes the results."""
+        self._inbox.put(lambda: setattr(self, "_is_paused", True))
+
+    def resume(self) -> None:
+        self._inbox.put(lambda: setattr(self, "_is_paused", False))
+
+    def stop(self, within_s: float = 10.0) -> None:
+        self._inbox.put(lambda: setattr(self, "_is_stopping", True))
+        self._thread.join(within_s)
+
+    def step_seconds(self) -> float:
+        """How long the current step has been running; 0.0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def busy_seconds(self) -> float:
+        """Time spent in steps since the start, the current one included. Rises only."""
+        return self._busy_s + self.step_seconds()
+
+    # ----------------------------------------------------------------------------- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            self._engine.bind_thread()
+            while not self._is_stopping:
+                self._receive()
+                if self._may_step and not self._is_stopping:
+                    self._step()
+        except BaseException as error:  # noqa: BLE001 whatever it was, the process must not sit there dead
+            self._on_death(error)
+
+    @property
+    def _may_step(self) -> bool:
+        return not self._is_paused and self._engine.has_work
+
+    def _receive(self) -> None:
+        """Carry out what has come; with nothing to do, sleep until something does."""
+        try:
+            self._inbox.get(block=not self._may_step)()
+            while True:
+                self._inbox.get_nowait()()
+        except Empty:
+            return
+
+    def _step(self) -> None:
+        self._step_began = began = time.monotonic()
+        results = self._engine.step()
+        ended = time.monotonic()
+        self._busy_s += ended - began
+        self._step_began = None
+        self._num_steps += 1
+        if results:
+            self._on_results(self._epoch, results)
+        if not self._engine.has_work:
+            self._engine.check_integrity()
+            self._report(ended)
+        elif ended >= self._snapshot_due:
+            self._report(ended)
+
+    def _report(self, now: float) -> None:
+        self._snapshot_due = now + self._snapshot_s
+        self._on_snapshot(self.snapshot())
+
+    def snapshot(self) -> Snapshot:
+        """Only for the engine's thread, and for others before `start`."""
+        instances = [instance_telemetry(instance) for instance in self._engine.instances.values()]
+        return Snapshot(self._num_steps, instances, self._pages())
+
+    def _cancel(self, request_ids: list[str]) -> None:
+        self._engine.cancel(request_ids)
+        self._report(time.monotonic())
+
+    def _fence(self, epoch: int) -> None:
+        self._engine.reset()
+        self._engine.check_integrity()
+        self._epoch = epoch
+        self._report(time.monotonic())

@@ -1,0 +1,113 @@
+"""From the bus to the engine: Submits of the instances' streams and commands of the control stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from bus.client import Bus, BusFull, BusUnavailable, GroupReader, StreamReader
+from bus.messages import Cancel, Drain, Submit
+from bus.names import consumer
+from worker.core import Request
+from worker.service.engine_thread import EngineThread
+from worker.service.ledger import Ledger
+from worker.service.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_S = 0.5
+
+
+class Intake:
+    """Gives requests to the engine's thread and keeps the ledger of them."""
+
+    def __init__(self, bus: Bus, worker: str, ledger: Ledger, thread: EngineThread, outbox: Outbox) -> None:
+        self._bus, self._worker = bus, worker
+        self._ledger, self._thread, self._outbox = ledger, thread, outbox
+        self.is_listening = asyncio.Event()  # from here on no command is missed
+
+    # ----------------------------------------------------------------------------- requests
+
+    async def read_requests(self, instance: str, epoch: int) -> None:
+        """For as long as the epoch lasts. What earlier epochs left pending is ended first: their
+        gateways submit again, addressed to whom they find."""
+        stream = self._bus.names.requests(instance)
+        async with self._bus.group_reader(stream, consumer(self._worker, epoch), Submit) as reader:
+            await self._open(reader)
+            await self._end_leftovers(reader)
+            while True:
+                try:
+                    batch = await reader.read()
+                except BusFull as error:
+                    log.warning("cannot read %s: %s", stream, error)
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                for entry_id, submit in batch:
+                    self._offer(submit, instance, stream, entry_id, epoch)
+
+    async def _open(self, reader: GroupReader[Submit] | StreamReader[Any]) -> None:
+        await self._until_done(reader.open)
+
+    async def _end_leftovers(self, reader: GroupReader[Submit]) -> None:
+        if ended := await self._until_done(reader.claim_all):
+            log.info("ended %d entries that an earlier epoch left in %s", ended, reader.stream)
+
+    async def _until_done(self, call: Callable[[], Awaitable[T]]) -> T:
+        """However long Redis is away or full; the call may be repeated."""
+        while True:
+            try:
+                return await call()
+            except (BusUnavailable, BusFull) as error:
+                log.debug("not yet: %s", error)
+                await asyncio.sleep(RETRY_S)
+                await self._bus.wait_up()
+
+    def _offer(self, submit: Submit, instance: str, stream: str, entry_id: str, epoch: int) -> None:
+        verdict = self._ledger.offer(submit, instance, entry_id, epoch)
+        if not verdict.run:
+            log.info("not run: %s", verdict.reason, extra={"request_id": submit.request_id})
+            self._outbox.ack(stream, entry_id)
+            return
+        if verdict.replaced:
+            self._thread.cancel([submit.request_id])
+            self._outbox.ack(self._bus.names.requests(verdict.replaced.instance), verdict.replaced.entry_id)
+        self._thread.submit(instance, _request(submit))
+
+    # ----------------------------------------------------------------------------- commands
+
+    async def read_commands(self, epoch: Callable[[], int], on_drain: Callable[[], None]) -> None:
+        """Cancel and Drain, if they are meant for the epoch of now."""
+        stream = self._bus.names.control(self._worker)
+        async with self._bus.reader(stream, Cancel, Drain) as reader:
+            await self._open(reader)
+            self.is_listening.set()
+            async for batch in reader:
+                for _, command in batch:
+                    if command.epoch != epoch():
+                        log.info("%s %s is for another epoch", type(command).__name__, command.id)
+                    elif isinstance(command, Cancel):
+                        self.cancel(command.request_ids)
+                    else:
+                        on_drain()
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Stop them, acknowledge their entries; unknown ids are remembered."""
+        for request_id in request_ids:
+            if ticket := self._ledger.cancel(request_id):
+                self._outbox.ack(self._bus.names.requests(ticket.instance), ticket.entry_id)
+        self._thread.cancel(request_ids)
+
+
+def _request(submit: Submit) -> Request:
+    return Request(
+        id=submit.request_id,
+        prompt_token_ids=submit.prompt_token_ids,
+        sampling=submit.sampling,
+        sent_token_ids=submit.sent_token_ids,
+        attempt=submit.attempt,
+        gateway=submit.gateway,
+    )

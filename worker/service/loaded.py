@@ -1,0 +1,28 @@
+"""What loading hands to the service; plain, so that tests serve a toy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bus.messages import InstanceCard, PageCounts
+from bus.settings import WorkerSettings
+from worker.engine.engine import Engine
+
+
+class CannotServe(Exception):
+    """These settings or this model folder will never work; one line says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    engine: Engine
+    cards: list[InstanceCard]
+    pages: Callable[[], PageCounts]
+    device: str
+    page_bytes: int
+    fingerprint: str
+
+
+Progress = Callable[[str], None]  # called in the loading thread, as often as the loader likes
+Loader = Callable[[WorkerSettings, str, Progress], Loaded]  # settings, worker id; raises CannotServe

@@ -1,0 +1,134 @@
+"""From settings to an engine that has run its first request."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+import kernels
+from bus.messages import InstanceCard
+from bus.settings import WorkerSettings
+from worker.engine.build import (
+    MIB,
+    Shape,
+    fill_caches,
+    make_cache,
+    make_instance,
+    make_pool,
+    run_canary,
+)
+from worker.engine.engine import Engine
+from worker.memory import MappingFailed, OutOfPages, PagePool
+from worker.model import Model, ModelError, load_model
+from worker.service.loaded import CannotServe, Loaded, Progress
+
+log = logging.getLogger("worker")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
+    """Raises CannotServe, with one line that says what to change."""
+    try:
+        return _load(settings, worker, progress)
+    except (ModelError, OutOfPages, MappingFailed, ValueError) as error:
+        raise CannotServe(str(error)) from error
+
+
+def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
+    folders = model_folders(settings.models)
+    device = _device(settings.device)
+    kernels.configure(settings.threads)
+    pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
+    shape = Shape(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        block_tokens=settings.block_tokens,
+    )
+    models = {name: _load_model(name, path, pool, settings, progress) for name, path in folders.items()}
+    parts = {}
+    for name, model in models.items():
+        limits = shape.limits(model)
+        parts[name] = (make_cache(pool, model, limits, name), model, limits)
+    fill_caches(pool, list(parts.values()))
+    engine = Engine(device)
+    cards = []
+    for name, (cache, model, limits) in parts.items():
+        progress(f"{name}: compiling kernels and running the first request")
+        instance = make_instance(f"{name}@{worker}", model, cache, limits)
+        run_canary(instance)
+        engine.add_instance(instance)
+        cards.append(_card(instance.id, name, folders[name], model, limits.max_model_len, settings, worker))
+        log.info("%s: %d KV blocks of %d tokens", name, cache.num_blocks, limits.block_tokens)
+    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, "tp1-full")
+
+
+def model_folders(models: list[str]) -> dict[str, Path]:
+    """Served name -> folder, from `name=dir` or `dir` (then the folder's name). Raises CannotServe."""
+    folders: dict[str, Path] = {}
+    for entry in models:
+        name, _, folder = entry.rpartition("=")
+        path = Path(folder).expanduser().resolve()
+        name = name or path.name
+        if name in folders:
+            raise CannotServe(f"two models are called {name!r}: {folders[name]} and {path}; use name=dir")
+        folders[name] = path
+    if not folders:
+        raise CannotServe("no model to serve: set worker.models (INSTAR_MODEL) to a model folder")
+    return folders
+
+
+def _device(name: str) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    try:
+        device = torch.device(name or ("cuda:0" if has_gpu else "cpu"))
+    except RuntimeError as error:
+        raise CannotServe(f"worker.device is {name!r}: {error}; use cpu or cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise CannotServe(f"worker.device is {name!r}; cpu and cuda are supported")
+    if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
+        raise CannotServe(f"worker.device is {name!r}, and this machine has {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def _load_model(name: str, path: Path, pool: PagePool, settings: WorkerSettings, progress: Progress) -> Model:
+    dtype = DTYPES.get(settings.dtype)
+    if dtype is None and pool.backend.device.type == "cpu":
+        dtype = torch.float32
+
+    def tell(done: int, total: int) -> None:
+        progress(f"loading {name}: {done / total:.0%} of {total / MIB:.0f} MiB")
+
+    return load_model(
+        path,
+        pool,
+        dtype=dtype,
+        load_format=settings.load_format,
+        max_tp=settings.max_tp,
+        progress=tell,
+    )
+
+
+def _card(
+    instance_id: str,
+    name: str,
+    path: Path,
+    model: Model,
+    max_model_len: int,
+    settings: WorkerSettings,
+    worker: str,
+) -> InstanceCard:
+    return InstanceCard(
+        id=instance_id,
+        model=name,
+        model_path=str(path),
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        num_layers=model.config.num_layers,
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_tokens=settings.block_tokens,
+        workers=[worker],
+    )

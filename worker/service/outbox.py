@@ -1,0 +1,121 @@
+"""What the engine made and Redis has not got yet, in order.
+
+Redis may be away for a while: the parcels stay, up to `capacity`; then the engine pauses, and goes on when
+half of them are out. A parcel whose answer was lost is sent again: gateways drop what they have by index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+from bus.client import Bus, BusFull, BusUnavailable
+from bus.messages import StepOutput
+
+log = logging.getLogger(__name__)
+
+MAX_PARCELS_AT_ONCE = 64  # of one MULTI: Redis serves nobody else while it runs
+FULL_RETRY_S = 0.2  # Redis at maxmemory: gateways trim as they read
+
+
+class Brake(Protocol):
+    """The engine's thread, as far as the outbox knows it."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Parcel:
+    """One step's output for one gateway, and the entries that are done with it, in one MULTI: an entry is
+    acknowledged if and only if the last token of its request is out."""
+
+    output: StepOutput | None = None
+    stream: str = ""
+    acks: list[tuple[str, str]] = field(default_factory=list)  # (requests stream, entry id)
+
+
+class Outbox:
+    """`put` from the event loop; `run` publishes. `may_publish` waits while this worker may not speak."""
+
+    def __init__(
+        self, bus: Bus, brake: Brake, may_publish: Callable[[], Awaitable[None]], capacity: int = 512
+    ) -> None:
+        self._bus, self._brake, self._may_publish, self._capacity = bus, brake, may_publish, capacity
+        self._parcels: deque[Parcel] = deque()
+        self._filled, self._emptied = asyncio.Event(), asyncio.Event()
+        self._emptied.set()
+        self._is_braking = False
+        self._generation = 0
+
+    def __len__(self) -> int:
+        return len(self._parcels)
+
+    def put(self, parcel: Parcel) -> None:
+        self._parcels.append(parcel)
+        self._filled.set()
+        self._emptied.clear()
+        if len(self._parcels) >= self._capacity and not self._is_braking:
+            log.warning("%d steps wait for Redis; the engine pauses", len(self._parcels))
+            self._is_braking = True
+            self._brake.pause()
+
+    def ack(self, stream: str, entry_id: str) -> None:
+        self.put(Parcel(acks=[(stream, entry_id)]))
+
+    def drop_gateway(self, stream: str) -> None:
+        """Nobody reads `stream` any more; the acknowledgements stay."""
+        for parcel in self._parcels:
+            if parcel.stream == stream:
+                parcel.output = None
+
+    def clear(self) -> None:
+        """What a lost epoch made must not go out."""
+        self._generation += 1
+        self._parcels.clear()
+        self._after_removal()
+
+    async def wait_empty(self) -> None:
+        await self._emptied.wait()
+
+    async def run(self) -> None:
+        while True:
+            await self._filled.wait()
+            await self._may_publish()
+            generation, parcels = self._generation, list(islice(self._parcels, MAX_PARCELS_AT_ONCE))
+            if await self._send(parcels) and generation == self._generation:
+                for _ in parcels:
+                    self._parcels.popleft()
+                self._after_removal()
+
+    async def _send(self, parcels: list[Parcel]) -> bool:
+        batch = self._bus.batch()
+        for parcel in parcels:
+            if parcel.output:
+                batch.publish(parcel.stream, parcel.output)
+            for stream, entry_id in parcel.acks:
+                batch.ack(stream, entry_id)
+        try:
+            await batch.send()
+        except BusUnavailable:
+            await self._bus.wait_up()
+            return False
+        except BusFull as error:
+            log.warning("Redis is full, %d steps wait: %s", len(self._parcels), error)
+            await asyncio.sleep(FULL_RETRY_S)
+            return False
+        return True
+
+    def _after_removal(self) -> None:
+        if not self._parcels:
+            self._filled.clear()
+            self._emptied.set()
+        if self._is_braking and len(self._parcels) <= self._capacity // 2:
+            self._is_braking = False
+            self._brake.resume()

@@ -1,0 +1,61 @@
+"""The engine's numbers, several times a second while busy, once a second when not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from bus.client import Bus, BusFull, BusUnavailable
+from bus.messages import WorkerTelemetry
+from worker.service.engine_thread import EngineThread, Snapshot
+
+
+class Reporter:
+    """Sleeps until the engine has something new or the idle interval is over."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker: str,
+        epoch: Callable[[], int],
+        thread: EngineThread,
+        *,
+        busy_interval_s: float,
+        idle_interval_s: float,
+    ) -> None:
+        self._bus, self._worker, self._epoch, self._thread = bus, worker, epoch, thread
+        self._busy_interval_s, self._idle_interval_s = busy_interval_s, idle_interval_s
+        self._snapshot: Snapshot | None = None
+        self._is_new = asyncio.Event()
+        self._reported_at, self._reported_busy_s = time.monotonic(), 0.0
+
+    def take(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._is_new.set()
+
+    async def run(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._idle_interval_s):
+                    await self._is_new.wait()
+            self._is_new.clear()
+            if self._snapshot:
+                with suppress(BusUnavailable, BusFull):  # the next report says it all again
+                    await self._bus.publish(self._bus.names.telemetry, self._report(self._snapshot))
+            await asyncio.sleep(self._busy_interval_s)
+
+    def _report(self, snapshot: Snapshot) -> WorkerTelemetry:
+        now, busy_s = time.monotonic(), self._thread.busy_seconds()
+        busy = (busy_s - self._reported_busy_s) / max(now - self._reported_at, 1e-6)
+        self._reported_at, self._reported_busy_s = now, busy_s
+        return WorkerTelemetry(
+            worker=self._worker,
+            epoch=self._epoch(),
+            at_ms=time.time_ns() // 1_000_000,
+            busy=min(1.0, max(0.0, busy)),
+            pages=snapshot.pages,
+            instances=snapshot.instances,
+            steps=snapshot.steps,
+        )

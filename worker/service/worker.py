@@ -1,0 +1,240 @@
+"""One worker from its first lease to its last: join, load, serve, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from bus.client import Bus
+from bus.messages import WorkerCard
+from bus.settings import Settings
+from worker.engine.engine import StepResult
+from worker.service.dispatch import Dispatch
+from worker.service.engine_thread import EngineThread, Snapshot
+from worker.service.gateways import watch_gateways
+from worker.service.intake import Intake
+from worker.service.ledger import Ledger
+from worker.service.loaded import Loaded, Loader
+from worker.service.membership import Membership
+from worker.service.outbox import Outbox
+from worker.service.tasks import end
+from worker.service.telemetry import Reporter
+from worker.service.watchdog import watch_steps
+
+log = logging.getLogger("worker")
+
+PROGRESS_S = 0.5  # how often progress is shown on the card
+PROGRESS_LOG_S = 2.0
+DRAIN_CHECK_S = 0.05
+
+
+async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader) -> None:
+    """Until `stop` is set or a Drain command comes. Raises CannotServe; whatever else it raises is a bug or
+    a broken device, and a restart is the cure."""
+    worker = settings.worker.id or f"{socket.gethostname()}-0"
+    card = WorkerCard(
+        id=worker,
+        epoch=time.time_ns() // 1_000_000,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=settings.worker.device,
+        page_bytes=0,
+        state="loading",
+    )
+    membership = Membership(bus, card, settings.worker.lease_s)
+    await membership.join()
+    renewal = asyncio.create_task(membership.run(), name="lease")
+    try:
+        loaded = await _load(settings, worker, load, membership, stop)
+        if loaded:
+            await Serving(settings, bus, worker, loaded, membership).run(stop)
+    finally:
+        await end(renewal)
+        await membership.leave()
+
+
+async def _load(
+    settings: Settings, worker: str, load: Loader, membership: Membership, stop: asyncio.Event
+) -> Loaded | None:
+    """In a thread of its own, so that the lease goes on; None if asked to stop meanwhile."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Loaded] = loop.create_future()
+    latest = ""
+
+    def progress(text: str) -> None:
+        nonlocal latest
+        latest = text
+
+    def work() -> None:
+        try:
+            result = load(settings.worker, worker, progress)
+        except BaseException as error:  # noqa: BLE001 the waiting side raises it again
+            loop.call_soon_threadsafe(_unless_done, done, None, error)
+        else:
+            loop.call_soon_threadsafe(_unless_done, done, result, None)
+
+    threading.Thread(target=work, name="load", daemon=True).start()
+    stopping = asyncio.create_task(stop.wait())
+    either: list[asyncio.Future[Any]] = [done, stopping]
+    shown, logged_at = "", time.monotonic()
+    try:
+        while not done.done() and not stopping.done():
+            await asyncio.wait(either, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+            if latest != shown:
+                shown = latest
+                await membership.update(progress=shown)
+                if time.monotonic() - logged_at >= PROGRESS_LOG_S:
+                    logged_at = time.monotonic()
+                    log.info("%s", shown)
+        return done.result() if done.done() else None
+    finally:
+        stopping.cancel()
+
+
+def _unless_done(done: asyncio.Future[Loaded], result: Loaded | None, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error:
+        done.set_exception(error)
+    elif result:
+        done.set_result(result)
+
+
+class Serving:
+    """The parts of a worker that has something to serve, and the wires between them."""
+
+    def __init__(
+        self, settings: Settings, bus: Bus, worker: str, loaded: Loaded, membership: Membership
+    ) -> None:
+        self._settings, self._bus, self._loaded, self._membership = settings.worker, bus, loaded, membership
+        self._loop = asyncio.get_running_loop()
+        self._died: asyncio.Future[None] = self._loop.create_future()
+        self._draining = asyncio.Event()
+        self._ledger = Ledger()
+        self._thread = EngineThread(
+            loaded.engine,
+            loaded.pages,
+            snapshot_s=self._settings.telemetry_s,
+            on_results=self._results_in_thread,
+            on_snapshot=self._snapshot_in_thread,
+            on_death=self._death_in_thread,
+        )
+        self._outbox = Outbox(bus, self._thread, membership.may_publish)
+        self._dispatch = Dispatch(bus.names, worker, self._ledger, self._outbox, loaded.fingerprint)
+        self._intake = Intake(bus, worker, self._ledger, self._thread, self._outbox)
+        self._reporter = Reporter(
+            bus,
+            worker,
+            lambda: membership.epoch,
+            self._thread,
+            busy_interval_s=self._settings.telemetry_s,
+            idle_interval_s=self._settings.idle_telemetry_s,
+        )
+        self._reading: asyncio.Task[None] | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until drained. Raises what ends the engine's thread or a part of the service."""
+        self._reporter.take(self._thread.snapshot())
+        self._thread.start()
+        self._thread.fence(self._membership.epoch)
+        self._membership.on_fenced = self._fence
+        self._read_requests()
+        work = (
+            self._until_drained(stop),
+            self._outbox.run(),
+            self._reporter.run(),
+            self._intake.read_commands(lambda: self._membership.epoch, self._draining.set),
+            watch_gateways(self._bus, self._ledger, self._intake, self._outbox),
+            watch_steps(self._thread, self._settings.watchdog_s),
+        )
+        tasks: list[asyncio.Future[None]] = [asyncio.create_task(each) for each in work]
+        try:
+            done, _ = await asyncio.wait([*tasks, self._died], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._membership.on_fenced = lambda epoch: None
+            await end(*tasks, self._died, *([self._reading] if self._reading else []))
+            await asyncio.to_thread(self._thread.stop)
+
+    def _fence(self, epoch: int) -> None:
+        """The lease was lost: nothing of the old epoch runs, goes out, or is acknowledged any more."""
+        self._ledger.clear()
+        self._outbox.clear()
+        self._thread.fence(epoch)
+        self._read_requests()
+
+    # ----------------------------------------------------------------------------- parts of a life
+
+    def _read_requests(self) -> None:
+        """Readers belong to an epoch: their consumer's name and what they accept carry it."""
+        self._reading = asyncio.create_task(self._read_epoch(self._membership.epoch, self._reading))
+        self._reading.add_done_callback(self._reading_ended)
+
+    async def _read_epoch(self, epoch: int, previous: asyncio.Task[None] | None) -> None:
+        if previous:
+            await end(previous)
+        await asyncio.gather(*(self._intake.read_requests(card.id, epoch) for card in self._loaded.cards))
+
+    def _reading_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._die(error)
+
+    async def _announce(self) -> None:
+        loaded = self._loaded
+        await self._membership.update(
+            state="serving",
+            instances=loaded.cards,
+            device=loaded.device,
+            page_bytes=loaded.page_bytes,
+            progress="",
+        )
+        log.info("serving %s on %s", ", ".join(card.model for card in loaded.cards), loaded.device)
+
+    async def _until_drained(self, stop: asyncio.Event) -> None:
+        await self._intake.is_listening.wait()
+        await self._announce()
+        waits = [asyncio.create_task(event.wait()) for event in (stop, self._draining)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+        finally:
+            await end(*waits)
+
+    async def _drain(self) -> None:
+        """Finish what runs. Submits of gateways that have not yet seen the card change are run, too: they
+        would only come back as replays elsewhere."""
+        log.info("draining: %d requests to finish", len(self._ledger))
+        await self._membership.update(state="draining")
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout_s):
+                while len(self._ledger):  # noqa: ASYNC110 requests end in many places; this is one wait a life
+                    await asyncio.sleep(DRAIN_CHECK_S)
+                await self._outbox.wait_empty()
+        except TimeoutError:
+            log.warning("%d requests did not finish in time; they go on elsewhere", len(self._ledger))
+
+    def _die(self, error: BaseException) -> None:
+        if not self._died.done():
+            self._died.set_exception(error)
+
+    # ----------------------------------------------------------------------------- from the engine's thread
+
+    def _results_in_thread(self, epoch: int, results: list[StepResult]) -> None:
+        self._loop.call_soon_threadsafe(self._take_results, epoch, results)
+
+    def _take_results(self, epoch: int, results: list[StepResult]) -> None:
+        if epoch == self._membership.epoch:
+            for result in results:
+                self._dispatch.take(epoch, result)
+
+    def _snapshot_in_thread(self, snapshot: Snapshot) -> None:
+        self._loop.call_soon_threadsafe(self._reporter.take, snapshot)
+
+    def _death_in_thread(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._die, error)
