@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with biases": ("Llama", {"attention_bias": True}),
     "llama with wide heads": ("Llama", {"head_dim": 24}),
+    "llama with rows that fit no page": ("Llama", {"hidden_size": 80, "head_dim": 10}),
     "llama, multi-head, tied": ("Llama", {"num_key_value_heads": 8, "tie_word_embeddings": True}),
     "mistral with a sliding window": ("Mistral", {"sliding_window": 13}),
     "mistral without a window": ("Mistral", {"sliding_window": None, "head_dim": 16}),

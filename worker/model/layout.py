@@ -4,7 +4,8 @@ A layer has a range for its attention and one for its FFN, each with its own pag
 its precision on its own. In the FFN, `gate`, `up` and (transposed) `down` are [intermediate, hidden]: one
 rank's shard of any degree is a run of whole rows in each. The intermediate dimension is padded so that
 every such run ends on a page: going to a higher degree is then unmapping, never copying (Gyges, weight
-padding). Zero rows change nothing: silu(0) * 0 = 0.
+padding). Zero rows change nothing: silu(0) * 0 = 0. Where a row shares few factors with a page, that takes
+many rows (Qwen2 7B in bfloat16: 30 %), and lengthening every row a little costs less (17 %).
 
 ::
 
@@ -33,7 +34,16 @@ class Param:
     """A tensor of the running model, as it is stored (padding included)."""
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
     offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """How an FFN matrix is stored: `rows` >= intermediate, `row_size` >= hidden elements from row to row."""
+
+    rows: int
+    row_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +79,21 @@ class RangePlan:
     nbytes: int = 0
     padding_bytes: int = 0
 
-    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *sources: Source) -> None:
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *sources: Source,
+        row_size: int | None = None,
+    ) -> None:
+        """Put a parameter behind the others; `row_size` elements from row to row (default: no gap)."""
+        row_size = row_size or shape[-1]
+        sizes = (*shape[1:-1], row_size, 1) if len(shape) > 1 else (1,)
+        strides = tuple(math.prod(sizes[i:]) for i in range(len(sizes)))
         offset = -(-self.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self.params[name] = Param(shape, offset)
-        self.nbytes = offset + math.prod(shape) * dtype.itemsize
+        self.params[name] = Param(shape, strides, offset)
+        self.nbytes = offset + math.prod(shape[:1]) * strides[0] * dtype.itemsize
         self.sources.extend(sources)
 
 
@@ -114,7 +135,7 @@ def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp:
     head.add("norm", hidden, dtype, Source("model.norm.weight", hidden, "norm"))
     if not config.has_tied_embeddings:
         head.add("head", vocabulary, dtype, Source("lm_head.weight", vocabulary, "head"))
-    padded = padded_intermediate(config, dtype, page_bytes, max_tp)
+    padded = pad_ffn(config, dtype, page_bytes, max_tp)
     layers = [
         (_attention(config, dtype, i), _feed_forward(config, dtype, i, padded))
         for i in range(config.num_layers)
@@ -127,12 +148,26 @@ def degrees(config: ModelConfig, max_tp: int) -> list[int]:
     return [tp for tp in (1, 2, 4, 8, 16) if tp <= max_tp and config.num_kv_heads % tp == 0]
 
 
-def padded_intermediate(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> int:
-    """The smallest intermediate size of which each shard of each degree is a whole number of pages."""
+def pad_ffn(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> Padded:
+    """The smallest matrix of which each shard of each degree is a whole number of pages.
+
+    A shard of s rows of b bytes ends on a page if s * b is a multiple of it: s of page / gcd(page, b). Only
+    row lengths with more factors of two than the one before are worth trying.
+    """
     row_bytes: int = config.hidden_size * dtype.itemsize
-    rows_per_shard = math.lcm(row_bytes, page_bytes) // row_bytes
-    unit = rows_per_shard * degrees(config, max_tp)[-1]
-    return -(-config.intermediate_size // unit) * unit
+    largest = degrees(config, max_tp)[-1]
+    if largest == 1:
+        return Padded(config.intermediate_size, config.hidden_size)
+    tried = []
+    factor = 1
+    while factor <= page_bytes:
+        padded_row = -(-row_bytes // factor) * factor
+        unit = page_bytes // math.gcd(page_bytes, padded_row) * largest
+        rows = -(-config.intermediate_size // unit) * unit
+        tried.append((rows * padded_row, padded_row, rows))
+        factor *= 2
+    _, padded_row, rows = min(tried)
+    return Padded(rows, padded_row // dtype.itemsize)
 
 
 def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan:
@@ -173,25 +208,25 @@ def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan
     return plan
 
 
-def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: int) -> RangePlan:
+def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: Padded) -> RangePlan:
     prefix = f"model.layers.{layer}.mlp."
-    wide, tall = (
-        (config.intermediate_size, config.hidden_size),
-        (config.hidden_size, config.intermediate_size),
-    )
+    hidden, intermediate = config.hidden_size, config.intermediate_size
     plan = RangePlan(f"layer {layer} FFN")
     plan.add(
         "gate_up",
-        (2, padded, config.hidden_size),
+        (2, padded.rows, hidden),
         dtype,
-        Source(f"{prefix}gate_proj.weight", wide, "gate_up", index=0),
-        Source(f"{prefix}up_proj.weight", wide, "gate_up", index=1),
+        Source(f"{prefix}gate_proj.weight", (intermediate, hidden), "gate_up", index=0),
+        Source(f"{prefix}up_proj.weight", (intermediate, hidden), "gate_up", index=1),
+        row_size=padded.row_size,
     )
     plan.add(
         "down",
-        (padded, config.hidden_size),
+        (padded.rows, hidden),
         dtype,
-        Source(f"{prefix}down_proj.weight", tall, "down", is_transposed=True),
+        Source(f"{prefix}down_proj.weight", (hidden, intermediate), "down", is_transposed=True),
+        row_size=padded.row_size,
     )
-    plan.padding_bytes = 3 * (padded - config.intermediate_size) * config.hidden_size * dtype.itemsize
+    stored, needed = padded.rows * padded.row_size, intermediate * hidden
+    plan.padding_bytes = 3 * (stored - needed) * dtype.itemsize
     return plan

@@ -79,7 +79,7 @@ class RandomWeights:
             target.fill_(1.0)
             return
         generator = torch.Generator(target.device)
-        generator.manual_seed((self.seed << 32) + zlib.crc32(source.tensor.encode()))
+        generator.manual_seed(zlib.crc32(f"{self.seed} {source.tensor}".encode()))  # a CPU's uses 32 bits
         target.normal_(0.0, DUMMY_STD, generator=generator)
 
 

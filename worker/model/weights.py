@@ -110,7 +110,7 @@ class _Loader:
         self._made.append(memory)
         memory.map(0, memory.num_pages)  # padding needs no filling: a new page is zeros
         tensors = {
-            name: memory.tensor(self._dtype, param.shape, offset_bytes=param.offset_bytes)
+            name: memory.tensor(self._dtype, param.shape, param.strides, param.offset_bytes)
             for name, param in part.params.items()
         }
         for source in part.sources:
