@@ -112,7 +112,7 @@ class Keeper:
             self._console.child_line(self.program.name, line)
 
     async def _pause_after(self, status: int, pause_s: float) -> None:
-        if self.program.is_quiet:
+        if self.program.is_quiet and status != -signal.SIGKILL:  # who is killed had no time for last words
             for line in self.last_lines:
                 self._console.child_line(self.program.name, line)
         name = self.program.name

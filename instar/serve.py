@@ -84,9 +84,9 @@ async def _supervise(
             console.say(f"{redis.program} does not listen yet after {REDIS_START_S:g} s")
     supervisor.start("gateway", "monitor", "controller", "worker")
     watching = asyncio.create_task(_watch(settings, supervisor, console))
-    status = await supervisor.run()
+    await supervisor.until_end()
     watching.cancel()
-    return status
+    return await supervisor.end()
 
 
 async def _watch(settings: Settings, supervisor: Supervisor, console: Console) -> None:

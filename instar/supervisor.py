@@ -19,7 +19,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """`run` returns the exit status of the whole service: 0 after a wished end, 2 when nothing can serve."""
+    """`start` what there is, wait `until_end`, then `end`: 0 after a wished end, 2 when nothing can serve."""
 
     def __init__(self, programs: Sequence[Program], backoff: Backoff, console: Console) -> None:
         self.died = asyncio.Event()  # set at every death; whoever watches clears it
@@ -57,9 +57,12 @@ class Supervisor:
             if keeper not in self._outcomes
         }
 
-    async def run(self) -> int:
-        """Wait for the wish to end, or for there to be nothing left to run for; then end all."""
+    async def until_end(self) -> None:
+        """Returns when the end is wished for, or nothing is left to run for."""
         await self._ending.wait()
+
+    async def end(self) -> int:
+        """Ends every process, in order. Returns the exit status of the service."""
         for roles in STOP_ORDER:
             keepers = [keeper for keeper in self._tasks if keeper.program.role in roles]
             await asyncio.gather(*(keeper.stop(self._hurry) for keeper in keepers))

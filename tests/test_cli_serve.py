@@ -48,7 +48,11 @@ class Running:
         self.out = io.StringIO()
         self.supervisor = Supervisor(programs, QUICK, Console(self.out))
         self.supervisor.start("redis", "gateway", "monitor", "controller", "worker")
-        self.task = asyncio.create_task(self.supervisor.run())
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> int:
+        await self.supervisor.until_end()
+        return await self.supervisor.end()
 
     @property
     def text(self) -> str:
