@@ -1,7 +1,9 @@
 """Connections to Redis: how they are made, what is asked of the server, what its errors mean.
 
 redis-py 8 retries by default (one XADD whose replies are lost can write three entries) and gives up a read
-after 5 s. Here nothing is retried behind the caller's back, and every time limit is set by us.
+after 5 s. Here nothing is retried behind the caller's back, and the time limits are ours: every call is
+wrapped in `asyncio.timeout`. redis-py's own limit on writing must stay off: it is `asyncio.wait_for`, which
+on Python 3.11 loses a cancellation that arrives as the write ends; a service then does not stop when asked.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ def public_url(url: str) -> str:
     return f"{parts.scheme}://{masked}{parts.path}"
 
 
-def make_client(url: str, *, socket_timeout_s: float, max_connections: int) -> Redis:
-    """A client with its own pool of at most `max_connections`; who finds it empty waits, up to the socket
-    timeout. Raises BadRedisUrl."""
+def make_client(url: str, *, max_connections: int, pool_wait_s: float) -> Redis:
+    """A client with its own pool of at most `max_connections`; who finds it empty waits up to `pool_wait_s`.
+    Its commands have no time limit of their own. Raises BadRedisUrl."""
     try:
         options: dict[str, Any] = dict(parse_url(url))
     except (ValueError, TypeError):
@@ -72,8 +74,8 @@ def make_client(url: str, *, socket_timeout_s: float, max_connections: int) -> R
             "and the characters / # ? @ : % of a password as %2F %23 %3F %40 %3A %25"
         ) from None
     options |= {
-        "socket_timeout": socket_timeout_s,
-        "socket_connect_timeout": min(CONNECT_TIMEOUT_S, socket_timeout_s),
+        "socket_timeout": None,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
         "decode_responses": False,
@@ -81,7 +83,7 @@ def make_client(url: str, *, socket_timeout_s: float, max_connections: int) -> R
     }
     if "path" not in options:  # a Unix socket knows no keep-alive
         options["socket_keepalive"] = True
-    pool = BlockingConnectionPool(max_connections=max_connections, timeout=socket_timeout_s, **options)
+    pool = BlockingConnectionPool(max_connections=max_connections, timeout=pool_wait_s, **options)
     return Redis.from_pool(pool)
 
 
@@ -98,7 +100,8 @@ def translated() -> Iterator[None]:
     except exceptions.NoPermissionError as error:
         raise RedisForbidden(f"Redis refuses: {error}; widen the user's access list (ACL)") from error
     except AWAY as error:
-        raise BusUnavailable(f"{type(error).__name__}: {error}") from error
+        text = f"{type(error).__name__}: {error}" if str(error) else "no answer in time"
+        raise BusUnavailable(text) from error
     except exceptions.ResponseError as error:
         if is_group_missing(error):
             raise
@@ -110,8 +113,10 @@ def translated() -> Iterator[None]:
 
 
 def is_group_missing(error: exceptions.ResponseError) -> bool:
-    """The stream or its group is gone (flush, restart without persistence, stream deleted while we read)."""
-    return str(error).startswith(("NOGROUP", "UNBLOCKED"))
+    """The stream or its group is gone (flush, restart without persistence, stream deleted while we read).
+    Redis words it by command: XREADGROUP, a blocked XREADGROUP on 6.2, XINFO, XGROUP."""
+    text = str(error)
+    return text.startswith(("NOGROUP", "UNBLOCKED")) or "no such key" in text or "requires the key" in text
 
 
 def _password_text(error: Exception) -> str:
@@ -123,13 +128,14 @@ def _password_text(error: Exception) -> str:
     return "Redis refused the user name or password in redis.url"
 
 
-async def probe(client: Redis, url: str) -> dict[str, Any]:
+async def probe(client: Redis, url: str, limit_s: float) -> dict[str, Any]:
     """`INFO server` of a Redis that can be used. Raises a RedisProblem that says why it cannot."""
     where = public_url(url)
     try:
         with translated():
-            # a password the server does not want is refused here, one it wants and lacks as well
-            facts: dict[str, Any] = await client.info("server")
+            async with asyncio.timeout(limit_s):
+                # a password the server does not want is refused here, one it wants and lacks as well
+                facts: dict[str, Any] = await client.info("server")
     except RedisProblem as problem:
         raise type(problem)(f"{problem} (at {where})") from problem
     except BusUnavailable as away:

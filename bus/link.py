@@ -71,14 +71,14 @@ class Link:
 
     def client(self, max_connections: int) -> Redis:
         """A client with a pool of its own, for a blocking reader."""
-        return make_client(self.url, socket_timeout_s=self.socket_timeout_s, max_connections=max_connections)
+        return make_client(self.url, max_connections=max_connections, pool_wait_s=self.socket_timeout_s)
 
     async def start(self, wait_s: float = 10.0) -> None:
         """Waits up to `wait_s` for a Redis that is only just starting. Raises RedisProblem."""
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                await probe(self._client, self.url)
+                await probe(self._client, self.url, self.socket_timeout_s)
                 self._identity = await self._identify()
                 break
             except (RedisNotThere, BusUnavailable, BusFull) as error:
@@ -117,7 +117,7 @@ class Link:
             raise BusUnavailable(f"Redis is away since {time.monotonic() - self._down_since:.1f} s")
         try:
             with translated():
-                async with asyncio.timeout(self.socket_timeout_s + 1.0):
+                async with asyncio.timeout(self.socket_timeout_s):
                     return await call(self._client)
         except BusUnavailable as error:
             self.failed(error)
@@ -173,7 +173,7 @@ class Link:
 
     async def _identify(self) -> _Identity:
         with translated():
-            async with asyncio.timeout(self.socket_timeout_s + 1.0):
+            async with asyncio.timeout(self.socket_timeout_s):
                 async with self._client.pipeline(transaction=False) as pipe:
                     pipe.info("server")
                     pipe.get(self.names.boot)

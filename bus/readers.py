@@ -145,7 +145,7 @@ class StreamReader(_Reader[M]):
             try:
                 facts = await client.xinfo_stream(self.stream)
             except exceptions.ResponseError as error:
-                if "no such key" in str(error):
+                if is_group_missing(error):
                     return "0-0"
                 raise
             last: bytes = facts["last-generated-id"]
@@ -268,7 +268,7 @@ async def consumers_of(client: Redis, stream: str) -> list[str]:
     try:
         found: Any = await client.xinfo_consumers(stream, GROUP)
     except exceptions.ResponseError as error:
-        if is_group_missing(error) or "no such key" in str(error):
+        if is_group_missing(error):
             return []
         raise
     return [consumer["name"].decode() for consumer in found]
@@ -296,7 +296,7 @@ async def drop_stranded(client: Redis, stream: str) -> int:
     try:
         groups: Any = await client.xinfo_groups(stream)
     except exceptions.ResponseError as error:
-        if "no such key" in str(error):
+        if is_group_missing(error):
             return 0
         raise
     for group in groups:

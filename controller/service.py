@@ -39,6 +39,7 @@ class Controller:
         self._restart: Restart | None = None  # not told yet
         self._unsettled = False
         self._data_lost = False
+        self._is_full = False
         self._reaper = Reaper(bus)
         self._sweeper = Sweeper(bus, GONE_AFTER_S)
         bus.on_restart(self._restarted)
@@ -66,8 +67,10 @@ class Controller:
             await self._bus.wait_up()
             return 0.0
         except BusFull as full:  # what is left to do stays in the queue
-            log.warning("an event waits: %s", full)
+            log.log(logging.DEBUG if self._is_full else logging.WARNING, "events wait: %s", full)
+            self._is_full = True
             return self._settings.interval_s
+        self._is_full = False
         return self._pause(members)
 
     async def _observe(self) -> list[Member]:
@@ -111,9 +114,9 @@ class Controller:
         numbers = {"epoch": decision.epoch}
         if decision.previous is not None:
             numbers["previous_epoch"] = decision.previous
+        await self._bus.event(decision.verdict, decision.worker, decision.reason, **numbers)
         level = logging.WARNING if decision.verdict in ("worker_lost", "epoch_changed") else logging.INFO
         log.log(level, "%s %s: %s", decision.verdict, decision.worker, decision.reason, extra=numbers)
-        await self._bus.event(decision.verdict, decision.worker, decision.reason, **numbers)
         if decision.verdict != "worker_joined":
             dead_epoch = decision.epoch if decision.previous is None else decision.previous
             await self._reaper.reap(decision.worker, dead_epoch)

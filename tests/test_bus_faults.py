@@ -19,6 +19,11 @@ from tests.conftest import settings_of
 from tests.faults.proxy import FaultProxy
 from tests.redis_process import RedisProcess
 
+FILL_AND_READ = """
+for _ = 1, 1000 do redis.call('XADD', KEYS[1], '*', 'm', ARGV[1]) end
+redis.call('XREADGROUP', 'GROUP', ARGV[2], ARGV[3], 'COUNT', 1000, 'STREAMS', KEYS[1], '>')
+"""
+
 Starter = Callable[..., RedisProcess]
 
 
@@ -287,15 +292,9 @@ async def test_a_hundred_thousand_pending_entries_are_ended_in_bounded_time(own_
         async with bus.group_reader(stream, "w0:2", Submit) as group:
             await group.open()
             with server.client() as client:
-                payload = encode(submit())
+                fill = client.register_script(FILL_AND_READ)
                 for _ in range(100):
-                    pipe = client.pipeline(transaction=False)
-                    for _ in range(1000):
-                        pipe.execute_command("XADD", stream, "*", "m", payload)
-                    pipe.execute()
-                    client.execute_command(
-                        *("XREADGROUP", "GROUP", GROUP, "w0:1", "COUNT", 1000, "STREAMS", stream, ">")
-                    )
+                    fill(keys=[stream], args=[encode(submit()), GROUP, "w0:1"])
             await bus.publish(stream, submit("new", epoch=2))
             began = time.monotonic()
             assert await group.claim_all() == 100_000

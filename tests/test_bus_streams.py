@@ -240,3 +240,13 @@ async def test_a_cancelled_command_leaves_its_connection_in_step(bus: Bus) -> No
         await bus.publish(bus.names.tokens("g"), step_output())
     assert await bus.length(bus.names.tokens("g")) == 30
     assert await bus.length(bus.names.events) == 0
+
+
+async def test_a_cancellation_is_never_lost_however_far_the_command_was(bus: Bus) -> None:
+    for steps in range(40):
+        task = asyncio.create_task(bus.length(bus.names.events))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if task.cancel():  # it was not done yet
+            with pytest.raises(asyncio.CancelledError):
+                await task
