@@ -173,8 +173,7 @@ class FakeWorker:
         is_stop = tokens[index] in submit.sampling.stop_token_ids
         is_last = index == len(tokens) - 1 or is_stop
         finish = None if not is_last else "stop" if is_stop else "length"
-        delta = self._delta(submit, index, [tokens[index]], finish)
-        return delta
+        return self._delta(submit, index, [tokens[index]], finish)
 
     def _delta(self, submit: Submit, index: int, token_ids: list[int], finish: str | None = None) -> Delta:
         num_top = submit.sampling.logprobs
