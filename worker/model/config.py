@@ -117,7 +117,7 @@ def _convert(folder: Path, architecture: str, family: Family, hf: Any) -> ModelC
     config = ModelConfig(
         folder=folder,
         architecture=architecture,
-        dtype=getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or torch.float32,
+        dtype=(hf.dtype if hasattr(hf, "dtype") else hf.torch_dtype) or torch.float32,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
