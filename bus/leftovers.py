@@ -75,11 +75,11 @@ def _escaped(prefix: str) -> str:
 
 async def remove_streams(registry: Registry, lease: str, *keys: str) -> bool:
     """Deletes the streams unless somebody holds the lease; False then."""
-    return bool(await registry.run_script(_REMOVE, [lease, registry.names.workers, *keys], [""]))
+    return bool(await registry.link.script(_REMOVE, [lease, registry.names.workers, *keys], [""]))
 
 
 async def remove_worker(registry: Registry, worker: str) -> bool:
     """Takes a dead worker's card and membership away, unless it holds its lease again; False then."""
     names = registry.names
     keys = [names.lease(worker), names.workers, names.card(worker)]
-    return bool(await registry.run_script(_REMOVE, keys, [worker]))
+    return bool(await registry.link.script(_REMOVE, keys, [worker]))

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from redis import exceptions
 from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
 
 from bus.connection import close, make_client, probe, public_url, translated
 from bus.errors import BusFull, BusUnavailable, RedisNotThere, RedisProblem
@@ -57,9 +58,11 @@ class Link:
         self.url = url
         self.names = names
         self.source = source
+        self.restarts = 0  # how often Redis restarted or lost its data, as far as we know
         self.socket_timeout_s = socket_timeout_s
         self._watch_s = watch_s
         self._client = self.client(SHORT_CONNECTIONS)
+        self._scripts: dict[str, AsyncScript] = {}
         self._identity: _Identity | None = None
         self._callbacks: list[Callable[[Restart], None]] = []
         self._up = asyncio.Event()
@@ -123,6 +126,18 @@ class Link:
             self.failed(error)
             raise
 
+    async def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
+        """A Lua script, atomic in Redis: EVALSHA, and EVAL where the server does not know it (any more).
+        Raises as `run` does."""
+
+        async def call(client: Redis) -> Any:
+            known = self._scripts.get(source)
+            if known is None:
+                known = self._scripts[source] = client.register_script(source)
+            return await known(keys=keys, args=args)
+
+        return await self.run(call)
+
     def failed(self, error: Exception) -> None:
         """A connection failed: the watcher shall look."""
         if self.up:
@@ -167,6 +182,7 @@ class Link:
         if not data_lost and before.run_id == now.run_id:
             return
         log.warning("Redis %s", "lost its data" if data_lost else "restarted and kept its data")
+        self.restarts += 1
         restart = Restart(data_lost=data_lost, run_id=now.run_id)
         for callback in self._callbacks:  # these run before whoever waits for `up`
             asyncio.get_running_loop().call_soon(callback, restart)

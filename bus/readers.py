@@ -21,6 +21,7 @@ from bus.errors import BusUnavailable
 from bus.link import FIRST_RETRY_S, LONGEST_RETRY_S, Link
 from bus.messages import DeadLetter
 from bus.names import GROUP
+from bus.pending import as_numbers, consumers_of, discard_pending, drop_stranded, settle
 
 log = logging.getLogger("bus")
 
@@ -28,8 +29,6 @@ M = TypeVar("M")
 T = TypeVar("T")
 Batch = list[tuple[str, M]]  # (entry id, message), in stream order
 RawEntry = tuple[bytes, dict[bytes, bytes] | None]
-
-CHUNK = 1000  # pending entries settled in one round trip
 
 
 class _Reader(Generic[M]):
@@ -109,11 +108,7 @@ class StreamReader(_Reader[M]):
     ) -> None:
         super().__init__(link, stream, types, block_ms, count)
         self.position = start
-        self._check_position = False
-        link.on_restart(lambda _: self._doubt_position())
-
-    def _doubt_position(self) -> None:
-        self._check_position = True
+        self._restarts = link.restarts
 
     async def open(self) -> None:
         """Resolves "$" now: what is added after this returns is read. `read` does it at its first call.
@@ -156,15 +151,10 @@ class StreamReader(_Reader[M]):
     async def _after_restart(self) -> None:
         """A stream that was lost and made anew by a server whose clock is behind counts from smaller ids:
         reading on from the old position would wait for ever."""
-        if self._check_position:
-            if _as_numbers(await self._last_id()) < _as_numbers(self.position):
+        if self._restarts != (restarts := self._link.restarts):
+            if as_numbers(await self._last_id()) < as_numbers(self.position):
                 self.position = "0-0"
-            self._check_position = False
-
-
-def _as_numbers(entry_id: str) -> tuple[int, int]:
-    milliseconds, _, sequence = entry_id.partition("-")
-    return int(milliseconds), int(sequence or 0)
+            self._restarts = restarts
 
 
 class GroupReader(_Reader[M]):
@@ -252,73 +242,3 @@ class GroupReader(_Reader[M]):
         others = [name for name in consumers if name != self.consumer]
         ended = sum([await discard_pending(self._link, self.stream, name) for name in others])
         return ended + await self._link.run(lambda client: drop_stranded(client, self.stream))
-
-
-async def settle(client: Redis, stream: str, ids: list[str]) -> None:
-    """XACK, then XDEL, in one round trip. Not in a MULTI: at maxmemory Redis refuses to queue any command
-    there, and what frees memory would fail. Cut off in between, `drop_stranded` deletes what is left."""
-    async with client.pipeline(transaction=False) as pipe:
-        pipe.xack(stream, GROUP, *ids)
-        pipe.xdel(stream, *ids)
-        await pipe.execute()
-
-
-async def consumers_of(client: Redis, stream: str) -> list[str]:
-    """Names of the group's consumers; none where stream or group is missing."""
-    try:
-        found: Any = await client.xinfo_consumers(stream, GROUP)
-    except exceptions.ResponseError as error:
-        if is_group_missing(error):
-            return []
-        raise
-    return [consumer["name"].decode() for consumer in found]
-
-
-async def discard_pending(link: Link, stream: str, consumer: str) -> int:
-    """Acknowledges and deletes all that is pending with one consumer, then removes the consumer. Returns
-    how many entries. Raises BusUnavailable.
-
-    Asked for by consumer (XPENDING) instead of claimed by age (XAUTOCLAIM): entries that a live incarnation
-    reads meanwhile are never touched. The consumer goes last: DELCONSUMER drops what is still pending.
-    """
-    total = 0
-    while ids := await link.run(lambda client: _pending(client, stream, consumer)):
-        total += len(ids)
-        await link.run(lambda client, ids=ids: settle(client, stream, ids))  # type: ignore[misc]
-    await link.run(lambda client: _remove(client, stream, consumer))
-    return total
-
-
-async def drop_stranded(client: Redis, stream: str) -> int:
-    """Deletes entries that were delivered, are pending with nobody and were never deleted: a consumer was
-    removed with its pending list, or its XACK arrived without the XDEL. They would count as backlog for
-    ever. Does nothing while anything is pending. Returns how many."""
-    try:
-        groups: Any = await client.xinfo_groups(stream)
-    except exceptions.ResponseError as error:
-        if is_group_missing(error):
-            return 0
-        raise
-    for group in groups:
-        if group["name"].decode() == GROUP and group["pending"] == 0:
-            milliseconds, sequence = _as_numbers(group["last-delivered-id"].decode())
-            return int(await client.xtrim(stream, minid=f"{milliseconds}-{sequence + 1}", approximate=False))
-    return 0
-
-
-async def _pending(client: Redis, stream: str, consumer: str) -> list[str]:
-    try:
-        found: Any = await client.xpending_range(stream, GROUP, "-", "+", CHUNK, consumer)
-    except exceptions.ResponseError as error:
-        if is_group_missing(error):
-            return []
-        raise
-    return [entry["message_id"].decode() for entry in found]
-
-
-async def _remove(client: Redis, stream: str, consumer: str) -> None:
-    try:
-        await client.xgroup_delconsumer(stream, GROUP, consumer)
-    except exceptions.ResponseError as error:
-        if not is_group_missing(error):
-            raise

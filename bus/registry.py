@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from redis.asyncio import Redis
-from redis.commands.core import AsyncScript
 
 from bus.codec import DecodeError, decode, encode
 from bus.link import Link
@@ -81,18 +80,6 @@ class Registry:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.names: Final = link.names
-        self._scripts: dict[str, AsyncScript] = {}
-
-    async def run_script(self, source: str, keys: list[str], args: list[Any]) -> Any:
-        """EVALSHA, and EVAL where the server does not know the script (it restarted)."""
-
-        async def call(client: Redis) -> Any:
-            script = self._scripts.get(source)
-            if script is None:
-                script = self._scripts[source] = client.register_script(source)
-            return await script(keys=keys, args=args)
-
-        return await self.link.run(call)
 
     # ------------------------------------------------------------------------------------- workers
 
@@ -113,22 +100,22 @@ class Registry:
         """False: the lease expired or another epoch holds it. The worker must then stop all it runs, take
         a new epoch and register again."""
         keys = [self.names.lease(worker)]
-        return bool(await self.run_script(_RENEW, keys, [str(epoch), _ms(lease_s)]))
+        return bool(await self.link.script(_RENEW, keys, [str(epoch), _ms(lease_s)]))
 
     async def update_card(self, card: WorkerCard) -> bool:
         """A new card (state, progress, instances) while the lease holds its epoch; else False."""
         keys = [self.names.lease(card.id), self.names.card(card.id)]
-        return bool(await self.run_script(_UPDATE_CARD, keys, [str(card.epoch), encode(card)]))
+        return bool(await self.link.script(_UPDATE_CARD, keys, [str(card.epoch), encode(card)]))
 
     async def drop_lease(self, worker: str, epoch: int) -> bool:
         """A clean exit: lease, card and membership go. False where another epoch holds the lease."""
         keys = [self.names.lease(worker), self.names.card(worker), self.names.workers]
-        return bool(await self.run_script(_DROP, keys, [str(epoch), worker]))
+        return bool(await self.link.script(_DROP, keys, [str(epoch), worker]))
 
     async def members(self) -> list[Member]:
         """Every worker that joined and did not leave, dead ones too."""
         prefixes = [self.names.lease(""), self.names.card("")]
-        found = await self.run_script(_PICTURE, [self.names.workers], prefixes)
+        found = await self.link.script(_PICTURE, [self.names.workers], prefixes)
         return [_member(*row) for row in found]
 
     async def workers(self) -> list[LiveWorker]:

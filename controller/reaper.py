@@ -9,7 +9,7 @@ from bus.client import Bus
 from bus.leftovers import remove_streams, without_owner
 from bus.messages import WorkerCard
 from bus.names import consumer
-from bus.readers import discard_pending
+from bus.pending import discard_pending
 
 log = logging.getLogger("controller")
 
