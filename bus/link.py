@@ -79,6 +79,7 @@ class Link:
     async def start(self, wait_s: float = 10.0) -> None:
         """Waits up to `wait_s` for a Redis that is only just starting. Raises RedisProblem."""
         deadline = time.monotonic() + wait_s
+        waits = False
         while True:
             try:
                 await probe(self._client, self.url, self.socket_timeout_s)
@@ -89,6 +90,9 @@ class Link:
                     if isinstance(error, RedisNotThere):
                         raise
                     raise RedisProblem(f"Redis at {public_url(self.url)} cannot be used: {error}") from error
+                if not waits:
+                    log.info("waiting up to %.0f s for Redis at %s", wait_s, public_url(self.url))
+                    waits = True
                 await asyncio.sleep(0.2)
         self._up.set()
         self._watcher = asyncio.create_task(self._watch(), name="bus-watch")
