@@ -1,4 +1,4 @@
-"""Before serving: size the thread pools, compile what will run."""
+"""Before serving: size the thread pool, compile what will run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import os
 
 import torch
 
+from kernels import calls
+from kernels.plan import AttentionPlan
+
 
 def configure(threads: int = 0) -> int:
-    """Give torch's and the kernels' pools `threads` threads (0: as many as this process may use).
+    """Let products and kernels use `threads` threads (0: as many cores as this process may use).
 
-    Call it once, before any kernel runs. Returns the number.
+    Both run on torch's OpenMP team, so this is the one number. Returns it. Raises ValueError below 0.
     """
+    if threads < 0:
+        raise ValueError(f"{threads} threads: use 0 for every core, or a number of them")
     threads = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     return threads
@@ -24,6 +29,44 @@ def warm_up(
     num_kv_heads: int,
     head_dim: int,
     block_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
     device: str | torch.device = "cpu",
 ) -> None:
-    """Compile every kernel for these shapes, so that no request waits for a compiler."""
+    """Run every kernel once on a prefill chunk and a decode of a model's shapes, so that no request waits for
+    a compiler. Some 30 s the first time on a machine; compiled code is kept on disk, and then under 1 s."""
+    with torch.device(device):
+        plan = _tiny_plan(block_tokens)
+        tokens = plan.positions.shape[0]
+        x = torch.zeros(tokens, hidden_size, dtype=dtype)
+        q = torch.zeros(tokens, num_heads, head_dim, dtype=dtype)
+        k = torch.zeros(tokens, num_kv_heads, head_dim, dtype=dtype)
+        kv = torch.zeros(2, num_kv_heads, 2, block_tokens, head_dim, dtype=dtype)
+        gate = torch.zeros(tokens, intermediate_size, dtype=dtype)
+        ids = torch.arange(2)
+        cos_sin = torch.zeros(tokens, head_dim)
+    weight, head_weight = x[0].clone(), q[0, 0].clone()
+    calls.rms_norm(x, weight, 1e-5)
+    calls.rms_norm(q, head_weight, 1e-5)
+    calls.add_rms_norm(x, x.clone(), weight, 1e-5)
+    calls.rotary(q, k, plan.positions, cos_sin)
+    calls.store_kv(k, k, kv, plan.slot_mapping)
+    calls.paged_attention(q, kv, plan, 1.0)
+    calls.silu_mul(gate, gate)
+    calls.linear(x, torch.zeros(1, hidden_size, dtype=dtype, device=device))
+    calls.linear_t(x, torch.zeros(hidden_size, 1, dtype=dtype, device=device))
+    calls.copy_blocks(kv, ids[:1], ids[1:])
+
+
+def _tiny_plan(block_tokens: int) -> AttentionPlan:
+    """A chunk of up to a block's tokens in block 0, and one decode in block 1."""
+    chunk = min(block_tokens, 16) if block_tokens > 1 else 1
+    return AttentionPlan(
+        cu_seqlens_q=torch.tensor([0, chunk, chunk + 1], dtype=torch.int32),
+        context_lens=torch.tensor([chunk, 1], dtype=torch.int32),
+        block_table=torch.tensor([[0], [1]], dtype=torch.int32),
+        slot_mapping=torch.cat([torch.arange(chunk), torch.tensor([block_tokens])]),
+        positions=torch.cat([torch.arange(chunk), torch.tensor([0])]),
+        max_q_len=chunk,
+        max_context_len=chunk,
+    )

@@ -4,6 +4,8 @@ Torch makes four to eight passes of the same, each with its launch and its buffe
 what is too small for two threads runs on the calling one. Rows that are not whole vectors of 16 elements (32
 for `rotary`), and mixed dtypes, take the reference.
 """
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 
 from kernels import reference
+from kernels.cpu.compiled import compiled
 from kernels.cpu.simd import (
     KINDS,
     LANES,
@@ -26,7 +29,7 @@ from kernels.cpu.simd import (
     vsplat,
     vstore,
 )
-from kernels.cpu.team import Kernel, compiled, next_item
+from kernels.cpu.team import Kernel, next_item
 
 F32 = np.float32
 ITEM_ELEMENTS = 16384  # of work behind one item: some 4 us, twice what waking a team costs
@@ -229,8 +232,8 @@ def _copy_row(kind, source, target, vectors, width):
 
 
 def _store_kv(kind):
-    """Words: k, v and their strides; cache and its strides; slots, tokens, tokens of an item, heads, tokens of a
-    block, vectors, bytes of a vector."""
+    """Words: k, v and their strides; cache and its strides; slots, tokens, tokens of an item, heads, tokens
+    of a block, vectors, bytes of a vector."""
     p = address_of(kind)
     k, k_token, k_head = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32)
     v, v_token, v_head = read_i64(p + 40), read_i64(p + 48), read_i64(p + 56)

@@ -15,6 +15,8 @@ uint16      bfloat16    a shift: bfloat16 is the upper half of a float32
 ==========  ==========  ==================================================
 """
 
+# mypy: allow-untyped-decorators
+
 from __future__ import annotations
 
 import operator
@@ -34,7 +36,7 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 ELEMENTS = {types.float32: F32, types.int16: F16, types.uint16: I16}
 
 
-class VecType(types.Type):
+class VecType(types.Type):  # type: ignore[misc]  # numba is untyped
     """float32 x 16 in one register."""
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ vec = VecType()
 
 
 @register_model(VecType)
-class _VecModel(models.PrimitiveModel):
+class _VecModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, dmm: Any, fe_type: Any) -> None:
         super().__init__(dmm, fe_type, wide(F32))
 

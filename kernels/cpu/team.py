@@ -22,21 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numba import cfunc, njit, types
+from numba import types
 
+from kernels.cpu.compiled import c_function, compiled
 from kernels.cpu.simd import KINDS, fetch_add, read_i64
 
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.][^/]*$")
 
 Launch = Callable[..., None]
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """numba's njit with this package's settings; a folder that cannot hold the cache costs only time."""
-    try:
-        return njit(function, nogil=True, cache=True, error_model="numpy")
-    except RuntimeError:  # no cache locator: a read-only installation without a home directory
-        return njit(function, nogil=True, error_model="numpy")
 
 
 @compiled
@@ -81,11 +74,7 @@ class Kernel:
     def compile(self, dtype: torch.dtype) -> tuple[int, Launch]:
         """Address of the C function for `dtype`, and the function itself; from numba's cache if there."""
         if dtype not in self._compiled:
-            signature = types.void(types.CPointer(KINDS[dtype]))
-            try:
-                built = cfunc(signature, cache=True)(self._function)
-            except RuntimeError:
-                built = cfunc(signature)(self._function)
+            built = c_function(types.void(types.CPointer(KINDS[dtype])), self._function)
             self._compiled[dtype] = built.address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(built.address)
         return self._compiled[dtype]
 

@@ -1,5 +1,7 @@
 """The micro-kernel: a tile of a matrix product in registers, written out by a small code generator."""
 
+# mypy: allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import Any

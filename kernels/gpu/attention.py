@@ -4,17 +4,19 @@ A program owns one KV head and a tile of rows; row r is query r // GROUP of the 
 KV head's group, so heads that share keys load them once. Two kernels run side by side in a mixed step, each
 leaving the other's sequences alone:
 
-=======  =========================  ===========================================================================
+=======  =========================  =========================================================================
 chunks   grid (tiles, Hkv)          sequences with more than one new token. Tiles are numbered without asking
                                     the device: sequence s starts at tile cu[s] // BLOCK_Q + s, which leaves
                                     every sequence at least the tiles it needs
 decodes  grid (S, Hkv, splits)      sequences with one. A long context is split among programs, whose partial
                                     results a third kernel joins (Flash-Decoding, Dao et al. 2023)
-=======  =========================  ===========================================================================
+=======  =========================  =========================================================================
 
 Scores carry log2(e), so that the softmax is made of 2^x. Strides count elements. Compiled once per dtype,
 head dimension, group and block size; lengths, windows and strides are run-time values.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Functions of the compiler carry no annotations: Triton infers their types from the call.
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ def _attend_rows(
     BLOCK_N: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """q OPERAND [BLOCK_ROWS, BLOCK_DIM], scaled; positions int32 [BLOCK_ROWS] of the queries; kv_ptr at the KV head;
-    keys first_key <= j < last_key, first_key a multiple of BLOCK_N.
+    """q OPERAND [BLOCK_ROWS, BLOCK_DIM], scaled; positions int32 [BLOCK_ROWS] of the queries; kv_ptr at the
+    KV head; keys first_key <= j < last_key, first_key a multiple of BLOCK_N.
 
     Returns the weighted sum of the values [BLOCK_ROWS, BLOCK_DIM], its divisor and the running maximum.
     """
@@ -348,7 +350,7 @@ def _attend_decodes(
 
 
 def _operand(q: torch.Tensor) -> Any:
-    """What tl.dot multiplies: the tensors' dtype, but for bfloat16 in the interpreter, whose numpy has none."""
+    """What tl.dot multiplies: the tensors' dtype, but for bfloat16 in the interpreter: numpy has none."""
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
         return tl.float32
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]

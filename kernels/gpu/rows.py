@@ -3,6 +3,8 @@
 All sizes that a compiled kernel depends on are powers of two made from the model's dimensions, so a model
 compiles each kernel once per dtype, whatever the batch. Strides count elements.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Functions of the compiler carry no annotations: Triton infers their types from the call.
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def _rotary_kernel(
     BLOCK_K_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Grid (T,): all heads of one token. q [T, Hq, 2 HALF], k [T, Hkv, 2 HALF]; cos_sin [positions, 2 HALF]."""
+    """Grid (T,): all heads of one token. q, k [T, heads, 2 HALF]; cos_sin [positions, 2 HALF]."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_HALF)[None, :]
     angles = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride + columns

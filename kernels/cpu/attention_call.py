@@ -1,0 +1,78 @@
+"""What both ways of attending share: the words of a call and the way to a block."""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels.cpu.compiled import compiled
+from kernels.cpu.simd import LANES, read_f64, read_i32, read_i64
+
+FEW = 8  # rows; more than this and transposing the queries pays
+ROWS = 48  # rows of a prefill item: three vectors, so that an 8 x 3 tile of scores fills 24 registers
+ROW_BYTES = ROWS * 4
+CHUNK = 64  # tokens between two corrections of the running maximum
+SPAN = CHUNK + LANES  # row of the score buffer: whole vectors, and room for tiles that overshoot
+NEVER = -1e30  # running maximum before the first key; finite, so that a hidden key gives 2^-inf = 0, no NaN
+F32 = np.float32
+
+
+class Call(NamedTuple):
+    """Words of one call. Addresses and strides in bytes."""
+
+    items: int  # int32 [n, 2]: sequence, first row
+    q: int
+    q_token: int
+    q_head: int
+    kv: int
+    kv_block: int
+    kv_head: int
+    kv_value: int  # from a key to its value
+    kv_token: int
+    out: int
+    out_token: int
+    out_head: int
+    table: int
+    table_row: int
+    bounds: int  # cu_seqlens_q
+    contexts: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_tokens: int
+    window: int  # 0: none
+    element: int  # bytes of one
+    scale: float
+
+
+LAYOUT = "q" * (len(Call._fields) - 1) + "d"
+
+
+@compiled
+def unpack(params):
+    w = params + 16
+    return Call(
+        read_i64(w), read_i64(w + 8), read_i64(w + 16), read_i64(w + 24), read_i64(w + 32),
+        read_i64(w + 40), read_i64(w + 48), read_i64(w + 56), read_i64(w + 64), read_i64(w + 72),
+        read_i64(w + 80), read_i64(w + 88), read_i64(w + 96), read_i64(w + 104), read_i64(w + 112),
+        read_i64(w + 120), read_i64(w + 128), read_i64(w + 136), read_i64(w + 144), read_i64(w + 152),
+        read_i64(w + 160), read_i64(w + 168), read_f64(w + 176),
+    )  # fmt: skip
+
+
+@compiled
+def aligned(floats):
+    """A buffer whose rows do not straddle cache lines, which would halve the speed of loads."""
+    buffer = np.empty(floats + LANES, np.float32)
+    return buffer, (buffer.ctypes.data + 63) // 64 * 64
+
+
+@compiled
+def block_of(a, seq, head, token):
+    """Address of the key of a token, and how many tokens of its block follow, it included."""
+    index, offset = token // a.block_tokens, token % a.block_tokens
+    block = read_i32(a.table + seq * a.table_row + index * 4)
+    return a.kv + block * a.kv_block + head * a.kv_head + offset * a.kv_token, a.block_tokens - offset

@@ -1,0 +1,158 @@
+"""Attention of up to FEW rows: decodes.
+
+The score of a token is a dot product. Reading the cache takes the time, so the next block is fetched while
+this one is worked on.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
+
+from __future__ import annotations
+
+import numpy as np
+
+from kernels.cpu.attention_call import CHUNK, F32, FEW, NEVER, SPAN, block_of
+from kernels.cpu.compiled import compiled
+from kernels.cpu.simd import (
+    LANES,
+    hmax,
+    hsum,
+    prefetch,
+    read,
+    read_i32,
+    vexp2,
+    vfma,
+    vload,
+    vmax,
+    vsplat,
+    vstore,
+    write_f32,
+)
+from kernels.cpu.tile import tile
+
+
+@compiled
+def _dots(a, kind, rows, size, keys, q, scores, ahead):
+    """scores[r, j] = q[r] . keys[j]; lines `ahead` bytes on, keys and values, are fetched on the way."""
+    width = LANES * a.element
+    vectors = a.head_dim // LANES
+    for j in range(size):
+        key = keys + j * a.kv_token
+        if ahead != 0:
+            for line in range(0, a.head_dim * a.element, 64):
+                prefetch(key + ahead + line)
+                prefetch(key + ahead + a.kv_value + line)
+        for r in range(rows):
+            row = q + r * a.head_dim * 4
+            total = vload(kind, key) * vload(F32, row)
+            for v in range(1, vectors):
+                total = vfma(vload(kind, key + v * width), vload(F32, row + v * 64), total)
+            write_f32(scores + (r * SPAN + j) * 4, hsum(total))
+
+
+@compiled
+def _soften(scores, count, old_max):
+    """Scores of one row, whole vectors up to count, become 2^(score - max). Returns max and their sum."""
+    peak = vsplat(old_max)
+    for j in range(0, count, LANES):
+        peak = vmax(peak, vload(F32, scores + j * 4))
+    new_max = hmax(peak)
+    peak = vsplat(new_max)
+    total = vsplat(F32(0.0))
+    for j in range(0, count, LANES):
+        weight = vexp2(vload(F32, scores + j * 4) - peak)
+        vstore(F32, scores + j * 4, weight)
+        total = total + weight
+    return new_max, hsum(total)
+
+
+@compiled
+def _weigh_few(a, kind, rows, size, values, weights, out):
+    """out[r] += sum over j < size of weights[r, j] * values[j]."""
+    width, line, span = LANES * a.element, a.head_dim * 4, SPAN * 4
+    for v in range(0, a.head_dim // LANES // 4 * 4, 4):
+        r = 0
+        while r < rows:
+            w, b, c = weights + r * span, values + v * width, out + r * line + v * 64
+            if rows - r >= 4:
+                tile(4, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+                r += 4
+            elif rows - r >= 2:
+                tile(2, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+                r += 2
+            else:
+                tile(1, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+                r += 1
+    for v in range(a.head_dim // LANES // 4 * 4, a.head_dim // LANES):
+        for r in range(rows):
+            w, b, c = weights + r * span, values + v * width, out + r * line + v * 64
+            tile(1, 1, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+
+
+@compiled
+def attend_few(a, kind, seq, head, scratch):
+    start = read_i32(a.bounds + seq * 4)
+    rows = (read_i32(a.bounds + seq * 4 + 4) - start) * a.group
+    context = read_i32(a.contexts + seq * 4)
+    first_position = context - rows // a.group
+    line, width = a.head_dim * 4, LANES * a.element
+    q = scratch
+    out = q + FEW * line
+    scores = out + FEW * line
+    state = scores + FEW * SPAN * 4  # running maximum and sum of each row
+    scale = vsplat(F32(a.scale))
+    for r in range(rows):
+        source = a.q + (start + r // a.group) * a.q_token + (head * a.group + r % a.group) * a.q_head
+        for v in range(a.head_dim // LANES):
+            vstore(F32, q + r * line + v * 64, vload(kind, source + v * width) * scale)
+            vstore(F32, out + r * line + v * 64, vsplat(F32(0.0)))
+        write_f32(state + r * 8, F32(NEVER))
+        write_f32(state + r * 8 + 4, F32(0.0))
+
+    token = 0
+    if a.window > 0:
+        token = max(0, first_position - a.window + 1)
+    while token < context:
+        count = min(CHUNK, context - token)
+        done = 0
+        while done < count:
+            keys, room = block_of(a, seq, head, token + done)
+            size = min(room, count - done)
+            ahead = 0
+            if token + done + room < context:
+                following, _ = block_of(a, seq, head, token + done + room)
+                ahead = following - keys
+            _dots(a, kind, rows, size, keys, q, scores + done * 4, ahead)
+            done += size
+        for r in range(rows):
+            position = first_position + r // a.group
+            row = scores + r * SPAN * 4
+            low = 0
+            if a.window > 0:
+                low = max(0, min(count, position - a.window + 1 - token))
+            for j in range(low):
+                write_f32(row + j * 4, F32(-np.inf))
+            for j in range(max(0, min(count, position + 1 - token)), (count + 15) // 16 * 16):
+                write_f32(row + j * 4, F32(-np.inf))
+            old_max = read(F32, state + r * 8)
+            new_max, total = _soften(row, count, old_max)
+            correction = vexp2(vsplat(old_max) - vsplat(new_max))
+            if new_max > old_max:
+                for v in range(a.head_dim // LANES):
+                    place = out + r * line + v * 64
+                    vstore(F32, place, vload(F32, place) * correction)
+            write_f32(state + r * 8, new_max)
+            # All lanes of the correction are equal.
+            write_f32(state + r * 8 + 4, read(F32, state + r * 8 + 4) * hmax(correction) + total)
+        done = 0
+        while done < count:
+            keys, room = block_of(a, seq, head, token + done)
+            size = min(room, count - done)
+            _weigh_few(a, kind, rows, size, keys + a.kv_value, scores + done * 4, out)
+            done += size
+        token += count
+
+    for r in range(rows):
+        target = a.out + (start + r // a.group) * a.out_token + (head * a.group + r % a.group) * a.out_head
+        inverse = vsplat(F32(1.0) / read(F32, state + r * 8 + 4))
+        for v in range(a.head_dim // LANES):
+            vstore(kind, target + v * width, vload(F32, out + r * line + v * 64) * inverse)
