@@ -282,6 +282,11 @@ def test_a_config_that_cannot_be_served_says_why(
     refused(config_folder(tmp_path / "m", **changes), reason)
 
 
+def test_a_dtype_that_no_kernel_has_is_refused(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "m", dtype="float64")
+    refused(folder, r"dtype torch\.float64 is not supported; these are: torch\.float32", load_format="dummy")
+
+
 def test_a_folder_without_safetensors_is_refused(copied: Path) -> None:
     (copied / "model.safetensors").unlink()
     refused(copied, "neither model.safetensors nor model.safetensors.index.json")

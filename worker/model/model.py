@@ -10,6 +10,7 @@ import torch
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool
 from worker.model.config import ModelConfig, read_config
+from worker.model.errors import ModelError
 from worker.model.layout import plan_model
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint, RandomWeights
@@ -17,6 +18,7 @@ from worker.model.transformer import Attention, FeedForward, Layer, Transformer
 from worker.model.weights import LayerWeights, ModelWeights, Progress, WeightBytes, load_weights
 
 LoadFormat = Literal["safetensors", "dummy"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Model:
@@ -73,6 +75,10 @@ def load_model(
     """
     config = read_config(Path(path))
     dtype = dtype or config.dtype
+    if dtype not in DTYPES:
+        raise ModelError(
+            f"{config.folder}: dtype {dtype} is not supported; these are: {', '.join(map(str, DTYPES))}"
+        )
     plan = plan_model(config, dtype, pool.page_bytes, max_tp)
     source = RandomWeights(seed) if load_format == "dummy" else Checkpoint(config.folder)
     weights = load_weights(config, plan, pool, source, progress)

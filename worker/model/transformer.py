@@ -41,7 +41,8 @@ class Attention:
     ) -> None:
         heads = shard.part(config.num_heads, "attention heads")
         kv_heads = shard.part(config.num_kv_heads, "KV heads")
-        self.num_heads, self.num_kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
+        num_heads, num_kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
+        self._split = (num_heads, num_kv_heads, num_kv_heads)
         self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
         self.eps, self.sliding_window = config.rms_norm_eps, sliding_window
         self.input_norm, self.post_norm = weights["input_norm"], weights["post_norm"]
@@ -66,16 +67,15 @@ class Attention:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
         rotary(q, k, plan.positions, cos_sin)
         store_kv(k, v, cache, plan.slot_mapping)
-        mixed = paged_attention(q, cache, plan, self.scale, sliding_window=self.sliding_window).flatten(1)
+        mixed = paged_attention(q, cache, plan, self.scale, sliding_window=self.sliding_window)
+        mixed = mixed.view(mixed.shape[0], -1)
         return linear(mixed if rows is None else mixed[rows], self.o, self.o_bias)
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D]; views of one buffer where one product makes them all."""
-        made = [linear(x, weight, bias).unflatten(1, (-1, self.head_dim)) for weight, bias in self.qkv]
-        if len(made) == 1:
-            q, k, v = made[0].split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
-        else:
-            q, k, v = made
+        tokens = x.shape[0]
+        made = [linear(x, weight, bias).view(tokens, -1, self.head_dim) for weight, bias in self.qkv]
+        q, k, v = made if len(made) == 3 else made[0].split_with_sizes(self._split, 1)
         return q, k, v
 
 
