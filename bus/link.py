@@ -67,6 +67,7 @@ class Link:
         self._callbacks: list[Callable[[Restart], None]] = []
         self._up = asyncio.Event()
         self._trouble = asyncio.Event()
+        self._look = asyncio.Event()  # the watcher's next one
         self._down_since = 0.0
         self._logged_at = -QUIET_S
         self._loud = False
@@ -143,7 +144,7 @@ class Link:
         return await self.run(call)
 
     def failed(self, error: Exception) -> None:
-        """A connection failed: the watcher shall look."""
+        """A command failed: all others fail at once until the watcher has reached Redis again."""
         if self.up:
             self._up.clear()
             self._down_since = time.monotonic()
@@ -153,30 +154,48 @@ class Link:
                 log.warning("lost Redis at %s: %s", public_url(self.url), error)
         self._trouble.set()
 
+    def is_known(self, run_id: str, boot: str) -> bool:
+        """Whether this is the server and the data set that the watcher saw last."""
+        return self._identity == _Identity(run_id, boot)
+
+    async def doubt(self) -> None:
+        """A reader's own connection failed, or the server seems another: returns when the watcher has looked
+        and Redis is there. It may have been one connection alone (CLIENT KILL, no more clients): then nobody
+        else is disturbed."""
+        look = self._look
+        self._trouble.set()
+        await look.wait()
+        await self._up.wait()
+
     async def _watch(self) -> None:
-        delay = FIRST_RETRY_S
+        pause_s = FIRST_RETRY_S
         while True:
+            began_s = time.monotonic()
             if self.up:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._watch_s):
                         await self._trouble.wait()
-            else:
-                await asyncio.sleep(delay)
+            if time.monotonic() - began_s > LONGEST_RETRY_S:  # it was up for a while: not the same trouble
+                pause_s = FIRST_RETRY_S
+            if not self.up:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
             self._trouble.clear()
-            delay = FIRST_RETRY_S if await self._check() else min(2 * delay, LONGEST_RETRY_S)
+            await self._check()
+            self._look.set()
+            self._look = asyncio.Event()
 
-    async def _check(self) -> bool:
+    async def _check(self) -> None:
         try:
             identity = await self._identify()
         except (BusUnavailable, BusFull, RedisProblem) as error:
             self.failed(error)
-            return False
+            return
         self._compare(identity)
         if not self.up:
             if self._loud:
                 log.warning("Redis is back after %.1f s", time.monotonic() - self._down_since)
             self._up.set()
-        return True
 
     def _compare(self, now: _Identity) -> None:
         before, self._identity = self._identity, now

@@ -71,11 +71,10 @@ class _Reader(Generic[M]):
                 async with asyncio.timeout(self._block_ms / 1000 + 2.0):
                     answer = await call(self._client)
         except BusUnavailable as error:
-            self._link.failed(error)
-            # only this connection may be in trouble: the link is up at once then, and this pause counts
+            log.debug("a reader of %s lost its connection: %s", self.stream, error)
             await asyncio.sleep(self._retry_s)
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
-            await self._link.wait_up()
+            await self._link.doubt()
             return None
         self._retry_s = FIRST_RETRY_S
         return answer

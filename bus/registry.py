@@ -15,6 +15,7 @@ from typing import Final
 from redis.asyncio import Redis
 
 from bus.codec import DecodeError, decode, encode
+from bus.errors import BusUnavailable
 from bus.link import Link
 from bus.messages import WorkerCard
 
@@ -43,7 +44,8 @@ end
 return 0
 """
 _PICTURE = """
-local found = {}
+local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+local found = {run_id, redis.call('GET', KEYS[2])}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
     local lease = ARGV[1] .. id
     found[#found + 1] = {
@@ -52,6 +54,7 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
 end
 return found
 """
+PICTURES = 3  # taken at most, where the server changes under them
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +116,20 @@ class Registry:
         return bool(await self.link.script(_DROP, keys, [str(epoch), worker]))
 
     async def members(self) -> list[Member]:
-        """Every worker that joined and did not leave, dead ones too."""
+        """Every worker that joined and did not leave, dead ones too.
+
+        A restart is told (`on_restart`) before the first picture of the restarted server is handed out: the
+        connections are made again without a sign, and an empty registry would look as if all had left.
+        """
         prefixes = [self.names.lease(""), self.names.card("")]
-        found = await self.link.script(_PICTURE, [self.names.workers], prefixes)
-        return [_member(*row) for row in found]
+        for _ in range(PICTURES):
+            run_id, boot, *rows = await self.link.script(
+                _PICTURE, [self.names.workers, self.names.boot], prefixes
+            )
+            if self.link.is_known(run_id.decode(), (boot or b"").decode()):
+                return [_member(*row) for row in rows]
+            await self.link.doubt()
+        raise BusUnavailable(f"Redis was another one in each of {PICTURES} answers")
 
     async def workers(self) -> list[LiveWorker]:
         """The live ones, in the order of their ids."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -175,6 +176,33 @@ async def test_an_outage_is_one_line_however_many_wait(
     assert len(caplog.records) == 3  # lost it, it lost its data, it is back
 
 
+async def test_who_tries_again_at_every_recovery_is_slowed_down(bus: Bus) -> None:
+    """A refusal that lasts (MISCONF, BUSY) while Redis answers: no sender may spin on it."""
+    tries = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            while True:
+                await bus.wait_up()
+                bus.link.failed(BusUnavailable("refused for now"))
+                tries += 1
+    assert 2 <= tries <= 6
+
+
+async def test_a_picture_of_an_emptied_redis_is_not_handed_out_before_the_loss_is_told(
+    own_redis: Starter,
+) -> None:
+    server = own_redis()
+    async with bus_at(server.url) as (bus, restarts):
+        await bus.register_worker(card("w0"), lease_s=30)
+        server.kill()
+        server.start()
+        try:
+            assert await bus.members() == []
+        except BusUnavailable:
+            await bus.wait_up()
+        assert [restart.data_lost for restart in restarts] == [True]
+
+
 async def test_killed_connections_are_made_again_and_nothing_is_told(own_redis: Starter) -> None:
     server = own_redis()
     async with bus_at(server.url) as (bus, restarts), bus.reader(bus.names.events, Event) as reader:
@@ -222,7 +250,7 @@ async def test_a_road_that_swallows_everything_is_noticed_by_writers_and_readers
             read = asyncio.create_task(anext(aiter(reader)))
             await asyncio.sleep(0.05)
             proxy.harm(blackhole=True)
-            await until("the reader's guard to fire", lambda: not bus.up, within_s=4)
+            await until("the watcher to give up", lambda: not bus.up, within_s=8)
             proxy.harm()
             await publish_when_up(bus, bus.names.events, event("after"))
             async with asyncio.timeout(5):
