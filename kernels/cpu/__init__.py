@@ -1,9 +1,18 @@
 """CPU faces: vector code in numba where torch is slow, MKL where it is fast.
 
-What is not here (copy_blocks) or cannot be done in whole vectors runs on the reference.
+What is not here (linear_t, copy_blocks) or cannot be done in whole vectors runs on the reference.
 """
 
 from kernels.cpu.attention import paged_attention
+from kernels.cpu.products import linear
 from kernels.cpu.rows import add_rms_norm, rms_norm, rotary, silu_mul, store_kv
 
-__all__ = ["add_rms_norm", "paged_attention", "rms_norm", "rotary", "silu_mul", "store_kv"]
+__all__ = [
+    "add_rms_norm",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "store_kv",
+]

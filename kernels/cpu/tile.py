@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.simd import F32, I64, LANES, constant, fused_multiply_add, load, load_splat, store, wide
+from kernels.cpu.simd import F32, I32, I64, LANES, constant, fused_multiply_add, load, load_splat, store, wide
 
 
 @intrinsic
@@ -78,3 +78,48 @@ def tile(
 
 def _at(builder: Any, base: Any, step: Any, count: int) -> Any:
     return builder.add(base, builder.mul(step, ir.Constant(I64, count))) if count else base
+
+
+@intrinsic
+def transpose(
+    typingctx: Any,
+    source: Any,
+    source_row: Any,
+    source_rows: Any,
+    target: Any,
+    target_row: Any,
+    target_rows: Any,
+) -> Any:
+    """target[j, i] = source[i, j] for 16 x 16 float32, both by byte address and row stride.
+
+    Rows of the source from source_rows on repeat its last; rows of the target from target_rows on are not
+    written (at least one is).
+    """
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        source, source_row, source_rows, target, target_row, target_rows = args
+
+        def row(base: Any, step: Any, count: Any, index: int) -> Any:
+            last = builder.sub(count, ir.Constant(I64, 1))
+            is_past = builder.icmp_signed("<", last, ir.Constant(I64, index))
+            return builder.add(
+                base, builder.mul(step, builder.select(is_past, last, ir.Constant(I64, index)))
+            )
+
+        vectors = [
+            load(builder, types.float32, row(source, source_row, source_rows, i)) for i in range(LANES)
+        ]
+        for width in (1, 2, 4, 8):  # swap the off-diagonal squares of this width
+            low = [j + LANES - width if j & width else j for j in range(LANES)]
+            high = [j + LANES if j & width else j + width for j in range(LANES)]
+            for i in (i for i in range(LANES) if not i & width):
+                pair = vectors[i], vectors[i + width]
+                vectors[i], vectors[i + width] = (
+                    builder.shuffle_vector(*pair, ir.Constant(wide(I32), mask)) for mask in (low, high)
+                )
+        # Last row first: those past the end land on the last one, which is then written over.
+        for i in reversed(range(LANES)):
+            store(builder, types.float32, row(target, target_row, target_rows, i), vectors[i])
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 6), emit

@@ -1,0 +1,102 @@
+"""Products with weights [N, K] for some dozens of tokens, where MKL leaves a quarter of the cores idle.
+
+MKL packs the weights and then has too few tokens to use them on. Here lanes are tokens: x is transposed once
+per thread, and the weights are read once, where they lie, each element broadcast. On one core with 64 tokens
+that makes 141 GFLOP/s of a measured 176, MKL 116. Fewer tokens are a matter of memory bandwidth, which MKL's
+vector products reach; more repay the packing; weights [K, N] MKL multiplies at 155 (bench/LOG.md has what was
+tried). float32 only: for short floats torch has instructions of their own.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels import reference
+from kernels.cpu.attention_call import aligned
+from kernels.cpu.compiled import compiled
+from kernels.cpu.simd import LANES, address_of, read_i64
+from kernels.cpu.team import Kernel, next_item
+from kernels.cpu.tile import tile, transpose
+
+F32 = np.float32
+TOKENS = range(12, 97)  # where this is faster than MKL
+ITEM_OUTPUTS = 48  # of one work item: whole tiles of any height below, and whole vectors
+
+
+@compiled
+def _products(rows, depth, w, w_row, x, lanes, out):
+    """out[n, :] = w[n] . x for `rows` outputs; x [depth, lanes], out [rows, lanes]; whole vectors of lanes.
+
+    The fewer vectors wide a tile is the taller it is: each fills the registers.
+    """
+    line = lanes * 4
+    lane = 0
+    while lane < lanes:
+        vectors = min(4, (lanes - lane) // LANES)
+        height = 24 // vectors
+        whole = rows // height * height
+        for n in range(0, whole, height):
+            a, b, c = w + n * w_row, x + lane * 4, out + n * line + lane * 4
+            if vectors == 4:
+                tile(6, 4, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+            elif vectors == 3:
+                tile(8, 3, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+            elif vectors == 2:
+                tile(12, 2, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+            else:
+                tile(24, 1, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+        for column in range(lane, lane + vectors * LANES, LANES):
+            for n in range(whole, rows):
+                a, b, c = w + n * w_row, x + column * 4, out + n * line + column * 4
+                tile(1, 1, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+        lane += vectors * LANES
+
+
+def _multiply(kind):
+    """Words: x and its row stride, w and its row stride, out and its row stride, tokens, inputs, outputs."""
+    p = address_of(kind)
+    x, x_row, w, w_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
+    out, out_row, tokens = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64)
+    inputs, outputs = read_i64(p + 72), read_i64(p + 80)
+    lanes = (tokens + LANES - 1) // LANES * LANES
+    item = next_item(p)
+    if item < 0:
+        return
+    buffer, turned = aligned((inputs + ITEM_OUTPUTS) * lanes)
+    sums = turned + inputs * lanes * 4
+    for t in range(0, tokens, LANES):
+        for k in range(0, inputs, LANES):
+            place = turned + (k * lanes + t) * 4
+            transpose(x + t * x_row + k * 4, x_row, tokens - t, place, lanes * 4, LANES)
+    while item >= 0:
+        first = item * ITEM_OUTPUTS
+        rows = min(ITEM_OUTPUTS, outputs - first)
+        _products(rows, inputs, w + first * w_row, w_row, turned, lanes, sums)
+        for t in range(0, tokens, LANES):
+            for n in range(0, rows, LANES):
+                place = out + t * out_row + (first + n) * 4
+                transpose(sums + (n * lanes + t) * 4, lanes * 4, LANES, place, out_row, tokens - t)
+        item = next_item(p)
+    buffer[0] = 0  # keeps the buffer alive to here
+
+
+MULTIPLY = Kernel(_multiply, "q" * 9)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    tokens, inputs = x.shape
+    is_dense = x.dtype == weight.dtype == torch.float32 and x.stride(1) == weight.stride(1) == 1
+    if tokens not in TOKENS or not is_dense or inputs % LANES or weight.shape[0] % LANES:
+        return reference.linear(x, weight, bias)
+    outputs = weight.shape[0]
+    out = torch.empty(tokens, outputs)
+    MULTIPLY(
+        x.dtype,
+        -(-outputs // ITEM_OUTPUTS),
+        *(x.data_ptr(), x.stride(0) * 4, weight.data_ptr(), weight.stride(0) * 4),
+        *(out.data_ptr(), outputs * 4, tokens, inputs, outputs),
+    )
+    return out if bias is None else out.add_(bias)
