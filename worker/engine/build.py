@@ -109,6 +109,8 @@ def make_instance(instance_id: str, model: Model, cache: KVCache, limits: Limits
     config = model.config
     kernels.warm_up(
         model.dtype,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
