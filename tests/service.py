@@ -238,9 +238,10 @@ class Service:
     def _wait_serving(self, wanted: set[str], gateway: int, within_s: float) -> None:
         wait_for(f"{wanted} to serve", lambda: wanted <= self.serving_workers(gateway), within_s)
 
-    def blocks_used(self, gateway: int = 0) -> int:
-        """KV blocks in use over all instances, as the workers last reported."""
-        return sum(int(i["kv"]["used"]) for i in self.state(gateway)["instances"])
+    def blocks_used(self, gateway: int = 0) -> float:
+        """KV blocks in use over all instances, as the workers last reported; infinite if one did not."""
+        used = [i["kv"]["used"] for i in self.state(gateway)["instances"]]
+        return float("inf") if None in used else sum(used)
 
     def metric(self, name: str, gateway: int = 0) -> float:
         """Sum over the label sets of one Prometheus series; 0.0 where it has not appeared."""

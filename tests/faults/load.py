@@ -12,7 +12,8 @@ import openai
 from tests.service import Service, wait_for
 
 PROMPT = "def read_lines(path):\n    "
-LONG_STREAM = {"max_tokens": 160, "extra_body": {"ignore_eos": True}}
+# The penalty keeps a greedy text from going round in circles, where a wrong token would not show.
+LONG_STREAM = {"max_tokens": 160, "frequency_penalty": 0.5, "extra_body": {"ignore_eos": True}}
 
 
 def client(service: Service, gateway: int = 0, timeout: float = 60.0) -> openai.OpenAI:
@@ -83,7 +84,9 @@ class Stream:
 
     def finished(self, within_s: float = 60.0) -> Stream:
         self.thread.join(within_s)
-        assert not self.thread.is_alive(), f"a stream still open after {within_s} s, {self.num_chunks} chunks"
+        if self.thread.is_alive():
+            logs = self.service.logs()
+            raise AssertionError(f"a stream open after {within_s} s, {self.num_chunks} chunks\n{logs}")
         return self
 
 

@@ -30,10 +30,12 @@ def busy_worker(service: Service) -> str:
     return str(wait_for("a worker to run the request", find, every_s=0.01))
 
 
-def frozen(service: Service) -> None:
-    """Stops every worker, so that a request can be caught before its first token."""
-    for name in ("w0", "w1"):
-        service.processes[name].signal(signal.SIGSTOP)
+def late_and_new(text: str) -> str:
+    """A piece of the text's second half that does not occur before: a stop string that is met late."""
+    for start in range(len(text) // 2, len(text) - 6):
+        if text.find(text[start : start + 6]) == start:
+            return text[start : start + 6]
+    raise AssertionError(f"the text only repeats itself: {text!r}")
 
 
 @pytest.mark.parametrize("params", [LONG_STREAM, SEEDED], ids=["greedy", "seeded"])
@@ -54,7 +56,7 @@ def test_a_stream_survives_the_death_of_its_worker_token_for_token(
 
 def test_stop_strings_logprobs_and_n_survive_the_death_of_a_worker(service: Service) -> None:
     whole = Stream(service, LONG_STREAM).start().finished().text
-    stop = whole[150:156]
+    stop = late_and_new(whole)
     for params in (SEEDED | {"n": 2}, LONG_STREAM | {"stop": [stop], "logprobs": 0}):
         undisturbed = Stream(service, params).start().finished()
         stream = Stream(service, params).start().wait_chunks(6)
