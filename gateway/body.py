@@ -59,5 +59,4 @@ async def _next(receive: Receive, timeout_s: float) -> Message:
 def _too_large(size: int, limit: int) -> ApiError:
     error = invalid(f"the body has {size} bytes or more; the limit is {limit}", code="body_too_large")
     error.status = 413
-    error.headers["connection"] = "close"  # the rest of it is not read
     return error

@@ -79,6 +79,13 @@ class Protocol(HttpToolsProtocol):
         scope["extensions"] = {EXTENSION: self.link}
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        """A refusal may be out before the body is in. What still comes of it is dropped, since closing now
+        would take the answer from a client that is still sending; but not for ever."""
+        if self.cycle.more_body:
+            self._expect_head()
+        super().on_response_complete()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self.link.is_paused = True

@@ -86,8 +86,11 @@ class Delivery:
             self._remove(flight, "abort")
 
     def fail_all(self, error: ApiError) -> None:
+        """Ends everything: this gateway leaves."""
         for flight in list(self.table.flights.values()):
-            self._fail(flight, error)
+            if self.table.has(flight):
+                self._tell_worker(flight)
+                self._fail(flight, error)
         self.flush()
 
     # ------------------------------------------------------------------------------------- from workers
@@ -177,7 +180,8 @@ class Delivery:
         """Declared lost by the controller, or left."""
         self.cluster.drop(worker, epoch)
         for flight in self.table.at(worker, epoch):
-            self._replay(flight, reason, f"{worker} (epoch {epoch}) is gone")
+            if self.table.has(flight):  # its call may have failed with a sibling
+                self._replay(flight, reason, f"{worker} (epoch {epoch}) is gone")
         self.flush()
 
     def on_restart(self, restart: Restart) -> None:
@@ -215,6 +219,8 @@ class Delivery:
         """A few times a second: deadlines, and requests that were lost without a sign."""
         now = self._clock()
         for flight in list(self.table.flights.values()):
+            if not self.table.has(flight):  # its call failed with a sibling
+                continue
             if not flight.is_running and now > flight.deadline:
                 self._too_late(flight, now)
             elif flight.is_sent and self._is_lost(flight, now):
@@ -266,7 +272,8 @@ class Delivery:
 
     def _place_waiting(self) -> None:
         for flight in list(self.table.waiting.values()):
-            self._place(flight)
+            if self.table.has(flight):
+                self._place(flight)
 
     def _place(self, flight: Flight) -> None:
         found = self._choose(flight)

@@ -23,17 +23,26 @@ Mangle = Callable[[StepOutput], list[StepOutput]]
 class FakeWorker:
     """`reply(submit)`: all tokens it would make, cut at max_tokens; a last one from `stop_token_ids` ends
     with "stop". `gate`: clear it to hold requests before their first step. `token_s`: pause between
-    tokens; `stop_at`: no token from this index on (it hangs there). `mangle` changes what is published."""
+    steps; `stop_at`: no token from this index on (it hangs there). `mangle` changes what is published."""
 
     def __init__(
         self, bus: Bus, folder: Path, reply: Reply, *, worker: str = "w0", model: str = "demo"
     ) -> None:
-        self.bus, self.folder, self.reply = bus, folder, reply
+        self.bus, self.folder = bus, folder
         self.id, self.model = worker, model
         self.instance = f"{model}@{worker}"
         self.epoch = 0
         self.max_model_len, self.vocab_size, self.fingerprint = 512, 1000, "fp-full-tp1"
+        self.behave(reply)
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._step = 0
+
+    def behave(self, reply: Reply) -> None:
+        """As new: no misbehaviour, nothing remembered."""
+        self.reply = reply
         self.token_s = 0.0
+        self.tokens_per_step = 1
         self.stop_at: int | None = None
         self.mangle: Mangle = lambda step: [step]
         self.gate = asyncio.Event()
@@ -41,9 +50,6 @@ class FakeWorker:
         self.submits: list[Submit] = []
         self.cancelled: set[str] = set()
         self.drained = False
-        self._runs: dict[str, asyncio.Task[None]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._step = 0
 
     async def start(self, state: str = "serving") -> FakeWorker:
         self.epoch = max(time.time_ns() // 1_000_000, self.epoch + 1)
@@ -162,18 +168,19 @@ class FakeWorker:
         sent = len(submit.sent_token_ids)
         tokens = self.reply(submit)[: submit.sampling.max_tokens]
         await self.publish(submit.gateway, self._delta(submit, sent, []))
-        for index in range(sent, len(tokens)):
+        for index in range(sent, len(tokens), self.tokens_per_step):
             while self.stop_at is not None and index >= self.stop_at:
                 await asyncio.sleep(0.02)
             if self.token_s:
                 await asyncio.sleep(self.token_s)
-            await self.publish(submit.gateway, self._token(submit, tokens, index))
+            await self.publish(submit.gateway, self._tokens(submit, tokens, index))
 
-    def _token(self, submit: Submit, tokens: list[int], index: int) -> Delta:
-        is_stop = tokens[index] in submit.sampling.stop_token_ids
-        is_last = index == len(tokens) - 1 or is_stop
+    def _tokens(self, submit: Submit, tokens: list[int], index: int) -> Delta:
+        made = tokens[index : index + self.tokens_per_step]
+        is_stop = made[-1] in submit.sampling.stop_token_ids
+        is_last = index + len(made) == len(tokens) or is_stop
         finish = None if not is_last else "stop" if is_stop else "length"
-        return self._delta(submit, index, [tokens[index]], finish)
+        return self._delta(submit, index, made, finish)
 
     def _delta(self, submit: Submit, index: int, token_ids: list[int], finish: str | None = None) -> Delta:
         num_top = submit.sampling.logprobs

@@ -1,0 +1,170 @@
+"""Pure parts of the gateway: dispatch, limits, keys, the in-flight table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.messages import SamplingParams
+from gateway.auth import Keys, check_admin
+from gateway.dispatch import Candidate, NoneFits, choose
+from gateway.errors import ApiError
+from gateway.inflight import Flight, InFlight, Target
+from gateway.limits import Admission, RateLimiter
+
+
+def candidate(name: str, **changes: Any) -> Candidate:
+    base: dict[str, Any] = {
+        "instance": name,
+        "worker": name,
+        "epoch": 1,
+        "max_tokens": 100,
+        "num_measured": 0.0,
+        "num_own": 0,
+        "num_own_since": 0,
+    }
+    return Candidate(**(base | changes))
+
+
+def chosen(*candidates: Candidate, tokens: int = 10) -> str:
+    found = choose(candidates, tokens)
+    assert isinstance(found, Candidate)
+    return found.instance
+
+
+def test_the_least_loaded_instance_takes_the_request() -> None:
+    assert chosen(candidate("a", num_measured=3.0), candidate("b", num_measured=2.0)) == "b"
+
+
+def test_requests_sent_since_the_metric_count() -> None:
+    a = candidate("a", num_measured=1.0, num_own_since=3, num_own=3)
+    assert chosen(a, candidate("b", num_measured=2.0)) == "b"
+
+
+def test_a_stale_metric_is_not_an_idle_instance() -> None:
+    assert chosen(candidate("a", num_measured=None, num_own=5), candidate("b", num_measured=4.0)) == "b"
+
+
+def test_our_own_requests_are_a_lower_bound_of_the_load() -> None:
+    a = candidate("a", num_measured=0.5, num_own=6)
+    assert chosen(a, candidate("b", num_measured=4.0)) == "b"
+
+
+def test_of_equals_the_emptier_cache_wins_then_the_name() -> None:
+    assert chosen(candidate("a", kv_usage=0.5), candidate("b", kv_usage=0.1)) == "b"
+    assert chosen(candidate("b"), candidate("a")) == "a"
+
+
+def test_only_an_instance_that_can_hold_the_request_takes_it() -> None:
+    assert chosen(candidate("a"), candidate("b", max_tokens=500, num_measured=9.0), tokens=300) == "b"
+    assert choose([candidate("a"), candidate("b", max_tokens=200)], 300) == NoneFits(200)
+    assert choose([], 1) is None
+
+
+def test_the_queue_bound_counts_what_has_not_begun() -> None:
+    admission = Admission(max_queue=2, max_inflight=3)
+    first, second = admission.reserve(), admission.reserve()
+    with pytest.raises(ApiError, match="max_queue is 2"):
+        admission.reserve()
+    first.start_one()
+    third = admission.reserve()
+    second.start_one()
+    with pytest.raises(ApiError, match="max_inflight is 3"):
+        admission.reserve()
+    for slot in (first, second, third, third):
+        slot.release()
+    admission.check_integrity()
+    assert (admission.queued, admission.inflight) == (0, 0)
+
+
+def test_a_call_that_could_never_fit_the_queue_is_refused_for_good() -> None:
+    slot = Admission(max_queue=4, max_inflight=8).reserve()
+    with pytest.raises(ApiError) as refusal:
+        slot.grow(5)
+    assert refusal.value.status == 400
+    slot.grow(4)
+
+
+def test_requests_per_minute_refill_evenly() -> None:
+    now = [0.0]
+    limiter = RateLimiter(rpm=2, concurrent=0, clock=lambda: now[0])
+    for remaining in ("1", "0"):
+        with limiter.enter("key") as headers:
+            assert headers["x-ratelimit-remaining-requests"] == remaining
+    with pytest.raises(ApiError) as refusal, limiter.enter("key"):
+        pass
+    assert (refusal.value.status, refusal.value.headers["retry-after"]) == (429, "30")
+    with limiter.enter("another key"):
+        pass
+    now[0] = 30.0
+    with limiter.enter("key"):
+        pass
+
+
+def test_requests_at_once_are_limited_per_key() -> None:
+    limiter = RateLimiter(rpm=0, concurrent=1)
+    with limiter.enter("key"):
+        with pytest.raises(ApiError, match="at once"), limiter.enter("key"):
+            pass
+        with limiter.enter("another"):
+            pass
+    with limiter.enter("key"):
+        pass
+
+
+def test_keys_are_told_apart_and_wrong_ones_refused() -> None:
+    keys = Keys(["alpha", "beta"])
+    assert keys.check([(b"authorization", b"Bearer beta")]) != keys.check(
+        [(b"authorization", b"bearer alpha")]
+    )
+    for headers in ([], [(b"authorization", b"Basic alpha")], [(b"authorization", b"Bearer gamma")]):
+        with pytest.raises(ApiError) as refusal:
+            keys.check(headers)
+        assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")
+
+
+def test_without_admin_keys_only_this_machine_administers() -> None:
+    check_admin(Keys([]), [], "127.0.0.1", loopback_only=False)
+    check_admin(Keys([]), [], "::ffff:127.0.0.1", loopback_only=False)
+    check_admin(Keys([]), [], "172.17.0.1", loopback_only=True)
+    with pytest.raises(ApiError) as refusal:
+        check_admin(Keys([]), [], "10.0.0.7", loopback_only=False)
+    assert refusal.value.status == 403
+
+
+def flight(name: str) -> Flight:
+    sampling = SamplingParams(max_tokens=4, seed=0)
+    return Flight(name, "m", [1, 2], sampling, None, arrived=0.0, deadline=1.0)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["add", "send", "void", "end"]))))
+def test_the_table_stays_whole_whatever_happens_to_flights(events: list[tuple[str, str]]) -> None:
+    table = InFlight()
+    attempts: dict[str, int] = {}
+    for name, event in events:
+        known = table.flights.get(name)
+        if event == "add" and known is None:
+            table.add(flight(name))
+        elif event == "send" and known is not None and known.target is None:
+            table.assign(known, Target("i", f"w{len(name)}", 1))
+            assert known.attempt == attempts.get(name, 0) + 1 or known.attempt == 1
+            attempts[name] = known.attempt
+        elif event == "void" and known is not None and known.target is not None:
+            table.unassign(known)
+        elif event == "end" and known is not None:
+            table.remove(known)
+            attempts.pop(name, None)
+        table.check_integrity()
+
+
+def test_flights_of_older_epochs_are_found_with_the_lost_one() -> None:
+    table = InFlight()
+    for epoch, name in enumerate("abc"):
+        one = flight(name)
+        table.add(one)
+        table.assign(one, Target("m@w", "w", epoch))
+    assert [one.request_id for one in table.at("w", 1)] == ["a", "b"]
+    assert table.at("other", 9) == []
