@@ -56,7 +56,13 @@ BATCH_ENTRIES = 128  # most entries of one read
 def connect(settings: RedisSettings, *, source: str = "") -> Bus:
     """A Bus that is not started yet. `source` names the service in its events. Raises BadRedisUrl."""
     names = Names(settings.prefix)
-    link = Link(settings.url, names, source=source, socket_timeout_s=settings.socket_timeout_s)
+    link = Link(
+        settings.url,
+        names,
+        source=source,
+        socket_timeout_s=settings.socket_timeout_s,
+        watch_s=settings.block_ms / 1000,  # the rhythm in which idle readers ask, too
+    )
     return Bus(link, block_ms=settings.block_ms)
 
 

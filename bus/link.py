@@ -53,7 +53,7 @@ class Link:
     `watch_s`: how often a healthy Redis is asked whether it still has its data."""
 
     def __init__(
-        self, url: str, names: Names, *, source: str, socket_timeout_s: float, watch_s: float = 2.0
+        self, url: str, names: Names, *, source: str, socket_timeout_s: float, watch_s: float
     ) -> None:
         self.url = url
         self.names = names

@@ -58,8 +58,13 @@ class _Reader(Generic[M]):
     async def __aiter__(self) -> AsyncIterator[Batch[M]]:
         """Every batch that has entries, for ever."""
         while True:
-            if batch := await self.read():
-                yield batch
+            yield await self.next_batch()
+
+    async def next_batch(self) -> Batch[M]:
+        """The next batch that has entries, however long that takes."""
+        while not (batch := await self.read()):
+            pass
+        return batch
 
     async def read(self) -> Batch[M]:
         raise NotImplementedError

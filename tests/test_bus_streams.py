@@ -56,7 +56,7 @@ async def test_a_blocked_reader_is_woken_by_an_entry_and_keeps_nobody_else_waiti
     readers = [bus.reader(bus.names.events, Event) for _ in range(20)]
     for reader in readers:
         await reader.open()
-    reads = [asyncio.create_task(anext(aiter(reader))) for reader in readers]
+    reads = [asyncio.create_task(reader.next_batch()) for reader in readers]
     await asyncio.sleep(0.05)
     async with asyncio.timeout(2):
         await bus.publish(bus.names.events, event("wake"))
@@ -102,7 +102,7 @@ async def test_a_group_that_was_never_made_or_was_destroyed_is_made_and_told(bus
         assert await blocked == []
         await bus.publish(stream, submit("r1"))
         async with asyncio.timeout(2):
-            assert [m.request_id for _, m in await anext(aiter(reader))] == ["r1"]
+            assert [m.request_id for _, m in await reader.next_batch()] == ["r1"]
     assert told == ["made", "made"]
 
 

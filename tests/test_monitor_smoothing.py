@@ -128,8 +128,8 @@ def test_averages_stay_between_the_lowest_and_the_highest_report(reports: list[t
     for at_s, running in sorted(reports):
         monitor.observe(at_s, telemetry(running=running))
     newest_s = max(at_s for at_s, _ in reports)
-    running = [value for _, value in reports]
-    assert min(running) - 1e-9 <= only_instance(monitor, newest_s).running <= max(running) + 1e-9
+    values = [running for _, running in reports]
+    assert min(values) - 1e-9 <= only_instance(monitor, newest_s).running <= max(values) + 1e-9
 
 
 def test_memory_is_bounded_by_the_window() -> None:
