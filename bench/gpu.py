@@ -1,0 +1,267 @@
+"""A GPU's checks and numbers: kernels against oracles, engine against transformers, decoding against memory.
+
+    python -m bench.gpu [--skip-decode]        (make gpu)
+
+Needs Python with torch and triton on a CUDA machine, and nothing of the service around the engine: no Redis,
+no web framework. transformers, if it is there, is the engine's oracle. Prints a card, writes
+bench/results/gpu/{device}.json and ends in the same JSON on one line; exit status 1 if a check failed.
+Without CUDA it says so and exits 0.
+
+The floor of a decode step is the time to read every weight but the embedding, and every cached key and value,
+at the bandwidth that copying a gigabyte reaches in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results") / "gpu"
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+BATCHES = ((1, 512), (16, 512), (64, 512), (64, 2048))  # sequences, tokens of context
+TIMED_STEPS = 32
+GIB = 1024**3
+
+
+def say(text: str = "") -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def check_kernels() -> list[str]:
+    """What failed, by name."""
+    from tests.kernel_checks import checks, failures
+
+    say(f"kernels: {sum(1 for _ in checks('cuda', 'cuda'))} checks against the oracles")
+    return [f"{name}: {problem}" for name, problem in failures("cuda", "cuda") if problem]
+
+
+def check_engine() -> list[str]:
+    """Greedy output of tiny random models of every family, against transformers, token for token."""
+    try:
+        from tests.model_folders import FAMILIES, make_oracle
+    except ImportError as missing:
+        say(f"engine: not checked, {missing.name} is not installed")
+        return []
+    say(f"engine: greedy output of {len(FAMILIES)} tiny models against transformers")
+    problems = []
+    for family in FAMILIES:
+        oracle = make_oracle(family).cuda()
+        with tempfile.TemporaryDirectory() as folder:
+            oracle.save_pretrained(folder)
+            problems += [f"{family}: {problem}" for problem in _against(oracle, Path(folder))]
+    return problems
+
+
+def _against(oracle: Any, folder: Path) -> Iterator[str]:
+    import torch
+
+    prompts = [[(7 * i + 3 * n) % 200 for i in range(n)] for n in (1, 5, 40, 17)]
+    # A chunk of 24 tokens splits the longest prompt and mixes prefills with decodes.
+    engine = make_engine(folder, torch.float32, "safetensors", memory_bytes=GIB, max_num_batched_tokens=24)
+    outputs = run(engine, prompts, num_out=24)
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt], device="cuda")
+        made = oracle.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        expected = made[0, len(prompt) :].tolist()
+        if outputs[i] != expected:
+            yield f"prompt of {len(prompt)} tokens: {outputs[i]} instead of {expected}"
+
+
+def make_engine(folder: Path, dtype: Any, load_format: Any, memory_bytes: int, **shape: int) -> Any:
+    """An engine that serves the folder on the GPU as instance "bench"."""
+    import torch
+
+    from worker.engine.build import Shape, fill_caches, make_cache, make_instance, make_pool
+    from worker.engine.engine import Engine
+    from worker.model import load_model
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    pool = make_pool(device, memory_bytes)
+    model = load_model(folder, pool, dtype=dtype, load_format=load_format)
+    limits = Shape(**shape).limits(model)
+    cache = make_cache(pool, model, limits, "bench")
+    fill_caches(pool, [(cache, model, limits)])
+    engine = Engine(device)
+    engine.add_instance(make_instance("bench", model, cache, limits))
+    return engine
+
+
+def submit(engine: Any, prompts: list[list[int]], num_out: int) -> None:
+    from bus.messages import SamplingParams
+    from worker.core import Request
+
+    sampling = SamplingParams(max_tokens=num_out, seed=0, temperature=0.0)
+    for i, prompt in enumerate(prompts):
+        engine.submit("bench", Request(id=str(i), prompt_token_ids=prompt, sampling=sampling))
+
+
+def run(engine: Any, prompts: list[list[int]], num_out: int) -> list[list[int]]:
+    """Output tokens of each prompt."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    submit(engine, prompts, num_out)
+    while engine.has_work:
+        for result in engine.step():
+            for output in result.outputs:
+                outputs[int(output.request.id)] += output.delta.token_ids
+    return outputs
+
+
+# --------------------------------------------------------------------------- decoding
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read plus written, of copying 1 GiB; best of 10."""
+    import torch
+
+    source, target = (torch.empty(GIB, dtype=torch.uint8, device="cuda") for _ in range(2))
+    best = 0.0
+    for _ in range(10):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        best = max(best, 2 * GIB / (begin.elapsed_time(end) / 1000))
+    return best
+
+
+def bytes_of_a_step(num_seqs: int, context: float) -> float:
+    """Read by one decode step of the 8B shape in bfloat16: weights without the embedding, keys and values."""
+    c = LLAMA_8B
+    heads = (c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"]
+    attention = c["hidden_size"] * (heads + c["num_attention_heads"] * c["head_dim"])
+    layer = attention + 3 * c["hidden_size"] * c["intermediate_size"]
+    weights = c["num_hidden_layers"] * layer + c["hidden_size"] * c["vocab_size"]
+    cached = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"] * context * num_seqs
+    return float(2 * (weights + cached))
+
+
+def decode_rows(bandwidth: float) -> list[dict[str, float]]:
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
+        say("decode: loading 16 GB of random weights")
+        memory = int(torch.cuda.mem_get_info()[0] * 0.85)
+        engine = make_engine(
+            Path(folder), torch.bfloat16, "dummy", memory, max_num_seqs=64, max_num_batched_tokens=8192
+        )
+    return [_decode(engine, num_seqs, context, bandwidth) for num_seqs, context in BATCHES]
+
+
+def _decode(engine: Any, num_seqs: int, context: int, bandwidth: float) -> dict[str, float]:
+    import torch
+
+    warm = 8
+    prompts = [[(i * 31 + s) % 1000 for i in range(context)] for s in range(num_seqs)]
+    submit(engine, prompts, num_out=TIMED_STEPS + 2 * warm + num_seqs)
+    begun: set[str] = set()
+    while len(begun) < num_seqs:
+        begun |= {o.request.id for result in engine.step() for o in result.outputs if o.delta.token_ids}
+    for _ in range(warm):
+        engine.step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - began) / TIMED_STEPS
+    engine.cancel([str(i) for i in range(num_seqs)])
+    floor = bytes_of_a_step(num_seqs, context + warm + TIMED_STEPS / 2) / bandwidth
+    return {
+        "sequences": num_seqs,
+        "context": context,
+        "step_ms": seconds * 1000,
+        "floor_ms": floor * 1000,
+        "ratio": seconds / floor,
+        "tokens_per_second": num_seqs / seconds,
+    }
+
+
+# --------------------------------------------------------------------------- the card
+
+
+def report(card: dict[str, Any]) -> None:
+    say()
+    say(f"{card['device']}, torch {card['torch']}, triton {card['triton']}")
+    say(f"copy bandwidth {card['bandwidth_gbps']:.0f} GB/s")
+    for row in card["decode"]:
+        say(
+            f"decode {row['sequences']:3d} x {row['context']:5d}: {row['step_ms']:7.2f} ms a step, floor "
+            f"{row['floor_ms']:6.2f} ms, ratio {row['ratio']:.2f}, {row['tokens_per_second']:8.0f} tokens/s"
+        )
+    for problem in card["problems"]:
+        say(f"FAILED {problem}")
+    say(f"{len(card['problems'])} checks failed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--skip-decode", action="store_true", help="checks only; the 8B model needs 20 GB")
+    args = parser.parse_args()
+    try:
+        import torch
+    except ImportError:
+        say("no torch in this Python: set PYTHON to one that has torch and triton; nothing was run")
+        return 0
+    if not torch.cuda.is_available():
+        say("no CUDA device here: nothing was run")
+        return 0
+    import triton
+
+    problems = check_kernels() + check_engine()
+    bandwidth = copy_bandwidth()
+    card = {
+        "bench": "gpu",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "bandwidth_gbps": bandwidth / 1e9,
+        "decode": [] if args.skip_decode else decode_rows(bandwidth),
+        "problems": problems,
+    }
+    report(card)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^a-z0-9]+", "-", str(card["device"]).lower()).strip("-")
+    (RESULTS / f"{name}.json").write_text(json.dumps(card, indent=2) + "\n")
+    say(json.dumps(card))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
