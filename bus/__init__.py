@@ -18,7 +18,7 @@ This module imports nothing, so that `bus.messages` stays usable where neither R
 
     reader = bus.reader(stream, StepOutput, start="0")  # XREAD; "$": from reader.open() (or first read) on
     async for batch in reader: ...                      # [(entry id, message), ...]; rides out every outage
-    await reader.next_batch(); await reader.read()      # one batch; `read` is [] after block_ms without entries
+    await reader.next_batch(); await reader.read()      # one batch; `read` is [] after block_ms without any
     group = bus.group_reader(stream, consumer, Submit)  # XREADGROUP; makes its group (again) when missing
     await group.open(); await group.claim_all()         # ends what earlier incarnations left pending
     await group.ack(ids)                                # XACK + XDEL, also at maxmemory
@@ -34,6 +34,6 @@ A restart is told before any reader goes on and before `workers()` hands out the
 Wait with `asyncio.timeout`, not `asyncio.wait_for`: the latter loses cancellations on Python 3.11.
 
 Beside it: `bus.histogram` (Accumulator, merge, difference, quantile, vLLM's bounds), `bus.logs.set_up`,
-`bus.service.run(name, main)` (settings, logging, uvloop, SIGTERM, exit status of a process), `bus.pending` and `bus.leftovers` (what the
-dead leave, for the controller).
+`bus.service.run(name, main)` (settings, logging, uvloop, SIGTERM, exit status of a process), `bus.pending`
+and `bus.leftovers` (what the dead leave, for the controller).
 """
