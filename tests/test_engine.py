@@ -103,6 +103,9 @@ def test_a_request_that_cannot_run_ends_with_an_error_that_says_why() -> None:
         ("foreign", [1, VOCAB], {}),
         ("negative", [-1], {}),
         ("bias", [1], {"logit_bias": {VOCAB: 1.0}}),
+        ("nan", [1], {"temperature": float("nan")}),
+        ("infinite", [1], {"logit_bias": {1: float("inf")}}),
+        ("below", [1], {"logprobs": -2}),
     ]
     for name, prompt, sampling in cases:
         engine.submit("toy@w0", request(name, prompt, **sampling))
@@ -113,6 +116,9 @@ def test_a_request_that_cannot_run_ends_with_an_error_that_says_why() -> None:
     assert f"token id {VOCAB} of the prompt" in client.errors["foreign"]
     assert "token id -1" in client.errors["negative"]
     assert f"token id {VOCAB} of the logit_bias" in client.errors["bias"]
+    assert client.errors["nan"] == "temperature is nan; it must lie between 0 and 1e+09"
+    assert "not a finite number" in client.errors["infinite"]
+    assert "logprobs is -2" in client.errors["below"]
 
 
 def test_a_request_too_long_for_the_cache_even_alone_ends_with_an_error_not_a_hang() -> None:

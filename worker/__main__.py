@@ -10,11 +10,12 @@ from bus.client import Bus
 from bus.service import CONFIGURATION_ERROR, run
 from bus.settings import Settings
 from worker.service.loaded import CannotServe
-from worker.service.worker import serve
 
 
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
-    from worker.service.loading import load  # brings torch: only once the settings and Redis are good
+    # These bring torch, which takes seconds: only once the settings and Redis are known to be good.
+    from worker.service.loading import load
+    from worker.service.worker import serve
 
     await serve(settings, bus, stop, load)
 

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from bus.messages import FinishReason
+from bus.messages import FinishReason, SamplingParams
 from worker.core import Limits, Request, Sequence
+
+FINITE = 1e9
+# The gateway checks what clients send; this keeps anything else on the bus from failing a whole batch.
+RANGES = (
+    ("max_tokens", 0, FINITE),
+    ("temperature", 0, FINITE),
+    ("top_p", 0, 1),
+    ("top_k", 0, FINITE),
+    ("min_p", 0, 1),
+    ("presence_penalty", -FINITE, FINITE),
+    ("frequency_penalty", -FINITE, FINITE),
+    ("logprobs", 0, FINITE),
+    ("prompt_logprobs", 0, FINITE),
+)
 
 
 def refusal(request: Request, limits: Limits, vocab_size: int) -> str | None:
@@ -24,6 +38,16 @@ def refusal(request: Request, limits: Limits, vocab_size: int) -> str | None:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             bad = next(token for token in ids if not 0 <= token < vocab_size)
             return f"token id {bad} of the {name} is outside the vocabulary of {vocab_size}"
+    return _bad_sampling(request.sampling)
+
+
+def _bad_sampling(sampling: SamplingParams) -> str | None:
+    for name, low, high in RANGES:
+        value = getattr(sampling, name)
+        if value is not None and not low <= value <= high:  # written so that NaN is out of range
+            return f"{name} is {value}; it must lie between {low:g} and {high:g}"
+    if not all(-FINITE <= bias <= FINITE for bias in sampling.logit_bias.values()):
+        return "a logit_bias is not a finite number"
     return None
 
 

@@ -15,6 +15,7 @@
 `gateways`            cancels what dead gateways asked for
 `telemetry`           reports numbers
 `loading`             page pool, models, KV caches, the first forward pass
+`load_task`           the same in a thread, with progress on the card
 `worker`              puts them together; drain and exit
 ====================  ============================================================================
 """

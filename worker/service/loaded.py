@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bus.messages import InstanceCard, PageCounts
 from bus.settings import WorkerSettings
-from worker.engine.engine import Engine
+
+if TYPE_CHECKING:  # the engine brings torch; who only wants to catch CannotServe need not wait for it
+    from worker.engine.engine import Engine
 
 
 class CannotServe(Exception):

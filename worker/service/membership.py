@@ -21,7 +21,7 @@ from bus.messages import WorkerCard
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.2
+RETRY_S, FULL_RETRY_S = 0.2, 1.0
 
 
 class Membership:
@@ -44,14 +44,15 @@ class Membership:
         return self._card
 
     async def join(self) -> None:
-        """Register, however long Redis is away."""
+        """Register, however long Redis is away or full."""
         while True:
             began = time.monotonic()
             try:
                 await self._bus.register_worker(self._card, self._lease_s)
             except (BusUnavailable, BusFull) as error:
-                log.debug("cannot register yet: %s", error)
-                await asyncio.sleep(RETRY_S)
+                level = logging.WARNING if isinstance(error, BusFull) else logging.DEBUG
+                log.log(level, "cannot register yet: %s", error)
+                await asyncio.sleep(FULL_RETRY_S if isinstance(error, BusFull) else RETRY_S)
                 await self._bus.wait_up()
             else:
                 return self._prolong(began)

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-import threading
 import time
-from typing import Any
 
 from bus.client import Bus
 from bus.messages import WorkerCard
@@ -19,6 +17,7 @@ from worker.service.engine_thread import EngineThread, Snapshot
 from worker.service.gateways import watch_gateways
 from worker.service.intake import Intake
 from worker.service.ledger import Ledger
+from worker.service.load_task import LoadTask
 from worker.service.loaded import Loaded, Loader
 from worker.service.membership import Membership
 from worker.service.outbox import Outbox
@@ -28,8 +27,6 @@ from worker.service.watchdog import watch_steps
 
 log = logging.getLogger("worker")
 
-PROGRESS_S = 0.5  # how often progress is shown on the card
-PROGRESS_LOG_S = 2.0
 DRAIN_CHECK_S = 0.05
 
 
@@ -50,59 +47,12 @@ async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader)
     await membership.join()
     renewal = asyncio.create_task(membership.run(), name="lease")
     try:
-        loaded = await _load(settings, worker, load, membership, stop)
+        loaded = await LoadTask(load, settings.worker, worker).run(membership, stop)
         if loaded:
             await Serving(settings, bus, worker, loaded, membership).run(stop)
     finally:
         await end(renewal)
         await membership.leave()
-
-
-async def _load(
-    settings: Settings, worker: str, load: Loader, membership: Membership, stop: asyncio.Event
-) -> Loaded | None:
-    """In a thread of its own, so that the lease goes on; None if asked to stop meanwhile."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Loaded] = loop.create_future()
-    latest = ""
-
-    def progress(text: str) -> None:
-        nonlocal latest
-        latest = text
-
-    def work() -> None:
-        try:
-            result = load(settings.worker, worker, progress)
-        except BaseException as error:  # noqa: BLE001 the waiting side raises it again
-            loop.call_soon_threadsafe(_unless_done, done, None, error)
-        else:
-            loop.call_soon_threadsafe(_unless_done, done, result, None)
-
-    threading.Thread(target=work, name="load", daemon=True).start()
-    stopping = asyncio.create_task(stop.wait())
-    either: list[asyncio.Future[Any]] = [done, stopping]
-    shown, logged_at = "", time.monotonic()
-    try:
-        while not done.done() and not stopping.done():
-            await asyncio.wait(either, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
-            if latest != shown:
-                shown = latest
-                await membership.update(progress=shown)
-                if time.monotonic() - logged_at >= PROGRESS_LOG_S:
-                    logged_at = time.monotonic()
-                    log.info("%s", shown)
-        return done.result() if done.done() else None
-    finally:
-        stopping.cancel()
-
-
-def _unless_done(done: asyncio.Future[Loaded], result: Loaded | None, error: BaseException | None) -> None:
-    if done.done():
-        return
-    if error:
-        done.set_exception(error)
-    elif result:
-        done.set_result(result)
 
 
 class Serving:
