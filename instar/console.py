@@ -26,7 +26,7 @@ class Console:
         try:
             self._out.write(line + "\n")
             self._out.flush()
-        except (BrokenPipeError, ValueError):
-            pass
         except UnicodeEncodeError:
-            self._out.write(line.encode("ascii", "replace").decode() + "\n")
+            self._write(line.encode("ascii", "replace").decode())
+        except (OSError, ValueError):  # EPIPE, EIO of a closed terminal, a closed file
+            pass

@@ -260,6 +260,20 @@ async def test_a_line_without_end_and_bytes_that_are_no_text_do_no_harm() -> Non
     assert "Instar cannot serve: gateway: last" in running.text
 
 
+async def test_a_terminal_that_went_away_does_not_keep_the_service_from_ending() -> None:
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    supervisor = Supervisor([program("gateway", "gateway")], QUICK, Console(Gone()))
+    supervisor.start("gateway")
+    await asyncio.sleep(0.2)
+    supervisor.request_stop()
+    async with asyncio.timeout(10):
+        await supervisor.until_end()
+        assert await supervisor.end() == 0
+
+
 def test_no_child_outlives_a_supervisor_that_is_killed() -> None:
     code = f"""
 import asyncio, os, sys
