@@ -68,7 +68,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     sliding_window: int = 0,
 ) -> torch.Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     size, num_kv_heads, head_dim = q.element_size(), kv.shape[1], q.shape[2]
     if q.dtype not in KINDS or kv.dtype != q.dtype or head_dim % LANES:
         return reference.paged_attention(q, kv, plan, scale, out, sliding_window)

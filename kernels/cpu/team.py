@@ -69,6 +69,7 @@ class Kernel:
     def __init__(self, function: Callable[..., Any], layout: str) -> None:
         self._function = function
         self._layout = struct.Struct("qq" + layout)
+        self._words: Callable[[], Any] = ctypes.c_char * self._layout.size
         self._compiled: dict[torch.dtype, tuple[int, Launch]] = {}
 
     def compile(self, dtype: torch.dtype) -> tuple[int, Launch]:
@@ -80,11 +81,11 @@ class Kernel:
 
     def __call__(self, dtype: torch.dtype, items: int, *words: float) -> None:
         address, alone = self._compiled.get(dtype) or self.compile(dtype)
-        params = ctypes.create_string_buffer(self._layout.size)
+        params = self._words()
         self._layout.pack_into(params, 0, 0, items, *words)
-        threads = min(items, torch.get_num_threads())
-        launch = _gomp_parallel()
-        if threads < 2 or launch is None:
-            alone(params)
-        else:
+        launch = _gomp_parallel() if items > 1 else None
+        threads = min(items, torch.get_num_threads()) if launch else 1
+        if launch and threads > 1:
             launch(address, params, threads, 0)
+        else:
+            alone(params)
