@@ -18,7 +18,7 @@ from gateway.formats import to_json
 from gateway.state import Gateway
 
 
-def gateway_of(request: Request) -> Gateway:
+async def gateway_of(request: Request) -> Gateway:
     gateway: Gateway = request.app.state.gateway
     return gateway
 
@@ -26,7 +26,7 @@ def gateway_of(request: Request) -> Gateway:
 Here = Annotated[Gateway, Depends(gateway_of)]
 
 
-def allowed(request: Request, gateway: Here) -> None:
+async def allowed(request: Request, gateway: Here) -> None:
     """Raises ApiError 401 or 403."""
     host = request.client.host if request.client else ""
     loopback_only = gateway.settings.gateway.loopback_only

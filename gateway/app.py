@@ -1,4 +1,8 @@
-"""The ASGI app: routes, and the one place where errors become answers."""
+"""The ASGI app: routes, and the one place where errors become answers.
+
+The two calls that carry the load go past FastAPI: its middleware and routing take longer than all that the
+gateway itself does to refuse a call, and in a burst most calls are refused.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,30 @@ import contextlib
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
-from starlette.routing import Route
 
 from gateway import admin, public
 from gateway.body import Message, Receive, Scope, Send
-from gateway.endpoint import Chat, Completions, Endpoint
+from gateway.endpoint import Api, Chat, Completions, Endpoint
 from gateway.errors import ApiError, from_status, internal, invalid
 from gateway.loops import Loops
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
 
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-def create_app(gateway: Gateway, on_death: Callable[[], None]) -> RequestIds:
+def create_app(gateway: Gateway, on_death: Callable[[], None]) -> Front:
     """`on_death` is called when a background task failed: the process should end."""
 
     @contextlib.asynccontextmanager
@@ -48,13 +54,12 @@ def create_app(gateway: Gateway, on_death: Callable[[], None]) -> RequestIds:
     app.state.gateway = gateway
     app.include_router(public.router)
     app.include_router(admin.router)
-    for path, api in (("/v1/completions", Completions()), ("/v1/chat/completions", Chat())):
-        app.router.routes.append(Route(path, Endpoint(gateway, api), methods=["POST"]))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _unforeseen)
-    return RequestIds(app)
+    calls: dict[str, Api] = {"/v1/completions": Completions(), "/v1/chat/completions": Chat()}
+    return Front(app, {path: guarded(Endpoint(gateway, api)) for path, api in calls.items()})
 
 
 def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> None:
@@ -63,15 +68,17 @@ def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> Non
         on_death()
 
 
-class RequestIds:
-    """Gives every request an id, the client's own where it sent one, and says it in the answer."""
+class Front:
+    """Gives every request an id, the client's own where it sent one, and says it in the answer; takes the
+    calls straight to their endpoints and all else to FastAPI."""
 
-    def __init__(self, app: FastAPI) -> None:
-        self.app = app
+    def __init__(self, app: FastAPI, calls: Mapping[str, App]) -> None:
+        self._app = app
+        self._calls = calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await self._app(scope, receive, send)
             return
         request_id = _request_id(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id.decode()
@@ -81,7 +88,19 @@ class RequestIds:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        await self._calls.get(scope["path"], self._app)(scope, receive, send_with_id)
+
+
+def guarded(app: App) -> App:
+    """An app whose errors become answers, as those of FastAPI's routes do."""
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except ApiError as error:
+            await _answer(error)(scope, receive, send)
+
+    return ServerErrorMiddleware(guard, handler=_unforeseen)
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -83,7 +83,8 @@ class Delivery:
         """Nobody wants the rest of it (the client left)."""
         if self.table.has(flight):
             self._tell_worker(flight)
-            self._remove(flight, "abort")
+            self._remove(flight)
+            self.stats.of(flight.model).finished["abort"] += 1
 
     def fail_all(self, error: ApiError) -> None:
         """Ends everything: this gateway leaves."""
@@ -296,18 +297,19 @@ class Delivery:
             self.outbox.cancel(flight.target.worker, flight.target.epoch, [flight.request_id])
 
     def _end(self, flight: Flight, reason: str) -> None:
-        self._remove(flight, reason)
+        self._remove(flight)
+        self.stats.of(flight.model).finished[reason] += 1
         flight.sink.on_end()
 
     def _fail(self, flight: Flight, error: ApiError) -> None:
-        self._remove(flight, "error")
+        self._remove(flight)
+        self.stats.of(flight.model).failures[error.code or "other"] += 1
         self._touched[flight.sink] = None
         flight.sink.on_error(error)
 
-    def _remove(self, flight: Flight, reason: str) -> None:
+    def _remove(self, flight: Flight) -> None:
         self.table.remove(flight)
         stats = self.stats.of(flight.model)
-        stats.finished[reason] += 1
         stats.ended(
             num_prompt_tokens=len(flight.prompt_token_ids),
             num_generated_tokens=len(flight.received),

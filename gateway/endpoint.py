@@ -16,7 +16,7 @@ from gateway.body import ClientLeft, Receive, Scope, Send, check_content_type, r
 from gateway.call import Call, StreamCall, WholeCall
 from gateway.choice import Choice, Echo
 from gateway.connection import EXTENSION, Link
-from gateway.errors import JSON, ApiError
+from gateway.errors import JSON, ApiError, from_status
 from gateway.formats import CHAT, COMPLETION, Envelope, Format
 from gateway.inflight import Flight
 from gateway.intake import Order, Prompt
@@ -66,7 +66,7 @@ class Chat:
 
 
 class Endpoint:
-    """An ASGI app. Refusals raise ApiError before anything was sent; `gateway.app` answers them."""
+    """An ASGI app. Refusals raise ApiError before anything was sent; `gateway.app` makes answers of them."""
 
     def __init__(self, gateway: Gateway, api: Api) -> None:
         self._gateway = gateway
@@ -75,6 +75,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         arrived = time.monotonic()
+        if scope["method"] != "POST":
+            raise from_status(405, {"allow": "POST"})
         try:
             key = gateway.keys.check(scope["headers"])
             gateway.refuse_if_closed()

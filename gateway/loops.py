@@ -17,7 +17,7 @@ from gateway.state import Gateway
 log = logging.getLogger("gateway")
 
 LEASE_S = 5.0
-POLL_S = 1.0
+POLL_S = 2.0  # the controller's events tell of most changes at once
 POLL_BUSY_S = 0.4  # while requests are in flight: a dead worker's are replayed the sooner
 TICK_S = 0.25
 TRIM_S = 1.0

@@ -107,14 +107,19 @@ def _models(prefix: str, models: dict[str, ModelStats]) -> Iterator[Metric]:
     replays = CounterMetricFamily(
         f"{prefix}request_replays", "Sequences submitted again, by why.", labels=[*label, "reason"]
     )
+    failures = CounterMetricFamily(
+        f"{prefix}request_failures", "Sequences accepted that failed, by code.", labels=[*label, "code"]
+    )
     for model, stats in models.items():
         prompt.add_metric([model], stats.prompt_tokens)
         generated.add_metric([model], stats.generation_tokens)
         for reason, count in sorted(stats.finished.items()):
             success.add_metric([model, reason], count)
+        for code, count in sorted(stats.failures.items()):
+            failures.add_metric([model, code], count)
         for reason, count in sorted(stats.replays.items()):
             replays.add_metric([model, reason], count)
-    yield from (prompt, generated, success, replays)
+    yield from (prompt, generated, success, failures, replays)
     for name, (field, text) in DISTRIBUTIONS.items():
         family = HistogramMetricFamily(f"{prefix}{name}", text, labels=label)
         for model, stats in models.items():

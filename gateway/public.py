@@ -12,7 +12,7 @@ from gateway.errors import no_such_model
 from gateway.metrics import CONTENT_TYPE, exposition
 
 
-def with_key(request: Request, gateway: Here) -> None:
+async def with_key(request: Request, gateway: Here) -> None:
     """Raises ApiError 401."""
     gateway.keys.check(request.headers.raw)
 

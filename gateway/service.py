@@ -28,6 +28,22 @@ LEFTOVERS_S = 3  # for connections that are still open after the drain
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers: SIGTERM means drain first, and then exit status 0."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._leave = asyncio.Event()
+
+    def leave(self) -> None:
+        """Ends `serve`."""
+        self.should_exit = True
+        self._leave.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn looks ten times a second whether to leave; told, it can rest. The date header is renewed
+        once a second."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leave.wait(), 1.0)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and sockets:
@@ -56,7 +72,7 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     if stop.is_set() and not died.is_set():
         log.info("draining: %d in flight", gateway.admission.inflight)
         await gateway.drain(section.drain_timeout_s)
-    server.should_exit = True
+    server.leave()
     await serving
     if died.is_set() or not server.started:
         sys.exit(FAILED)

@@ -50,7 +50,8 @@ class ModelStats:
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    finished: Counter[str] = field(default_factory=Counter)  # stop, length, abort, error
+    finished: Counter[str] = field(default_factory=Counter)  # by reason: stop, length, abort
+    failures: Counter[str] = field(default_factory=Counter)  # accepted and failed, by error code
     replays: Counter[str] = field(default_factory=Counter)  # by reason
     time_to_first_token: Distribution = field(default_factory=partial(Distribution, TTFT))
     inter_token_latency: Distribution = field(default_factory=partial(Distribution, PER_TOKEN))
