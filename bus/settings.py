@@ -77,7 +77,7 @@ class GatewaySettings(Section):
     """HTTP in, tokens out."""
 
     host: str = Field("127.0.0.1", description="anything but loopback needs api_keys")
-    port: int = Field(8000, ge=0, le=65535)
+    port: int = Field(8000, ge=0, le=65535, description="0: a free one")
     published_host: str = Field("", description="in a container: the host's address the port is published on")
     id: str = Field("", description="empty: made from host name and process id")
     api_keys: list[str] = Field(
@@ -88,8 +88,8 @@ class GatewaySettings(Section):
     )
     max_queue: int = Field(256, ge=1, description="requests accepted and not yet running; more get a 503")
     max_inflight: int = Field(2048, ge=1, description="accepted and not yet ended; more get a 503")
-    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
-    max_connections: int = Field(4096, ge=1)
+    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, description="a larger body gets a 413")
+    max_connections: int = Field(4096, ge=1, description="open at once; beyond that silent ones are closed")
     header_timeout_s: float = Field(10.0, gt=0, description="a connection that sends no request is closed")
     max_n_tokens: int = Field(
         131072, ge=1, description="limit of n (or prompts) times max_tokens in one call"
@@ -135,7 +135,7 @@ class MonitorSettings(Section):
 class ControllerSettings(Section):
     """Watches leases; decides morphs."""
 
-    interval_s: float = Field(1.0, gt=0)
+    interval_s: float = Field(1.0, gt=0, description="how often leases are looked at")
     grace_s: float = Field(2.0, ge=0, description="after Redis came back, before a missing lease means death")
 
 
@@ -162,12 +162,10 @@ class WorkerSettings(Section):
     )
     threads: int = Field(0, ge=0, description="CPU threads of the kernels; 0: all cores")
     lease_s: float = Field(3.0, gt=0.3, description="a worker silent this long is dead")
-    telemetry_s: float = Field(
-        0.25, gt=0, description="report interval while busy; idle_telemetry_s when not"
-    )
-    idle_telemetry_s: float = Field(1.0, gt=0)
+    telemetry_s: float = Field(0.25, gt=0, description="report interval while there is work")
+    idle_telemetry_s: float = Field(1.0, gt=0, description="report interval while nothing runs")
     watchdog_s: float = Field(60.0, gt=0, description="a step longer than this ends the process")
-    drain_timeout_s: float = Field(30.0, ge=0)
+    drain_timeout_s: float = Field(30.0, ge=0, description="time for requests to finish after SIGTERM")
 
 
 class ServeSettings(Section):
@@ -177,11 +175,13 @@ class ServeSettings(Section):
     restart_backoff_s: float = Field(
         0.5, gt=0, description="first pause before a died process starts again; doubles"
     )
-    restart_backoff_max_s: float = Field(30.0, gt=0)
+    restart_backoff_max_s: float = Field(30.0, gt=0, description="longest pause")
     stop_timeout_s: float = Field(15.0, gt=0, description="after that a process that will not end is killed")
 
 
 class LogSettings(Section):
+    """What the processes write to stderr."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
     json_lines: bool = Field(False, description="one JSON object a line instead of text")
 

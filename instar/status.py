@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +15,7 @@ from bus.settings import Settings
 from instar.client import GatewayProblem, gateway_client, get_json
 
 MIB = 1 << 20
+ABSENT = "-"  # not told, which is not zero
 
 
 def status(settings: Settings, *, url: str | None, key: str | None, as_json: bool) -> int:
@@ -34,21 +36,18 @@ def status(settings: Settings, *, url: str | None, key: str | None, as_json: boo
 
 
 def workers_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "worker", "host", "device", "state", "busy", "memory", "weights", "KV", "free", title_justify="left"
-    )
+    """Memory in MiB: weights + KV + free = all, always."""
+    table = _table("worker", "host", "device", "state", "busy", "weights", "KV", "free", "all")
     for worker in workers:
-        pages = worker.get("pages") or {}
-        page_bytes = worker.get("page_bytes") or 0
-        sizes = [_size(pages.get(kind), page_bytes) for kind in ("budget", "weights", "kv", "free")]
+        pages, page_bytes = worker.get("pages") or {}, worker.get("page_bytes") or 0
         busy = worker.get("busy")
         table.add_row(
             worker["id"],
             worker.get("host", ""),
             worker.get("device", ""),
-            " ".join(filter(None, (worker.get("state"), worker.get("progress")))),
-            "-" if busy is None else f"{busy:.0%}",
-            *sizes,
+            worker.get("progress") if worker.get("state") == "loading" else worker.get("state"),
+            ABSENT if busy is None else f"{busy:.0%}",
+            *(_mib(pages.get(kind), page_bytes) for kind in ("weights", "kv", "free", "budget")),
         )
     if not workers:
         table.add_row("none has joined", *[""] * 8)
@@ -56,7 +55,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def instances_table(instances: list[dict[str, Any]]) -> Table:
-    table = Table("instance", "model", "state", "shape", "layers", "KV blocks", "running", "waiting")
+    table = _table("instance", "model", "state", "shape", "layers", "KV blocks", "running", "waiting")
     for instance in instances:
         kv = instance.get("kv") or {}
         used, blocks = kv.get("used"), kv.get("blocks")
@@ -66,7 +65,7 @@ def instances_table(instances: list[dict[str, Any]]) -> Table:
             instance.get("state", ""),
             f"tp{instance.get('tp', 1)} pp{instance.get('pp', 1)}",
             _layers(instance.get("layers") or []),
-            "-" if not blocks else f"{used:.0f} of {blocks} ({used / blocks:.0%})",
+            f"{used} of {blocks} ({used / blocks:.0%})" if blocks else ABSENT,
             _count(instance.get("running")),
             _count(instance.get("waiting")),
         )
@@ -79,9 +78,13 @@ def _layers(layers: list[dict[str, str]]) -> str:
     return ", ".join(f"{count} {shape}" for shape, count in shapes.most_common())
 
 
-def _size(pages: int | None, page_bytes: int) -> str:
-    return "-" if pages is None else f"{pages * page_bytes / MIB:.0f} MiB"
+def _mib(pages: int | None, page_bytes: int) -> str:
+    return ABSENT if pages is None else f"{pages * page_bytes / MIB:.0f}"
 
 
-def _count(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
+def _count(value: int | None) -> str:
+    return ABSENT if value is None else str(value)
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)

@@ -96,7 +96,7 @@ def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture
     console = Console(width=200)
     console.print(workers_table([worker]), instances_table([instance]))
     out = capsys.readouterr().out
-    for shown in ("50%", "32 MiB", "16 MiB", "5 full, 3 int4", "25 of 100 (25%)", "demo@w0"):
+    for shown in ("50%", " 16  ", " 32", "5 full, 3 int4", "25 of 100 (25%)", "demo@w0"):
         assert shown in out
 
 
