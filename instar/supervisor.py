@@ -94,5 +94,6 @@ class Supervisor:
             failed = [keeper for keeper in keepers if self._outcomes.get(keeper) == "misconfigured"]
             if failed and len(failed) == len(keepers):
                 said = next((line for line in reversed(failed[0].last_lines) if line), "it did not say why")
-                return f"Instar cannot serve: {failed[0].program.name}: {said}"
+                reason = said.split(" ERROR ", 1)[-1]  # without the clock of a log line
+                return f"Instar cannot serve: {failed[0].program.name}: {reason}"
         return ""
