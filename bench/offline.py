@@ -25,10 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kernels  # before torch: it settles how torch's threads wait
+
+# isort: split
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-import kernels
 from bench.dummy_model import CONFIGS, load_engine, load_transformers, num_matrix_weights, saved_model
 from bus.messages import SamplingParams
 from worker.core import Request

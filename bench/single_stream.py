@@ -18,9 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kernels  # before torch: it settles how torch's threads wait
+
+# isort: split
 import torch
 
-import kernels
 from bench.dummy_model import load_engine, load_transformers, num_matrix_weights, saved_model
 from bench.offline import run_engine, run_generate, say, silence
 from worker.engine.build import Shape

@@ -14,6 +14,9 @@ from worker.service.loaded import CannotServe
 
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     # These bring torch, which takes seconds: only once the settings and Redis are known to be good.
+    import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+
+    # isort: split
     from worker.service.loading import load
     from worker.service.worker import serve
 
