@@ -71,7 +71,7 @@ class Call:
             self._wake()
 
     def use_fingerprint(self, fingerprint: str) -> None:
-        if fingerprint != self.fingerprint:
+        if fingerprint != self.fingerprint and fingerprint:
             self.fingerprint = fingerprint
             self.on_fingerprint(fingerprint)
 

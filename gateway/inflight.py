@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from bus.messages import Delta, SamplingParams
+from bus.messages import Delta, FinishReason, SamplingParams
 from gateway.errors import ApiError
 
 
@@ -69,6 +69,12 @@ class Flight:
     def num_tokens(self) -> int:
         """Tokens that it may come to, prompt and output."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    def missed_finish(self) -> FinishReason | None:
+        """How it ended, if all its tokens are here though nobody said that it was over."""
+        if self.received and self.received[-1] in self.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.received) >= self.sampling.max_tokens else None
 
 
 @dataclass(slots=True)

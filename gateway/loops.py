@@ -12,6 +12,7 @@ from typing import Any
 from bus.client import BusFull, BusUnavailable, Restart
 from bus.messages import Event, Metrics, StepOutput
 from gateway import tokenizer
+from gateway.errors import unavailable
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
@@ -31,6 +32,7 @@ class Loops:
         self._gateway = gateway
         self._bus = gateway.bus
         self._delivery = gateway.delivery
+        self._watch = gateway.watch
         self._poll_now = asyncio.Event()
 
     async def start(self) -> None:
@@ -95,7 +97,7 @@ class Loops:
         field = {"worker_lost": "epoch", "worker_left": "epoch", "epoch_changed": "previous_epoch"}
         epoch = event.numbers.get(field.get(event.kind, ""))
         if epoch is not None:
-            self._delivery.on_worker_gone(event.subject, int(epoch), event.kind)
+            self._watch.on_worker_gone(event.subject, int(epoch), event.kind)
         if event.kind.startswith(("worker_", "epoch_")):
             self._poll_now.set()
 
@@ -115,7 +117,7 @@ class Loops:
     # ------------------------------------------------------------------------------------- registry
 
     def _on_restart(self, restart: Restart) -> None:
-        self._delivery.on_restart(restart)
+        self._watch.on_restart(restart)
         self._poll_now.set()
 
     async def _poll_registry(self) -> None:
@@ -132,7 +134,7 @@ class Loops:
     async def _poll(self) -> None:
         self._gateway.cluster.update(await self._bus.workers(), time.monotonic())
         self._gateway.models.preload()
-        self._delivery.on_poll()
+        self._watch.on_poll()
 
     async def _renew_lease(self) -> None:
         while True:
@@ -154,7 +156,13 @@ class Loops:
             is_busy = len(self._delivery.table) > 0
             await asyncio.sleep(TICK_S if is_busy else 4 * TICK_S)
             if is_busy:
-                self._delivery.tick()
+                self._watch.tick()
+                self._give_up_on_the_bus()
             elif was_busy:
                 self._gateway.check_integrity()
             was_busy = is_busy
+
+    def _give_up_on_the_bus(self) -> None:
+        """Streams that go on say so with comments for as long as they wait; not for ever."""
+        if self._gateway.bus_away_s() > self._gateway.settings.gateway.queue_timeout_s:
+            self._delivery.fail_all(unavailable("the message bus (Redis) is away for too long", 5.0))

@@ -48,16 +48,18 @@ class _Command:
         return time.monotonic() > self.until
 
 
+def _nobody(_: Flight) -> None:
+    pass
+
+
 class Outbox:
     """`on_sent` is told of every submission that Redis took, `on_full` of those it has no memory for."""
 
-    def __init__(
-        self, bus: Bus, gateway: str, *, on_sent: Callable[[Flight], None], on_full: Callable[[Flight], None]
-    ) -> None:
+    def __init__(self, bus: Bus, gateway: str) -> None:
+        self.on_sent: Callable[[Flight], None] = _nobody
+        self.on_full: Callable[[Flight], None] = _nobody
         self._bus = bus
         self._gateway = gateway
-        self._on_sent = on_sent
-        self._on_full = on_full
         self._queue: deque[_Submission | _Command] = deque()
         self._wake = asyncio.Event()
 
@@ -101,13 +103,13 @@ class Outbox:
         except BusFull:
             for item in items:
                 if isinstance(item, _Submission):
-                    self._on_full(item.flight)
+                    self.on_full(item.flight)
             self._queue.extendleft(item for item in reversed(items) if isinstance(item, _Command))
             await asyncio.sleep(RETRY_S)
         else:
             for item in items:
                 if isinstance(item, _Submission) and not item.is_void:
-                    self._on_sent(item.flight)
+                    self.on_sent(item.flight)
 
     def _take(self) -> list[_Submission | _Command]:
         items: list[_Submission | _Command] = []

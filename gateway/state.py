@@ -15,12 +15,15 @@ from gateway.broadcast import Broadcast
 from gateway.cluster import Cluster
 from gateway.delivery import Delivery
 from gateway.errors import unavailable
+from gateway.inflight import InFlight
 from gateway.intake import Intake
 from gateway.limits import Admission, RateLimiter
 from gateway.models import Models
 from gateway.outbox import Outbox
+from gateway.placement import Placement
 from gateway.stats import Stats
 from gateway.streams import Streams
+from gateway.watch import Watch
 
 BUS_PATIENCE_S = 5.0  # new requests wait this long for a Redis that went away
 MAX_TOLD = 1000
@@ -48,17 +51,27 @@ class Gateway:
         self.intake = Intake(
             self.cluster, max_n_tokens=section.max_n_tokens, default_max_tokens=section.default_max_tokens
         )
+        self.outbox = Outbox(bus, self.id)
+        table = InFlight()
         self.delivery = Delivery(
+            table,
             self.cluster,
+            self.outbox,
+            Placement(self.cluster, table, self.outbox),
             self.stats,
-            lease_s=settings.worker.lease_s,
             queue_timeout_s=section.queue_timeout_s,
             max_attempts=section.max_attempts,
             replay=section.replay,
             on_event=self.tell,
         )
-        self.outbox = Outbox(bus, self.id, on_sent=self.delivery.on_sent, on_full=self.delivery.on_bus_full)
-        self.delivery.outbox = self.outbox
+        self.watch = Watch(
+            self.delivery,
+            self.cluster,
+            lease_s=settings.worker.lease_s,
+            queue_timeout_s=section.queue_timeout_s,
+        )
+        self.outbox.on_sent = self.delivery.on_sent
+        self.outbox.on_full = self.delivery.on_bus_full
         self.told: deque[Told] = deque()
         self.has_told = asyncio.Event()
         self.is_draining = False
@@ -68,12 +81,17 @@ class Gateway:
         """Raises ApiError 503 while draining, and while Redis is away for long."""
         if self.is_draining:
             raise unavailable("this gateway is shutting down; another will answer", 1.0)
+        if self.bus_away_s() > BUS_PATIENCE_S:
+            raise unavailable("the message bus (Redis) is away; try again", 2.0)
+
+    def bus_away_s(self) -> float:
+        """Seconds for which Redis has not answered, as seen by those who asked here."""
         if self.bus.up:
             self._bus_away_since = None
-        elif self._bus_away_since is None:
+            return 0.0
+        if self._bus_away_since is None:
             self._bus_away_since = time.monotonic()
-        elif time.monotonic() - self._bus_away_since > BUS_PATIENCE_S:
-            raise unavailable("the message bus (Redis) is away; try again", 2.0)
+        return time.monotonic() - self._bus_away_since
 
     @property
     def is_ready(self) -> bool:

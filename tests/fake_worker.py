@@ -52,6 +52,7 @@ class FakeWorker:
         self.drained = False
 
     async def start(self, state: str = "serving") -> FakeWorker:
+        await self.bus.wait_up()
         self.epoch = max(time.time_ns() // 1_000_000, self.epoch + 1)
         await self.bus.register_worker(self.card(state), LEASE_S)
         self._tasks = [asyncio.create_task(work()) for work in (self._renew, self._read, self._obey)]
