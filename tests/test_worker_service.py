@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from bus.messages import (
 )
 from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.conftest import settings_of
-from tests.engine_toys import VOCAB, ToyModel, continuation, toy_engine
+from tests.engine_toys import VOCAB, ToyModel, continuation, toy_engine, toy_instance
 from tests.redis_process import RedisProcess
 from worker.engine.instance import Instance
 from worker.service import gateways
@@ -66,7 +67,7 @@ class Bench:
         progress("loading toy: 50 %")
         return Loaded(
             engine=self.engine,
-            cards=[card(self.instance)],
+            cards=[card(instance) for instance in self.engine.instances.values()],
             pages=lambda: PageCounts(budget=4, weights=1, kv=2, free=1),
             device="cpu",
             page_bytes=65536,
@@ -450,3 +451,75 @@ async def test_a_model_that_cannot_be_served_is_told_to_the_caller_and_the_lease
         with pytest.raises(CannotServe, match="no config"):
             await serve(settings, bus, asyncio.Event(), refuse)
         assert await bus.workers() == []
+
+
+async def test_loading_is_on_the_card_and_can_be_stopped(redis_settings: RedisSettings) -> None:
+    stop = asyncio.Event()
+    stopped = threading.Event()
+
+    def load(settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> Loaded:
+        for i in range(1000):
+            try:
+                progress(f"loading toy: {i / 10:.0f} %")
+            except BaseException:
+                stopped.set()
+                raise
+            time.sleep(0.01)
+        raise AssertionError("it was not stopped")
+
+    async with connect(redis_settings) as bus:
+        settings = Settings(redis=redis_settings, worker=WorkerSettings(id="w0", lease_s=LEASE_S))
+        task = asyncio.create_task(serve(settings, bus, stop, load))
+        async with asyncio.timeout(10):
+            while not any(live.card.progress for live in await bus.workers()):
+                await asyncio.sleep(0.05)
+        (live,) = await bus.workers()
+        assert live.card.state == "loading" and live.card.progress.startswith("loading toy")
+        stop.set()
+        await asyncio.wait_for(task, 10)
+        assert stopped.is_set()
+        assert await bus.workers() == []
+
+
+async def test_an_engine_that_dies_takes_the_worker_with_it_and_the_lease_is_given_up(
+    redis_settings: RedisSettings,
+) -> None:
+    async with running(redis_settings) as bench:
+
+        def broken(*args: Any) -> Any:
+            raise MemoryError("the device is gone")
+
+        bench.engine.check_integrity = broken  # type: ignore[method-assign]
+        await bench.submit("a", [1], 2)
+        assert bench.task is not None
+        with pytest.raises(MemoryError, match="the device is gone"):
+            await asyncio.wait_for(bench.task, 10)
+        assert await bench.bus.workers() == []
+        bench.task = None
+
+
+async def test_two_instances_of_one_worker_have_streams_of_their_own(redis_settings: RedisSettings) -> None:
+    async with connect(redis_settings, source="test") as bus:
+        bench = Bench(bus, redis_settings)
+        second = toy_instance()
+        second.id = "other@w0"
+        bench.engine.add_instance(second)
+        listener = asyncio.create_task(bench.listen())
+        try:
+            await bench.start()
+            await bench.submit("a", [1], 5)
+            submit = Submit(
+                request_id="b",
+                attempt=1,
+                gateway="g0",
+                epoch=await bench.epoch(),
+                prompt_token_ids=[2],
+                sampling=SamplingParams(max_tokens=5, seed=1, temperature=0.0),
+            )
+            await bus.publish(bus.names.requests("other@w0"), submit)
+            await bench.until(lambda: bench.end("a") and bench.end("b"))
+            assert bench.tokens("b") == continuation([2], 5)
+            assert {output.instance for output in bench.received} == {"toy@w0", "other@w0"}
+        finally:
+            listener.cancel()
+            await bench.aclose()
