@@ -84,12 +84,17 @@ def _worker(gateway: Gateway, card: WorkerCard) -> dict[str, Any]:
         "pid": card.pid,
         "device": card.device,
         "epoch": card.epoch,
-        "state": card.state,
+        "state": _state(gateway, card),
         "progress": card.progress,
         "page_bytes": card.page_bytes,
         "pages": asdict(metrics.pages) if metrics else None,
         "busy": metrics.busy if metrics else None,
     }
+
+
+def _state(gateway: Gateway, card: WorkerCard) -> str:
+    """As the card says; "unknown" while the registry cannot be read."""
+    return card.state if gateway.bus.up else "unknown"
 
 
 def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[str, Any]:
@@ -102,7 +107,7 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
         "workers": card.workers or [worker.id],
         "tp": card.tp,
         "pp": card.pp,
-        "state": worker.state,
+        "state": _state(gateway, worker),
         "running": last.running if last else None,
         "waiting": last.waiting if last else None,
         "layers": layers,

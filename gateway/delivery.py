@@ -78,7 +78,7 @@ class Delivery:
             self.stats.of(flight.model).finished["abort"] += 1
 
     def fail_all(self, error: ApiError) -> None:
-        """Ends everything: this gateway leaves, or Redis does not come back."""
+        """Ends everything: this gateway leaves."""
         for flight in list(self.table.flights.values()):
             self.fail(flight, error)
         self.flush()

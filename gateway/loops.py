@@ -12,8 +12,7 @@ from typing import Any
 from bus.client import BusFull, BusUnavailable, Restart
 from bus.messages import Event, Metrics, StepOutput
 from gateway import tokenizer
-from gateway.errors import unavailable
-from gateway.state import Gateway
+from gateway.state import BUS_PATIENCE_S, Gateway
 
 log = logging.getLogger("gateway")
 
@@ -155,14 +154,10 @@ class Loops:
         while True:
             is_busy = len(self._delivery.table) > 0
             await asyncio.sleep(TICK_S if is_busy else 4 * TICK_S)
+            away_s = self._gateway.bus_away_s()
             if is_busy:
                 self._watch.tick()
-                self._give_up_on_the_bus()
+                self._watch.on_bus_away(away_s, BUS_PATIENCE_S)
             elif was_busy:
                 self._gateway.check_integrity()
             was_busy = is_busy
-
-    def _give_up_on_the_bus(self) -> None:
-        """Streams that go on say so with comments for as long as they wait; not for ever."""
-        if self._gateway.bus_away_s() > self._gateway.settings.gateway.queue_timeout_s:
-            self._delivery.fail_all(unavailable("the message bus (Redis) is away for too long", 5.0))

@@ -25,7 +25,7 @@ from gateway.stats import Stats
 from gateway.streams import Streams
 from gateway.watch import Watch
 
-BUS_PATIENCE_S = 5.0  # new requests wait this long for a Redis that went away
+BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
 MAX_TOLD = 1000
 
 Told = tuple[str, str, str, dict[str, float]]
@@ -85,7 +85,7 @@ class Gateway:
             raise unavailable("the message bus (Redis) is away; try again", 2.0)
 
     def bus_away_s(self) -> float:
-        """Seconds for which Redis has not answered, as seen by those who asked here."""
+        """Seconds for which Redis has not answered, since somebody first asked here."""
         if self.bus.up:
             self._bus_away_since = None
             return 0.0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from bus.client import Restart
 from gateway.cluster import Cluster
 from gateway.delivery import Delivery
-from gateway.errors import deadline_exceeded, worker_lost
+from gateway.errors import deadline_exceeded, unavailable, worker_lost
 from gateway.inflight import Flight
 
 # A worker that is free and gave no sign of a request for this long never got it.
@@ -76,6 +76,17 @@ class Watch:
             elif flight.is_sent and self._is_lost(flight, now):
                 silence = f"no sign of life for {now - flight.last_sign:.1f} s"
                 self._delivery.replay(flight, "silent", silence)
+        self._delivery.flush()
+
+    def on_bus_away(self, away_s: float, patience_s: float) -> None:
+        """What has not begun is refused after `patience_s`; streams that have wait as long as a request may
+        wait in the queue, saying so with comments, and not for ever."""
+        if away_s < patience_s:
+            return
+        error = unavailable("the message bus (Redis) is away; try again", 2.0)
+        for flight in list(self._table.flights.values()):
+            if not flight.was_admitted or away_s > self._queue_timeout_s:
+                self._delivery.fail(flight, error)
         self._delivery.flush()
 
     def _too_late(self, flight: Flight, now: float) -> None:
