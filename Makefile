@@ -27,7 +27,7 @@ check: $(VENV)/.dev ## lint, format, types, and the arrows between the packages
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/pytest -q tests/test_structure.py
 
 format: $(VENV)/.dev ## put imports and spaces in order
