@@ -34,7 +34,7 @@ from instar.redis_server import free_port, plan_redis, wait_until_listening
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULT: Final = ROOT / "bench" / "results" / "road.json"
 BAR_TOKENS_PER_S, BAR_P99_MS = 20_000, 20.0
-WARM_S = 1.0  # at the beginning of a load: streams open, nothing is counted
+WARM_S = 1.0  # at the beginning of a side and of each load: streams open, nothing is counted
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def measure(name: str, args: argparse.Namespace, loads: list[int]) -> dict[str, 
     with tempfile.TemporaryDirectory(prefix="road-") as folder, ExitStack() as stack:
         start = instar_side if name == "instar" else bare_side
         side = stack.enter_context(start(Path(folder), args.model))
+        run_streams(side.port, args.streams, max(1, loads[0] // args.streams), WARM_S)
         found = [run_load(side, args.streams, load, args.seconds) for load in loads]
         log = side.stop()
     for load in found:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bus.messages import Delta, FinishReason, StepOutput
 from gateway import errors
@@ -85,11 +85,11 @@ class Delivery:
 
     # ------------------------------------------------------------------------------------- from workers
 
-    def on_step(self, step: StepOutput) -> None:
-        """One engine step's deltas. Call `flush` when the batch is through."""
+    def on_step(self, step: StepOutput, deltas: Sequence[Delta]) -> None:
+        """One engine step's deltas, or some of them. Call `flush` when the batch is through."""
         now = self._clock()
         flights = self.table.flights
-        for delta in step.deltas:
+        for delta in deltas:
             flight = flights.get(delta.request_id)
             if flight is None:
                 self._stray(step, delta, now)

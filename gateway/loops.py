@@ -21,6 +21,7 @@ POLL_S = 2.0  # the controller's events tell of most changes at once
 POLL_BUSY_S = 0.4  # while requests are in flight: a dead worker's are replayed the sooner
 TICK_S = 0.25
 TRIM_S = 1.0
+SLICE = 32  # deltas: half a millisecond
 
 
 class Loops:
@@ -71,13 +72,25 @@ class Loops:
         trimmed_at = time.monotonic()
         async with self._bus.reader(stream, StepOutput, start="0") as reader:
             async for batch in reader:
-                for _, step in batch:
-                    self._delivery.on_step(step)
-                self._delivery.flush()
+                if len(batch) == 1:
+                    await self._deliver(batch[0][1])
+                else:  # we are behind: one write per stream for all of it
+                    for _, step in batch:
+                        self._delivery.on_step(step, step.deltas)
+                    self._delivery.flush()
                 if time.monotonic() - trimmed_at > TRIM_S:
                     trimmed_at = time.monotonic()
                     with contextlib.suppress(BusUnavailable):
                         await self._bus.trim(stream, before=reader.position)
+
+    async def _deliver(self, step: StepOutput) -> None:
+        """In slices, so that the first streams' tokens are at their sockets while the last are decoded
+        (the event loop writes between its rounds)."""
+        for start in range(0, len(step.deltas), SLICE):
+            if start:
+                await asyncio.sleep(0)
+            self._delivery.on_step(step, step.deltas[start : start + SLICE])
+            self._delivery.flush()
 
     async def _read_metrics(self) -> None:
         async with self._bus.reader(self._bus.names.metrics, Metrics) as reader:

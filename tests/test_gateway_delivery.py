@@ -151,6 +151,19 @@ async def test_a_missing_entry_is_noticed_and_replayed(gate: Gate) -> None:
     assert gate.worker.submits[-1].sent_token_ids == gate.ids(ANSWER)[:3]
 
 
+async def test_an_end_that_was_lost_after_the_last_token_is_made_up(gate: Gate) -> None:
+    def endless(step: StepOutput) -> list[StepOutput]:
+        return [dataclasses.replace(step, deltas=[dataclasses.replace(step.deltas[0], finish_reason=None)])]
+
+    gate.worker.mangle = endless
+    task = asyncio.create_task(answer(gate))
+    await gate.until("all tokens", lambda: gate.worker.submits and not gate.worker.num_running)
+    await asyncio.sleep(0.2)
+    await gate.bus.event("worker_lost", "w0", "test", epoch=gate.worker.epoch)
+    await assert_whole(gate, task)
+    assert len(gate.worker.submits) == 1
+
+
 async def test_late_tokens_of_a_fenced_epoch_are_dropped(gate: Gate) -> None:
     task = hang_at(gate, 4)
     await gate.until("a run", busy(gate))
@@ -243,11 +256,12 @@ async def test_an_error_of_the_engine_is_told_and_not_retried(gate: Gate) -> Non
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("phase", ["queue", "decode"])
+@pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
 async def test_a_client_that_leaves_is_cancelled_at_the_worker(gate: Gate, stream: bool, phase: str) -> None:
     gate.worker.token_s = 0.05
     if phase == "queue":
         gate.worker.gate.clear()
+    gate.worker.stop_at = {"queue": None, "prefill": 0, "decode": None}[phase]
     async with gate.http() as http:
         post = http.post("/v1/completions", json=BODY | {"stream": stream, "ignore_eos": True, "n": 2})
         task = asyncio.create_task(post)
