@@ -67,11 +67,13 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """`control:{worker}`: stop these and free their blocks; unknown ids are not an error."""
+    """`control:{worker}`: stop these and free their blocks; unknown ids are not an error. With `up_to_attempt`
+    a later attempt of the same request lives on (it went elsewhere, or comes back here)."""
 
     id: str
     epoch: int
     request_ids: list[str]
+    up_to_attempt: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

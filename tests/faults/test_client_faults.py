@@ -75,7 +75,7 @@ def test_a_client_that_leaves_while_decoding_frees_its_blocks(service: Service, 
 def test_clients_that_leave_the_queue_and_the_prefill_leave_nothing_behind(service: Service) -> None:
     running = [open_stream(service, 1800) for _ in range(4)]
     wait_for("four to run", lambda: service.state()["instances"][0]["running"] == 4)
-    queued = [open_stream(service, 1800, prompt=PROMPT * 60) for _ in range(3)]
+    queued = [open_stream(service, 1000, prompt=PROMPT * 60) for _ in range(3)]
     wait_for("three to wait", lambda: service.state()["instances"][0]["waiting"] == 3)
     for connection in queued:
         connection.close()
