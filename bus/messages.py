@@ -67,8 +67,8 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """`control:{worker}`: stop these and free their blocks; unknown ids are not an error. Where `up_to_attempt`
-    is set, a later attempt of the same request lives on (it went elsewhere, or comes back here)."""
+    """`control:{worker}`: stop these and free their blocks; unknown ids are not an error. `up_to_attempt`:
+    later attempts of the same requests live on (they went elsewhere, or come back); None: no attempt does."""
 
     id: str
     epoch: int

@@ -142,10 +142,11 @@ class Registry:
 
     # ------------------------------------------------------------------------------------- gateways
 
-    async def renew_gateway(self, gateway: str, lease_s: float = 5.0) -> None:
-        """Makes or renews a gateway's lease, and keeps its tokens stream from expiring for ten leases."""
+    async def renew_gateway(self, gateway: str, lease_s: float = 5.0) -> bool:
+        """Makes or renews a gateway's lease, and keeps its tokens stream from expiring for ten leases.
+        False: the lease was not held (any more), and workers may have dropped what it had asked for."""
 
-        async def call(client: Redis) -> None:
+        async def call(client: Redis) -> bool:
             key = self.names.gateway_lease(gateway)
             async with client.pipeline(transaction=False) as pipe:
                 pipe.pexpire(key, _ms(lease_s))
@@ -153,8 +154,9 @@ class Registry:
                 held, _ = await pipe.execute()
             if not held:
                 await client.set(key, b"1", px=_ms(lease_s))
+            return bool(held)
 
-        await self.link.run(call)
+        return await self.link.run(call)
 
     async def drop_gateway(self, gateway: str) -> None:
         """A clean exit: the lease and the tokens stream go."""

@@ -91,6 +91,13 @@ async def test_a_gateway_is_alive_until_its_lease_runs_out_or_is_dropped(bus: Bu
     assert await bus.live_gateways(["g1", "g2", "g3", "never"]) == {"g1"}
 
 
+async def test_a_gateway_learns_whether_its_lease_still_stood(bus: Bus) -> None:
+    assert await bus.renew_gateway("g", lease_s=0.2) is False
+    assert await bus.renew_gateway("g", lease_s=0.05) is True
+    await asyncio.sleep(0.1)
+    assert await bus.renew_gateway("g", lease_s=5) is False
+
+
 async def test_a_gateways_tokens_expire_when_nobody_renews(bus: Bus) -> None:
     await bus.publish(bus.names.tokens("g"), step_output())
     await bus.renew_gateway("g", lease_s=0.02)

@@ -75,8 +75,27 @@ def test_remembered_cancellations_are_bounded(monkeypatch: Any) -> None:
     assert not ledger.offer(submit("c"), "i", "2-0", 7).run
 
 
-def test_requests_of_one_gateway_are_found() -> None:
+def test_requests_of_a_gateway_that_is_gone_are_dropped_and_run_when_it_asks_again() -> None:
     ledger = Ledger()
     for name, gateway in (("a", "g0"), ("b", "g1"), ("c", "g0")):
         ledger.offer(submit(name, gateway=gateway), "i", "1-0", 7)
-    assert ledger.of_gateway("g0") == ["a", "c"]
+    assert [ticket.request_id for ticket in ledger.drop_gateway("g0")] == ["a", "c"]
+    assert ledger.gateways() == {"g1"}
+    assert ledger.offer(submit("a", attempt=2), "i", "2-0", 7).run
+
+
+def test_a_cancel_of_earlier_attempts_lets_a_later_one_run() -> None:
+    ledger = Ledger()
+    ledger.offer(submit(attempt=2), "i", "1-0", 7)
+    assert ledger.cancel("r", up_to_attempt=1) is None
+    ticket = ledger.cancel("r", up_to_attempt=2)
+    assert ticket and ticket.attempt == 2
+    assert not ledger.offer(submit(attempt=2), "i", "2-0", 7).run
+    assert ledger.offer(submit(attempt=3), "i", "3-0", 7).run
+
+
+def test_a_cancel_of_all_attempts_is_not_weakened_by_one_of_earlier_attempts() -> None:
+    ledger = Ledger()
+    ledger.cancel("r")
+    ledger.cancel("r", up_to_attempt=1)
+    assert not ledger.offer(submit(attempt=5), "i", "1-0", 7).run

@@ -280,6 +280,34 @@ async def test_requests_of_a_gateway_that_died_are_cancelled(
     await bench.until(bench.is_settled)
 
 
+async def test_a_gateway_whose_lease_ran_out_may_submit_its_requests_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateways, "CHECK_S", 0.05)
+    monkeypatch.setattr(gateways, "GRACE_S", 0.1)
+    bench.model.step_s = 0.02
+    lease = bench.bus.names.gateway_lease("g0")
+    await bench.submit("a", [1], 190)
+    await bench.until(lambda: bench.tokens("a"))
+    await bench.bus.link.run(lambda client: client.delete(lease))
+    await bench.until(lambda: bench.instance.stats.finished["cancelled"] == 1)
+    await bench.bus.renew_gateway("g0", 60.0)
+    bench.model.step_s = 0.0
+    await bench.submit("a", [1], 10, attempt=2)
+    await bench.until(lambda: bench.end("a"))
+    await bench.until(bench.is_settled)
+
+
+async def test_a_cancel_of_an_earlier_attempt_leaves_the_running_one_alone(bench: Bench) -> None:
+    bench.model.step_s = 0.02
+    await bench.submit("a", [1], 30, attempt=2)
+    await bench.until(lambda: bench.tokens("a"))
+    command = Cancel(id="c1", epoch=await bench.epoch(), request_ids=["a"], up_to_attempt=1)
+    await bench.bus.publish(bench.bus.names.control("w0"), command)
+    await bench.until(lambda: bench.end("a"))
+    assert bench.tokens("a") == continuation([1], 30)
+
+
 async def test_a_failing_step_answers_its_requests_and_the_worker_goes_on(bench: Bench) -> None:
     bench.model.fail_on = 77
     await bench.submit("bad", [77])

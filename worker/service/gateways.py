@@ -30,9 +30,8 @@ async def watch_gateways(bus: Bus, ledger: Ledger, intake: Intake, outbox: Outbo
             continue
         with suppress(BusUnavailable, BusFull):
             for gateway in await _gone(bus, ledger.gateways(), missing_since):
-                requests = ledger.of_gateway(gateway)
-                log.warning("gateway %s is gone; cancelling its %d requests", gateway, len(requests))
-                intake.cancel(requests)
+                stopped = intake.drop_gateway(gateway)
+                log.warning("gateway %s is gone; stopped its %d requests", gateway, stopped)
                 outbox.drop_gateway(bus.names.tokens(gateway))
 
 

@@ -12,7 +12,7 @@ from bus.messages import Cancel, Drain, Submit
 from bus.names import consumer
 from worker.core import Request
 from worker.service.engine_thread import EngineThread
-from worker.service.ledger import Ledger
+from worker.service.ledger import Ledger, Ticket
 from worker.service.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -90,16 +90,25 @@ class Intake:
                     if command.epoch != epoch():
                         log.info("%s %s is for another epoch", type(command).__name__, command.id)
                     elif isinstance(command, Cancel):
-                        self.cancel(command.request_ids)
+                        self._cancel(command)
                     else:
                         on_drain()
 
-    def cancel(self, request_ids: list[str]) -> None:
-        """Stop them, acknowledge their entries; unknown ids are remembered."""
-        for request_id in request_ids:
-            if ticket := self._ledger.cancel(request_id):
-                self._outbox.ack(self._bus.names.requests(ticket.instance), ticket.entry_id)
-        self._thread.cancel(request_ids)
+    def _cancel(self, command: Cancel) -> None:
+        """Unknown ids are remembered."""
+        tickets = [self._ledger.cancel(name, command.up_to_attempt) for name in command.request_ids]
+        self._stop([ticket for ticket in tickets if ticket])
+
+    def drop_gateway(self, gateway: str) -> int:
+        """Stop what a gateway asked for that is gone. Returns how many requests."""
+        tickets = self._ledger.drop_gateway(gateway)
+        self._stop(tickets)
+        return len(tickets)
+
+    def _stop(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self._outbox.ack(self._bus.names.requests(ticket.instance), ticket.entry_id)
+        self._thread.cancel([ticket.request_id for ticket in tickets])
 
 
 def _request(submit: Submit) -> Request:

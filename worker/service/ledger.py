@@ -6,6 +6,7 @@ or behind its own Cancel is recognised here.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._cancelled: OrderedDict[str, float] = OrderedDict()  # id -> last attempt that is cancelled
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -52,14 +53,19 @@ class Ledger:
     def gateways(self) -> set[str]:
         return {ticket.gateway for ticket in self._tickets.values()}
 
-    def of_gateway(self, gateway: str) -> list[str]:
-        return [ticket.request_id for ticket in self._tickets.values() if ticket.gateway == gateway]
+    def drop_gateway(self, gateway: str) -> list[Ticket]:
+        """The tickets of what it asked for, which does not run any more. Nothing is remembered: a gateway
+        that was only paused submits the same requests again."""
+        dropped = [ticket for ticket in self._tickets.values() if ticket.gateway == gateway]
+        for ticket in dropped:
+            del self._tickets[ticket.request_id]
+        return dropped
 
     def offer(self, submit: Submit, instance: str, entry_id: str, epoch: int) -> Verdict:
         """Decide about a Submit; one that runs has a ticket from here on."""
         if submit.epoch != epoch:
             return Verdict(run=False, reason=f"addressed to epoch {submit.epoch}, this is {epoch}")
-        if submit.request_id in self._cancelled:
+        if submit.attempt <= self._cancelled.get(submit.request_id, -1):
             return Verdict(run=False, reason="cancelled before it came")
         known = self._tickets.get(submit.request_id)
         if known and known.attempt >= submit.attempt:
@@ -76,13 +82,16 @@ class Ledger:
             return None
         return self._tickets.pop(request_id)
 
-    def cancel(self, request_id: str) -> Ticket | None:
-        """Its ticket, if it runs. The id is remembered either way: its Submit may still be on its way."""
-        self._cancelled[request_id] = None
+    def cancel(self, request_id: str, up_to_attempt: int | None = None) -> Ticket | None:
+        """The ticket of the attempt that runs, if it is one of those meant (None: all). They are remembered
+        either way: the Submit may still be on its way."""
+        limit = math.inf if up_to_attempt is None else up_to_attempt
+        self._cancelled[request_id] = max(limit, self._cancelled.get(request_id, limit))
         self._cancelled.move_to_end(request_id)
         if len(self._cancelled) > MAX_REMEMBERED:
             self._cancelled.popitem(last=False)
-        return self._tickets.pop(request_id, None)
+        ticket = self._tickets.get(request_id)
+        return self._tickets.pop(request_id) if ticket and ticket.attempt <= limit else None
 
     def clear(self) -> None:
         """A new epoch runs nothing. Cancellations stay: they are about requests, not about epochs."""
