@@ -72,6 +72,7 @@ def test_a_client_that_leaves_while_decoding_frees_its_blocks(service: Service, 
     assert time.monotonic() - left < 5, before
 
 
+@pytest.mark.slow
 def test_clients_that_leave_the_queue_and_the_prefill_leave_nothing_behind(service: Service) -> None:
     running = [open_stream(service, 1800) for _ in range(4)]
     wait_for("four to run", lambda: service.state()["instances"][0]["running"] == 4)
@@ -139,6 +140,7 @@ def burst(service: Service, count: int) -> tuple[list[tuple[int, str | None, flo
     return refusals, accepted
 
 
+@pytest.mark.slow
 def test_a_reader_of_one_byte_a_second_holds_nobody_up(service: Service, report: Report) -> None:
     with Load(service, clients=2) as load:
         load.warm(20)
@@ -174,6 +176,7 @@ def test_a_gateway_asked_to_leave_finishes_its_streams_and_refuses_new_ones(serv
     assert service.processes["gateway0"].wait(20) == 0
 
 
+@pytest.mark.slow
 def test_of_two_gateways_the_death_of_one_cancels_its_requests_and_spares_the_others(
     service: Service, report: Report
 ) -> None:

@@ -74,6 +74,7 @@ def test_flushall_loses_no_request(service: Service, report: Report) -> None:
     only_clean_refusals(disturbed(service, "18 FLUSHALL", flush, report))
 
 
+@pytest.mark.slow
 def test_cut_connections_lose_no_request(service: Service, report: Report) -> None:
     def cut() -> None:
         with service.redis as client:
@@ -82,6 +83,7 @@ def test_cut_connections_lose_no_request(service: Service, report: Report) -> No
     only_clean_refusals(disturbed(service, "18 CLIENT KILL of everybody", cut, report))
 
 
+@pytest.mark.slow
 def test_redis_frozen_for_ten_seconds_loses_no_request(service: Service, report: Report) -> None:
     def freeze() -> None:
         service.processes["redis"].signal(signal.SIGSTOP)
@@ -91,6 +93,7 @@ def test_redis_frozen_for_ten_seconds_loses_no_request(service: Service, report:
     only_clean_refusals(disturbed(service, "20 Redis frozen for 10 s", freeze, report))
 
 
+@pytest.mark.slow
 def test_redis_full_is_a_clean_503_and_passes(service: Service, report: Report) -> None:
     with Load(service, clients=2) as load:
         load.warm()
@@ -107,6 +110,7 @@ def test_redis_full_is_a_clean_503_and_passes(service: Service, report: Report) 
     report(load.row("21 Redis at maxmemory"))
 
 
+@pytest.mark.slow
 def test_a_deleted_consumer_and_a_destroyed_group_recover(service: Service, report: Report) -> None:
     def harm() -> None:
         with service.redis as client:
@@ -118,6 +122,7 @@ def test_a_deleted_consumer_and_a_destroyed_group_recover(service: Service, repo
     only_clean_refusals(disturbed(service, "23 DELCONSUMER and a destroyed group", harm, report))
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_stale_entries_are_cleared_by_the_next_worker(
     service: Service, report: Report
 ) -> None:
@@ -142,6 +147,7 @@ def test_a_hundred_thousand_stale_entries_are_cleared_by_the_next_worker(
     report(load.row("23 100,000 pending entries"))
 
 
+@pytest.mark.slow
 def test_redis_without_persistence_comes_back_empty_and_no_request_is_lost(report: Report) -> None:
     with Service(num_workers=2) as service:
         only_clean_refusals(
@@ -149,6 +155,7 @@ def test_redis_without_persistence_comes_back_empty_and_no_request_is_lost(repor
         )
 
 
+@pytest.mark.slow
 def test_failing_over_to_an_empty_replica_loses_no_request(report: Report) -> None:
     port = free_port()
     with FaultProxy(port) as proxy, Service(num_workers=2, redis_port=port, redis_url=proxy.url) as service:
@@ -162,6 +169,7 @@ def test_failing_over_to_an_empty_replica_loses_no_request(report: Report) -> No
         only_clean_refusals(disturbed(service, "18 failover to an empty replica", fail_over, report))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "settings"),
     [
@@ -185,6 +193,7 @@ def test_a_bad_road_to_redis_duplicates_and_loses_nothing(
         only_clean_refusals(disturbed(service, fault, harm, report))
 
 
+@pytest.mark.slow
 def test_a_worker_cut_off_from_redis_is_replaced_and_its_late_tokens_dropped(report: Report) -> None:
     port = free_port()
     with (
@@ -201,6 +210,7 @@ def test_a_worker_cut_off_from_redis_is_replaced_and_its_late_tokens_dropped(rep
         wait_for("both to serve", lambda: len(service.serving_workers()) == 2)
 
 
+@pytest.mark.slow
 def test_the_url_of_an_absent_redis_is_told_and_the_service_waits_or_ends() -> None:
     with Service(num_workers=1) as service:
         service.processes["redis"].kill()

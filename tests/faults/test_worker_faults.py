@@ -54,6 +54,7 @@ def test_a_stream_survives_the_death_of_its_worker_token_for_token(
         assert stream.usage == undisturbed.usage
 
 
+@pytest.mark.slow
 def test_stop_strings_logprobs_and_n_survive_the_death_of_a_worker(service: Service) -> None:
     whole = Stream(service, LONG_STREAM).start().finished().text
     stop = late_and_new(whole)
@@ -73,6 +74,7 @@ def test_stop_strings_logprobs_and_n_survive_the_death_of_a_worker(service: Serv
         heal(service)
 
 
+@pytest.mark.slow
 def test_a_request_whose_worker_dies_before_the_first_token_is_served_by_another(
     service: Service, report: Report
 ) -> None:
@@ -107,6 +109,7 @@ def test_under_load_a_killed_worker_loses_no_request(service: Service, report: R
     report(load.row("2 kill -9 worker in mid-stream"))
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_every_worker_ends_with_an_error_and_the_others_live(service: Service) -> None:
     stream = Stream(service, LONG_STREAM | {"max_tokens": 1500}).start().wait_chunks(5)
     deadline = time.monotonic() + 60
@@ -149,6 +152,7 @@ def test_a_frozen_worker_that_comes_back_after_its_lease_adds_no_token(
     report(load.row("22 SIGSTOP worker beyond its lease"))
 
 
+@pytest.mark.slow
 def test_a_worker_asked_to_leave_finishes_what_it_runs(service: Service, report: Report) -> None:
     with Load(service) as load:
         load.warm()
@@ -177,6 +181,7 @@ def test_killing_the_monitor_disturbs_nobody(service: Service, report: Report) -
     report(load.row("kill -9 monitor"))
 
 
+@pytest.mark.slow
 def test_killing_the_controller_and_a_worker_still_loses_nothing(service: Service, report: Report) -> None:
     undisturbed = Stream(service, LONG_STREAM).start().finished()
     with Load(service) as load:
@@ -194,6 +199,7 @@ def test_killing_the_controller_and_a_worker_still_loses_nothing(service: Servic
     report(load.row("kill -9 controller and a worker"))
 
 
+@pytest.mark.slow
 def test_without_replay_a_death_is_one_error_event_and_not_a_clean_end() -> None:
     with Service(num_workers=1, settings={"GATEWAY__REPLAY": "false"}) as service:
         stream = Stream(service, LONG_STREAM | {"max_tokens": 1500}).start().wait_chunks(5)
