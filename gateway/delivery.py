@@ -179,6 +179,11 @@ class Delivery:
             self._fail(flight, errors.overloaded("the message bus is full (Redis is at maxmemory)"))
             self.flush()
 
+    def on_unsendable(self, flight: Flight, _: Exception) -> None:
+        """Its Submit is no message: nobody could run it."""
+        self._fail(flight, errors.internal())
+        self.flush()
+
     def fail(self, flight: Flight, error: ApiError) -> None:
         """Ends it, at its worker, too. Nothing happens to one that has ended (its call failed with a
         sibling)."""

@@ -7,15 +7,18 @@ A write whose answer is lost may have been carried out. It is sent again as it w
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from bus.client import Bus, BusFull, BusUnavailable
+from bus.client import Batch, Bus, BusFull, BusUnavailable
 from bus.messages import Cancel, Drain, Submit
 from gateway.inflight import Flight
+
+log = logging.getLogger("gateway")
 
 MAX_BATCH = 64
 CANCEL_TRIES_S = 10.0  # then the worker finds out by itself: nobody renews this gateway's interest
@@ -52,12 +55,18 @@ def _nobody(_: Flight) -> None:
     pass
 
 
+def _nobody_cares(_: Flight, __: Exception) -> None:
+    pass
+
+
 class Outbox:
-    """`on_sent` is told of every submission that Redis took, `on_full` of those it has no memory for."""
+    """`on_sent` is told of every submission that Redis took, `on_full` of those it has no memory for,
+    `on_unsendable` of those that are no message. Submissions that became void are nobody's business."""
 
     def __init__(self, bus: Bus, gateway: str) -> None:
         self.on_sent: Callable[[Flight], None] = _nobody
         self.on_full: Callable[[Flight], None] = _nobody
+        self.on_unsendable: Callable[[Flight, Exception], None] = _nobody_cares
         self._bus = bus
         self._gateway = gateway
         self._queue: deque[_Submission | _Command] = deque()
@@ -69,8 +78,13 @@ class Outbox:
             raise AssertionError(f"{flight.request_id} has no target")
         self._put(_Submission(flight, flight.attempt, flight.target.instance, flight.target.epoch))
 
-    def cancel(self, worker: str, epoch: int, request_ids: Iterable[str]) -> None:
-        command = Cancel(id=uuid.uuid4().hex, epoch=epoch, request_ids=list(request_ids))
+    def cancel(
+        self, worker: str, epoch: int, request_ids: Iterable[str], up_to_attempt: int | None = None
+    ) -> None:
+        """`up_to_attempt`: later attempts live on; None: all end."""
+        command = Cancel(
+            id=uuid.uuid4().hex, epoch=epoch, request_ids=list(request_ids), up_to_attempt=up_to_attempt
+        )
         self._put(_Command(worker, command, time.monotonic() + CANCEL_TRIES_S))
 
     def __len__(self) -> int:
@@ -92,9 +106,7 @@ class Outbox:
         """One round trip. What could not be written stays in front, for the next."""
         items = self._take()
         batch = self._bus.batch()
-        for item in items:
-            stream, message = self._written(item)
-            batch.publish(stream, message)
+        items = [item for item in items if self._write(item, batch)]
         try:
             await batch.send()
         except BusUnavailable:
@@ -102,7 +114,7 @@ class Outbox:
             await asyncio.sleep(RETRY_S)
         except BusFull:
             for item in items:
-                if isinstance(item, _Submission):
+                if isinstance(item, _Submission) and not item.is_void:  # on_full may end its siblings
                     self.on_full(item.flight)
             self._queue.extendleft(item for item in reversed(items) if isinstance(item, _Command))
             await asyncio.sleep(RETRY_S)
@@ -118,6 +130,18 @@ class Outbox:
             if not item.is_void:
                 items.append(item)
         return items
+
+    def _write(self, item: _Submission | _Command, batch: Batch) -> bool:
+        """False: it cannot be a message; only its own flight fails."""
+        stream, message = self._written(item)
+        try:
+            batch.publish(stream, message)
+        except (OverflowError, TypeError, ValueError) as error:
+            log.error("a %s cannot be written to %s: %s", type(message).__name__, stream, error)
+            if isinstance(item, _Submission):
+                self.on_unsendable(item.flight, error)
+            return False
+        return True
 
     def _written(self, item: _Submission | _Command) -> tuple[str, Submit | Cancel | Drain]:
         if isinstance(item, _Command):

@@ -15,7 +15,9 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 
-TokenId = Annotated[int, Field(ge=0)]
+MAX_COUNT = 2**31 - 1  # engines and the bus keep counts and ids in fixed widths
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 def _to_list(value: Any) -> Any:
@@ -52,7 +54,7 @@ class SamplingBody(Body):
     model: Annotated[str, Field(min_length=1)]
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -71,7 +73,7 @@ class CompletionBody(SamplingBody):
     """`max_tokens` 0 with echo scores the prompt and generates nothing."""
 
     prompt: Any  # text, texts, token ids or lists of them: `parsing.prompts` tells and checks
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
 
@@ -95,8 +97,8 @@ class Message(Body):
 
 class ChatBody(SamplingBody):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

@@ -72,6 +72,7 @@ class Gateway:
         )
         self.outbox.on_sent = self.delivery.on_sent
         self.outbox.on_full = self.delivery.on_bus_full
+        self.outbox.on_unsendable = self.delivery.on_unsendable
         self.told: deque[Told] = deque()
         self.has_told = asyncio.Event()
         self.is_draining = False

@@ -1,0 +1,181 @@
+"""The gateway's core, without HTTP and Redis: workers that only have cards, a clock that is set by hand."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from bus.client import Batch, Bus, LiveWorker
+from bus.messages import (
+    Cancel,
+    Delta,
+    FinishReason,
+    InstanceCard,
+    Metrics,
+    SamplingParams,
+    StepOutput,
+    Submit,
+    WorkerCard,
+)
+from bus.names import Names
+from bus.settings import GatewaySettings, Settings
+from gateway.errors import ApiError
+from gateway.inflight import Flight
+from gateway.state import Gateway
+
+
+class DeafBus:
+    """Takes what is published, or refuses it with `error`."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self.up = True
+        self.error: Exception | None = None
+        self.taken: list[Any] = []
+
+    def batch(self) -> DeafBatch:
+        return DeafBatch(self)
+
+
+class DeafBatch(Batch):
+    """Encodes as the real one does."""
+
+    def __init__(self, bus: DeafBus) -> None:
+        super().__init__(cast(Any, bus))
+        self._bus = bus
+        self._messages: list[Any] = []
+
+    def publish(self, stream: str, message: object, *, maxlen: int | None = None) -> None:
+        super().publish(stream, message, maxlen=maxlen)
+        self._messages.append(message)
+
+    async def send(self) -> None:
+        if self._bus.error is not None:
+            raise self._bus.error
+        self._bus.taken += self._messages
+
+
+@dataclass(eq=False)
+class Ear:
+    """A sink that remembers."""
+
+    tokens: list[int] = field(default_factory=list)
+    has_ended: bool = False
+    error: ApiError | None = None
+
+    def on_admitted(self) -> None:
+        pass
+
+    def on_tokens(self, token_ids: list[int], delta: Delta, skip: int, fingerprint: str) -> bool:
+        self.tokens += token_ids
+        return False
+
+    def on_end(self) -> None:
+        self.has_ended = True
+
+    def on_error(self, error: ApiError) -> None:
+        self.error = error
+
+    def flush(self) -> None:
+        pass
+
+
+class Core:
+    """`gateway` with its clocks at `now`; `bus` shows what its outbox wrote."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now = time.monotonic()
+        self.bus = DeafBus()
+        self.gateway = Gateway(Settings(gateway=GatewaySettings(**settings)), cast(Bus, self.bus))
+        self.delivery, self.watch = self.gateway.delivery, self.gateway.watch
+        self.cluster = self.gateway.cluster
+        for part in (self.delivery, self.watch, self.delivery.placement):
+            part._clock = lambda: self.now
+        self.cards: dict[str, WorkerCard] = {}
+
+    def worker(self, name: str = "w0", epoch: int = 1, pid: int = 1, max_model_len: int = 100) -> None:
+        """Registers; the gateway sees it at the next `poll`."""
+        instance = InstanceCard(
+            id=f"m@{name}",
+            model="m",
+            model_path="/nowhere",
+            max_model_len=max_model_len,
+            vocab_size=10,
+            num_layers=1,
+            dtype="float32",
+            block_tokens=16,
+        )
+        self.cards[name] = WorkerCard(
+            id=name,
+            epoch=epoch,
+            host="h",
+            pid=pid,
+            device="cpu",
+            page_bytes=1,
+            state="serving",
+            instances=[instance],
+        )
+
+    def poll(self, after_s: float = 0.4) -> None:
+        self.now += after_s
+        live = [LiveWorker(card, card.epoch, 1000) for card in self.cards.values()]
+        self.cluster.update(live, self.now)
+        self.watch.on_poll()
+
+    def report(self, metrics: Metrics) -> None:
+        self.cluster.add_metrics(metrics, self.now)
+
+    def flight(self, name: str, sink: Any = None, **sampling: Any) -> Flight:
+        params = SamplingParams(**{"max_tokens": 50, "seed": 1} | sampling)
+        return Flight(name, "m", [1], params, sink or Ear(), self.now, self.now + 60)
+
+    def submit(self, *names: str, begun: bool = True) -> list[Flight]:
+        flights = [self.flight(name) for name in names]
+        for flight in flights:
+            self.delivery.submit(flight)
+            self.sent(flight, begun=begun)
+        return flights
+
+    def sent(self, flight: Flight, *, begun: bool = True) -> None:
+        """Redis took it; the worker began it."""
+        self.delivery.on_sent(flight)
+        if begun:
+            self.deliver(flight, [])
+
+    def deliver(
+        self, flight: Flight, token_ids: list[int], at: int | None = None, finish: FinishReason | None = None
+    ) -> None:
+        assert flight.target is not None
+        delta = Delta(
+            request_id=flight.request_id,
+            attempt=flight.attempt,
+            index=len(flight.received) if at is None else at,
+            token_ids=token_ids,
+            finish_reason=finish,
+        )
+        step = StepOutput(
+            worker=flight.target.worker,
+            epoch=flight.target.epoch,
+            instance=flight.target.instance,
+            step=1,
+            born_ns=0,
+            fingerprint="",
+            deltas=[delta],
+        )
+        self.delivery.on_step(step, step.deltas)
+        self.delivery.flush()
+
+    def written(self) -> list[Submit | Cancel]:
+        """What waits in the outbox, in order; it is taken out."""
+        outbox = self.gateway.outbox
+        messages = [outbox._written(item)[1] for item in outbox._queue if not item.is_void]
+        outbox._queue.clear()
+        return cast(list[Submit | Cancel], messages)
+
+    def cancels(self) -> list[tuple[list[str], int | None]]:
+        return [
+            (message.request_ids, message.up_to_attempt)
+            for message in self.written()
+            if isinstance(message, Cancel)
+        ]
