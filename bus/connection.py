@@ -9,6 +9,7 @@ on Python 3.11 loses a cancellation that arrives as the write ends; a service th
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,12 +42,17 @@ AWAY = (
     exceptions.ConnectionError,  # includes BusyLoadingError
     exceptions.TimeoutError,
     exceptions.ReadOnlyError,  # a replica that was a primary before
+    exceptions.ClusterDownError,  # includes MasterDownError: a replica that lost its primary
+    exceptions.TryAgainError,
     exceptions.InvalidResponse,  # the connection is out of step; redis-py closes it
     TimeoutError,
     OSError,
 )
-# Refusals that pass: snapshots fail to be written, a script runs long, replicas are missing, ...
-NOT_NOW = ("MISCONF", "BUSY ", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "EXECABORT")
+# Refusals that pass: snapshots fail to be written, a script runs long, replicas are missing, ... What 6.2
+# refuses to a script reads "Error running script ...: -MISCONF ...".
+NOT_NOW = re.compile(
+    r"(^|: -)(MISCONF|READONLY|BUSY|LOADING|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|EXECABORT) "
+)
 
 
 def public_url(url: str) -> str:
@@ -107,7 +113,7 @@ def translated() -> Iterator[None]:
             raise
         if "OOM command not allowed" in str(error):  # of a script: the code is within the text
             raise BusFull(f"Redis is at maxmemory: {error}") from error
-        if str(error).startswith(NOT_NOW):
+        if NOT_NOW.search(str(error)):
             raise BusUnavailable(f"Redis refuses for now: {error}") from error
         raise RedisProblem(f"Redis refuses: {error}") from error
 

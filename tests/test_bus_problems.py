@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from redis._parsers import BaseParser
 
 from bus.client import (
     BadRedisUrl,
+    BusUnavailable,
     NotRedis,
     RedisForbidden,
     RedisNotThere,
@@ -19,7 +21,7 @@ from bus.client import (
     RedisTooOld,
     connect,
 )
-from bus.connection import public_url
+from bus.connection import public_url, translated
 from bus.settings import RedisSettings
 from tests.conftest import settings_of
 from tests.redis_process import RedisProcess
@@ -153,6 +155,29 @@ async def test_a_user_who_may_not_do_what_the_bus_needs(own_redis: Callable[...,
     problem = await problem_with(settings_of(url))
     assert isinstance(problem, RedisForbidden)
     assert "access list" in str(problem)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "READONLY You can't write against a read only replica.",
+        "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+        "MISCONF Redis is configured to save RDB snapshots, but it is not able to persist on disk.",
+        "BUSY Redis is busy running a script.",
+        "ERR Error running script (call to f_1): @user_script:3: @user_script: 3: "
+        "-READONLY You can't write against a read only replica.",
+        "ERR Error running script (call to f_1): @user_script:3: @user_script: 3: -MISCONF Redis",
+    ],
+)
+def test_a_refusal_that_passes_is_no_problem_of_settings_in_scripts_neither(text: str) -> None:
+    with pytest.raises(BusUnavailable), translated():
+        raise BaseParser.parse_error(text)
+
+
+@pytest.mark.parametrize("text", ["BUSYGROUP Consumer Group name already exists", "ERR unknown command 'X'"])
+def test_a_refusal_that_stays_is_a_problem(text: str) -> None:
+    with pytest.raises(RedisProblem), translated():
+        raise BaseParser.parse_error(text)
 
 
 @pytest.mark.parametrize(
