@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from redis.asyncio import Redis
 
@@ -98,6 +98,14 @@ class Registry:
                 await pipe.execute()
 
         await self.link.run(call)
+
+    async def last_epoch(self, worker: str) -> int:
+        """The latest epoch that the worker's lease or card tells of; 0 without either."""
+        keys = [self.names.lease(worker), self.names.card(worker)]
+        found: Any = await self.link.run(lambda client: client.mget(keys))
+        lease, card = found
+        member = _member(worker.encode(), lease, 0, card)
+        return max(member.lease_epoch or 0, member.card.epoch if member.card else 0)
 
     async def renew_lease(self, worker: str, epoch: int, lease_s: float) -> bool:
         """False: the lease expired or another epoch holds it. The worker must then stop all it runs, take

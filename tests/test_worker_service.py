@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bus.client import Bus, BusUnavailable, connect
+from bus.client import Bus, BusUnavailable, RedisPassword, connect
 from bus.messages import (
     Cancel,
     Delta,
@@ -524,6 +524,17 @@ async def test_an_engine_that_dies_takes_the_worker_with_it_and_the_lease_is_giv
             await asyncio.wait_for(bench.task, 10)
         assert await bench.bus.workers() == []
         bench.task = None
+
+
+async def test_an_error_of_the_renewal_ends_a_serving_worker(bench: Bench) -> None:
+    async def refused(*_: object) -> bool:
+        raise RedisPassword("the password was changed")
+
+    assert bench.worker_bus is not None and bench.task is not None
+    bench.worker_bus.renew_lease = refused  # type: ignore[method-assign]
+    with pytest.raises(RedisPassword):
+        await asyncio.wait_for(bench.task, 10)
+    bench.task = None
 
 
 async def test_two_instances_of_one_worker_have_streams_of_their_own(redis_settings: RedisSettings) -> None:

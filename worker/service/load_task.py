@@ -26,7 +26,8 @@ class _Stopped(Exception):
 
 
 class LoadTask:
-    """`run` returns what was loaded, or None if `stop` was set first. Raises what the loader raises."""
+    """`run` returns what was loaded, or None if `stop` was set first. Raises what the loader or the lease's
+    renewal raises."""
 
     def __init__(self, load: Loader, settings: WorkerSettings, worker: str) -> None:
         self._load, self._settings, self._worker = load, settings, worker
@@ -35,16 +36,20 @@ class LoadTask:
         self._latest = ""
         self._is_stopping = False
 
-    async def run(self, membership: Membership, stop: asyncio.Event) -> Loaded | None:
+    async def run(
+        self, membership: Membership, stop: asyncio.Event, renewal: asyncio.Task[None]
+    ) -> Loaded | None:
         threading.Thread(target=self._work, name="load", daemon=True).start()
         stopping = asyncio.create_task(stop.wait())
         try:
-            await self._show_progress(membership, [self._done, stopping])
+            await self._show_progress(membership, [self._done, stopping, renewal])
         finally:
             await end(stopping)
         if self._done.done():
             return self._done.result()
-        await self._stop(membership)
+        await self._stop(membership, exit_status=1 if renewal.done() else 0)
+        if renewal.done():
+            renewal.result()
         return None
 
     async def _show_progress(self, membership: Membership, until: list[asyncio.Future[Any]]) -> None:
@@ -58,13 +63,13 @@ class LoadTask:
                     logged_at = time.monotonic()
                     log.info("%s", shown)
 
-    async def _stop(self, membership: Membership) -> None:
+    async def _stop(self, membership: Membership, exit_status: int) -> None:
         self._is_stopping = True
         await asyncio.wait([self._done], timeout=STOP_S)
         if not self._done.done():
             # Python would end under the native code of the loading thread, which aborts the process.
             await membership.leave()
-            os._exit(0)
+            os._exit(exit_status)
         self._done.exception()
 
     # ----------------------------------------------------------------------------- the loading thread

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from bus.client import Bus, BusFull, BusUnavailable
+from bus.client import Bus, BusFull, BusUnavailable, RedisProblem
 from bus.messages import WorkerCard
 
 log = logging.getLogger(__name__)
@@ -25,12 +25,14 @@ RETRY_S, FULL_RETRY_S = 0.2, 1.0
 
 
 class Membership:
-    """`join`, then `run` for as long as the worker lives, then `leave`. `on_fenced(epoch)` is called in the
-    event loop, before anybody can learn of the new epoch."""
+    """`join`, which takes the epoch, then `run` for as long as the worker lives, then `leave`.
+    `on_fenced(epoch)` is called in the event loop, before anybody can learn of the new epoch."""
 
     def __init__(self, bus: Bus, card: WorkerCard, lease_s: float) -> None:
         self._bus, self._card, self._lease_s = bus, card, lease_s
         self.on_fenced: Callable[[int], None] = lambda epoch: None
+        self._is_stale = False  # Redis has an older card
+        self._showing = asyncio.Lock()  # a card must not be overtaken by an older one
         self._valid_until = 0.0
         self._hurry, self._renewed = asyncio.Event(), asyncio.Event()
         bus.on_restart(lambda _: self._hurry.set())
@@ -44,21 +46,13 @@ class Membership:
         return self._card
 
     async def join(self) -> None:
-        """Register, however long Redis is away or full."""
-        while True:
-            began = time.monotonic()
-            try:
-                await self._bus.register_worker(self._card, self._lease_s)
-            except (BusUnavailable, BusFull) as error:
-                level = logging.WARNING if isinstance(error, BusFull) else logging.DEBUG
-                log.log(level, "cannot register yet: %s", error)
-                await asyncio.sleep(FULL_RETRY_S if isinstance(error, BusFull) else RETRY_S)
-                await self._bus.wait_up()
-            else:
-                return self._prolong(began)
+        """Take an epoch and register, however long Redis is away or full. Raises RedisProblem."""
+        await self._until_done(self._take_epoch)
+        await self._until_done(self._register)
 
     async def run(self) -> None:
-        """Renew the lease every third of its length."""
+        """Renew the lease every third of its length, and show the card where that failed before. Raises
+        RedisProblem: others cannot see this worker any more."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 3):
@@ -66,20 +60,22 @@ class Membership:
             self._hurry.clear()
             began = time.monotonic()
             try:
-                if await self._bus.renew_lease(self._card.id, self.epoch, self._lease_s):
-                    self._prolong(began)
-                else:
+                if not await self._bus.renew_lease(self._card.id, self.epoch, self._lease_s):
                     await self._fence()
+                else:
+                    self._prolong(began)
+                    if self._is_stale:
+                        await self._show()
             except (BusUnavailable, BusFull):
                 await asyncio.sleep(RETRY_S)
                 await self._bus.wait_up()
                 self._hurry.set()
 
     async def update(self, **changes: Any) -> None:
-        """Change fields of the card and show it. Left to the next `join` where Redis is away."""
+        """Change fields of the card and show it; where Redis cannot take it, with a later renewal."""
         self._card = replace(self._card, **changes)
-        with suppress(BusUnavailable, BusFull):
-            await self._bus.update_card(self._card)
+        self._is_stale = True
+        await self._show()
 
     async def may_publish(self) -> None:
         """Returns once the lease is known to be ours."""
@@ -90,19 +86,44 @@ class Membership:
 
     async def leave(self) -> None:
         """Give the lease up: what is left of this epoch is replayed elsewhere at once."""
-        with suppress(BusUnavailable, BusFull):
+        with suppress(BusUnavailable, BusFull, RedisProblem):  # then it runs out
             await self._bus.drop_lease(self._card.id, self.epoch)
 
     async def _fence(self) -> None:
-        lost, new = self.epoch, max(time.time_ns() // 1_000_000, self.epoch + 1)
-        log.warning("the lease of epoch %d is lost; dropping what ran, going on as epoch %d", lost, new)
-        self._card = replace(self._card, epoch=new)
-        self.on_fenced(new)
-        await self.join()
-        with suppress(BusUnavailable, BusFull):
-            await self._bus.event(
-                "epoch_changed", self._card.id, "the lease was lost", epoch=new, before=lost
-            )
+        """The controller sees the lease's new epoch and tells the others."""
+        lost = self.epoch
+        await self._until_done(self._take_epoch)
+        log.warning("epoch %d lost its lease; dropping what ran, going on as epoch %d", lost, self.epoch)
+        self.on_fenced(self.epoch)
+        await self._until_done(self._register)
+
+    async def _take_epoch(self) -> None:
+        """Now in milliseconds, but above all before it: a clock may have been set back."""
+        last = max(self.epoch, await self._bus.last_epoch(self._card.id))
+        self._card = replace(self._card, epoch=max(time.time_ns() // 1_000_000, last + 1))
+
+    async def _register(self) -> None:
+        began, card = time.monotonic(), self._card
+        await self._bus.register_worker(card, self._lease_s)
+        self._is_stale = card is not self._card
+        self._prolong(began)
+
+    async def _show(self) -> None:
+        async with self._showing:
+            card = self._card
+            with suppress(BusUnavailable, BusFull):
+                if await self._bus.update_card(card):
+                    self._is_stale = card is not self._card
+
+    async def _until_done(self, call: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                return await call()
+            except (BusUnavailable, BusFull) as error:
+                level = logging.WARNING if isinstance(error, BusFull) else logging.DEBUG
+                log.log(level, "cannot register yet: %s", error)
+                await asyncio.sleep(FULL_RETRY_S if isinstance(error, BusFull) else RETRY_S)
+                await self._bus.wait_up()
 
     def _prolong(self, began: float) -> None:
         """`began`: before the command was sent, so that our clock is the stricter one."""

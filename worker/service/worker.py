@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 import socket
-import time
 
 from bus.client import Bus
 from bus.messages import WorkerCard
+from bus.service import run_until
 from bus.settings import Settings
 from worker.engine.engine import StepResult
 from worker.service.dispatch import Dispatch
@@ -31,12 +31,12 @@ DRAIN_CHECK_S = 0.05
 
 
 async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader) -> None:
-    """Until `stop` is set or a Drain command comes. Raises CannotServe; whatever else it raises is a bug or
-    a broken device, and a restart is the cure."""
+    """Until `stop` is set or a Drain command comes. Raises CannotServe and RedisProblem; whatever else it
+    raises is a bug or a broken device, and a restart is the cure."""
     worker = settings.worker.id or f"{socket.gethostname()}-0"
     card = WorkerCard(
         id=worker,
-        epoch=time.time_ns() // 1_000_000,
+        epoch=0,  # `join` takes one
         host=socket.gethostname(),
         pid=os.getpid(),
         device=settings.worker.device,
@@ -44,15 +44,26 @@ async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader)
         state="loading",
     )
     membership = Membership(bus, card, settings.worker.lease_s)
-    await membership.join()
+    try:
+        await run_until(stop, membership.join())
+        if not stop.is_set():
+            await _live(settings, bus, stop, load, membership)
+    finally:
+        await membership.leave()
+
+
+async def _live(
+    settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader, membership: Membership
+) -> None:
+    """Load and serve while the lease is renewed: without it the work would be done for nobody."""
+    worker = membership.card.id
     renewal = asyncio.create_task(membership.run(), name="lease")
     try:
-        loaded = await LoadTask(load, settings.worker, worker).run(membership, stop)
+        loaded = await LoadTask(load, settings.worker, worker).run(membership, stop, renewal)
         if loaded:
-            await Serving(settings, bus, worker, loaded, membership).run(stop)
+            await Serving(settings, bus, worker, loaded, membership).run(stop, renewal)
     finally:
         await end(renewal)
-        await membership.leave()
 
 
 class Serving:
@@ -87,8 +98,8 @@ class Serving:
         )
         self._reading: asyncio.Task[None] | None = None
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Until drained. Raises what ends the engine's thread or a part of the service."""
+    async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
+        """Until drained. Raises what ends the engine's thread, the renewal or a part of the service."""
         self._reporter.take(self._thread.snapshot())
         self._thread.start()
         self._thread.fence(self._membership.epoch)
@@ -104,7 +115,8 @@ class Serving:
         )
         tasks: list[asyncio.Future[None]] = [asyncio.create_task(each) for each in work]
         try:
-            done, _ = await asyncio.wait([*tasks, self._died], return_when=asyncio.FIRST_COMPLETED)
+            ends = [*tasks, self._died, renewal]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
@@ -147,7 +159,9 @@ class Serving:
         log.info("serving %s on %s", ", ".join(card.model for card in loaded.cards), loaded.device)
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
-        await self._intake.is_listening.wait()
+        await run_until(stop, self._intake.is_listening.wait())
+        if stop.is_set():  # nobody was told to send anything
+            return
         await self._announce()
         waits = [asyncio.create_task(event.wait()) for event in (stop, self._draining)]
         try:
