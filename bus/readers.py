@@ -29,6 +29,7 @@ M = TypeVar("M")
 T = TypeVar("T")
 Batch = list[tuple[str, M]]  # (entry id, message), in stream order
 RawEntry = tuple[bytes, dict[bytes, bytes] | None]
+NEW, OWN_PENDING = ">", "0"  # where XREADGROUP reads
 
 
 class _Reader(Generic[M]):
@@ -166,6 +167,9 @@ class GroupReader(_Reader[M]):
 
     The group is made at entry 0 (at "$" an entry that came before it would never be delivered), and made
     again when it is gone; `on_recreate` is told, since what was in the stream may be lost with it.
+
+    What is delivered as a connection is lost may never arrive and is pending all the same. So after each
+    loss all that is pending with this consumer is read again: entries that it already knows are among it.
     """
 
     def __init__(
@@ -180,6 +184,7 @@ class GroupReader(_Reader[M]):
     ) -> None:
         super().__init__(link, stream, types, block_ms, count)
         self.consumer = consumer
+        self._position = NEW
         self.on_recreate: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
@@ -196,10 +201,11 @@ class GroupReader(_Reader[M]):
     async def read(self) -> Batch[M]:
         """The next entries for this consumer, or [] after `block_ms` without any, or after an outage.
         Raises BusFull where the group is gone and there is no memory to make it again."""
+        position = self._position
         try:
             answer: Any = await self._blocking(
                 lambda client: client.xreadgroup(
-                    GROUP, self.consumer, {self.stream: ">"}, count=self._count, block=self._block_ms
+                    GROUP, self.consumer, {self.stream: position}, count=self._count, block=self._block_ms
                 )
             )
         except exceptions.ResponseError as error:
@@ -207,9 +213,13 @@ class GroupReader(_Reader[M]):
                 raise
             await self._recreate()
             return []
-        if not answer:
+        if answer is None:
+            self._position = OWN_PENDING
             return []
-        batch, dead = self._decoded(answer[0][1])
+        entries: list[RawEntry] = answer[0][1] if answer else []
+        if position != NEW:
+            self._position = entries[-1][0].decode() if entries else NEW
+        batch, dead = self._decoded(entries)
         if dead:
             await self._dead_letters.bury(dead)
             await self._settle([d.entry_id for d in dead])

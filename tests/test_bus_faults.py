@@ -349,6 +349,27 @@ async def test_entries_of_a_consumer_that_was_removed_with_them_do_not_stay_for_
         assert await bus.length(stream) == 1
 
 
+async def test_what_was_delivered_on_a_connection_that_broke_is_read_again(own_redis: Starter) -> None:
+    server = own_redis()
+    async with bus_at(server.url) as (bus, _):
+        stream = bus.names.requests("demo@w0")
+        async with bus.group_reader(stream, "w0:1", Submit, count=2) as group:
+            await group.open()
+            await bus.publish(stream, *(submit(f"lost-{i}") for i in range(3)))
+            with server.client() as client:  # delivered to this consumer, and never received
+                client.xreadgroup(GROUP, "w0:1", {stream: ">"})
+                read = asyncio.create_task(group.next_batch())
+                await asyncio.sleep(0.1)
+                client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            async with asyncio.timeout(5):
+                batch = await read
+                await bus.wait_up()
+                await bus.publish(stream, submit("new"))
+                batch += await group.next_batch() + await group.next_batch()
+            assert [message.request_id for _, message in batch] == ["lost-0", "lost-1", "lost-2", "new"]
+            assert await group.read() == []
+
+
 async def test_reaping_a_dead_incarnation_leaves_its_successor_alone(bus: Bus) -> None:
     stream = bus.names.requests("demo@w0")
     async with (

@@ -42,6 +42,23 @@ def test_the_same_or_an_older_attempt_is_ignored_and_a_newer_one_replaces() -> N
     assert len(ledger) == 0
 
 
+def test_an_entry_that_is_read_again_while_its_request_runs_stays_in_use() -> None:
+    ledger = Ledger()
+    ledger.offer(submit(), "i", "1-0", 7)
+    again = ledger.offer(submit(), "i", "1-0", 7)
+    assert not again.run and again.is_in_use
+    assert not ledger.offer(submit(), "i", "2-0", 7).is_in_use
+
+
+def test_an_attempt_that_has_ended_does_not_run_again_and_a_later_one_does() -> None:
+    ledger = Ledger()
+    ledger.offer(submit(attempt=2), "i", "1-0", 7)
+    ledger.end("r", 2)
+    again = ledger.offer(submit(attempt=2), "i", "1-0", 7)
+    assert not again.run and not again.is_in_use
+    assert ledger.offer(submit(attempt=3), "i", "2-0", 7).run
+
+
 def test_a_cancel_that_overtook_its_submit_still_cancels() -> None:
     ledger = Ledger()
     assert ledger.cancel("r") is None

@@ -30,6 +30,8 @@ from tests.engine_toys import VOCAB, ToyModel, continuation, toy_engine, toy_ins
 from tests.redis_process import RedisProcess
 from worker.engine.instance import Instance
 from worker.service import gateways
+from worker.service.intake import Intake
+from worker.service.ledger import Ledger
 from worker.service.loaded import CannotServe, Loaded
 from worker.service.worker import serve
 
@@ -230,6 +232,44 @@ async def test_the_same_submit_twice_runs_once(bench: Bench) -> None:
     await bench.until(bench.is_settled)
     indexes = [delta.index for delta in bench.deltas("a") if delta.token_ids]
     assert indexes == list(range(10))
+
+
+async def test_a_request_whose_entry_is_read_again_runs_once_and_is_acknowledged_at_its_end(
+    bench: Bench, redis_server: RedisProcess
+) -> None:
+    bench.model.step_s = 0.02
+    await bench.submit("a", [1], 60)
+    await bench.until(lambda: bench.tokens("a"))
+    with redis_server.client() as client:
+        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    await asyncio.sleep(0.4)
+    assert await bench.backlog() == 1
+    await bench.until(lambda: bench.end("a"))
+    await bench.until(bench.is_settled)
+    assert bench.tokens("a") == continuation([1], 60)
+    assert bench.instance.stats.finished == {"length": 1}
+
+
+async def test_a_batch_that_an_earlier_epoch_read_is_not_run(bench: Bench) -> None:
+    """Its reader is cancelled a moment after the epoch changed."""
+    intake = Intake(bench.bus, "w0", lambda: 2, Ledger(), Unusable(), Unusable())  # type: ignore[arg-type]
+    async with bench.bus.group_reader(bench.bus.names.requests("other@w0"), "w0:1", Submit) as reader:
+        await reader.open()
+    submit = Submit(
+        request_id="a",
+        attempt=1,
+        gateway="g0",
+        epoch=1,
+        prompt_token_ids=[1],
+        sampling=SamplingParams(max_tokens=1, seed=0),
+    )
+    await bench.bus.publish(bench.bus.names.requests("other@w0"), submit)
+    await asyncio.wait_for(intake.read_requests("other@w0", epoch=1), 5)
+
+
+class Unusable:
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was used")
 
 
 async def test_a_higher_attempt_replaces_the_running_one_and_goes_on_from_what_was_sent(bench: Bench) -> None:

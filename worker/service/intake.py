@@ -25,8 +25,16 @@ RETRY_S = 0.5
 class Intake:
     """Gives requests to the engine's thread and keeps the ledger of them."""
 
-    def __init__(self, bus: Bus, worker: str, ledger: Ledger, thread: EngineThread, outbox: Outbox) -> None:
-        self._bus, self._worker = bus, worker
+    def __init__(
+        self,
+        bus: Bus,
+        worker: str,
+        epoch: Callable[[], int],
+        ledger: Ledger,
+        thread: EngineThread,
+        outbox: Outbox,
+    ) -> None:
+        self._bus, self._worker, self._epoch = bus, worker, epoch
         self._ledger, self._thread, self._outbox = ledger, thread, outbox
         self.is_listening = asyncio.Event()  # from here on no command is missed
 
@@ -46,6 +54,8 @@ class Intake:
                     log.warning("cannot read %s: %s", stream, error)
                     await asyncio.sleep(RETRY_S)
                     continue
+                if epoch != self._epoch():  # the next reader ends what this one holds
+                    return
                 for entry_id, submit in batch:
                     self._offer(submit, instance, stream, entry_id, epoch)
 
@@ -70,7 +80,8 @@ class Intake:
         verdict = self._ledger.offer(submit, instance, entry_id, epoch)
         if not verdict.run:
             log.info("not run: %s", verdict.reason, extra={"request_id": submit.request_id})
-            self._outbox.ack(stream, entry_id)
+            if not verdict.is_in_use:
+                self._outbox.ack(stream, entry_id)
             return
         if verdict.replaced:
             self._thread.cancel([submit.request_id])
@@ -79,7 +90,7 @@ class Intake:
 
     # ----------------------------------------------------------------------------- commands
 
-    async def read_commands(self, epoch: Callable[[], int], on_drain: Callable[[], None]) -> None:
+    async def read_commands(self, on_drain: Callable[[], None]) -> None:
         """Cancel and Drain, if they are meant for the epoch of now."""
         stream = self._bus.names.control(self._worker)
         async with self._bus.reader(stream, Cancel, Drain) as reader:
@@ -87,7 +98,7 @@ class Intake:
             self.is_listening.set()
             async for batch in reader:
                 for _, command in batch:
-                    if command.epoch != epoch():
+                    if command.epoch != self._epoch():
                         log.info("%s %s is for another epoch", type(command).__name__, command.id)
                     elif isinstance(command, Cancel):
                         self._cancel(command)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from bus.messages import Submit
 
-# Cancelled ids that are remembered for a Submit which they overtook. A Submit is overtaken by seconds; this
-# many cancellations do not happen in them.
+# Ids of cancelled and of ended requests, each, that are remembered for a Submit that comes late or again.
+# That is a matter of seconds; this many requests do not end in them.
 MAX_REMEMBERED = 10_000
 
 
@@ -30,11 +30,32 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`run`: give it to the engine. `replaced`: an older attempt to abort first. `reason`: why not to run."""
+    """`run`: give it to the engine. `replaced`: an older attempt to abort first. `reason`: why not to run.
+    `is_in_use`: the entry is that of the attempt which runs; not to be acknowledged now."""
 
     run: bool
     replaced: Ticket | None = None
     reason: str = ""
+    is_in_use: bool = False
+
+
+class _Attempts:
+    """Request id -> the last attempt of it that is over; the latest MAX_REMEMBERED ids."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, request_id: str, attempt: float) -> None:
+        self._last[request_id] = max(attempt, self._last.get(request_id, attempt))
+        self._last.move_to_end(request_id)
+        if len(self._last) > MAX_REMEMBERED:
+            self._last.popitem(last=False)
+
+    def __contains__(self, submit: Submit) -> bool:
+        return submit.attempt <= self._last.get(submit.request_id, -math.inf)
+
+    def clear(self) -> None:
+        self._last.clear()
 
 
 class Ledger:
@@ -42,7 +63,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}
-        self._cancelled: OrderedDict[str, float] = OrderedDict()  # id -> last attempt that is cancelled
+        self._cancelled, self._ended = _Attempts(), _Attempts()
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -65,11 +86,14 @@ class Ledger:
         """Decide about a Submit; one that runs has a ticket from here on."""
         if submit.epoch != epoch:
             return Verdict(run=False, reason=f"addressed to epoch {submit.epoch}, this is {epoch}")
-        if submit.attempt <= self._cancelled.get(submit.request_id, -1):
+        if submit in self._cancelled:
             return Verdict(run=False, reason="cancelled before it came")
+        if submit in self._ended:
+            return Verdict(run=False, reason=f"attempt {submit.attempt} has ended")
         known = self._tickets.get(submit.request_id)
         if known and known.attempt >= submit.attempt:
-            return Verdict(run=False, reason=f"attempt {known.attempt} runs already")
+            reason, is_in_use = f"attempt {known.attempt} runs already", known.entry_id == entry_id
+            return Verdict(run=False, reason=reason, is_in_use=is_in_use)
         self._tickets[submit.request_id] = Ticket(
             submit.request_id, submit.attempt, submit.gateway, instance, entry_id
         )
@@ -80,19 +104,18 @@ class Ledger:
         ticket = self._tickets.get(request_id)
         if ticket is None or ticket.attempt != attempt:
             return None
+        self._ended.add(request_id, attempt)
         return self._tickets.pop(request_id)
 
     def cancel(self, request_id: str, up_to_attempt: int | None = None) -> Ticket | None:
         """The ticket of the attempt that runs, if it is one of those meant (None: all). They are remembered
         either way: the Submit may still be on its way."""
         limit = math.inf if up_to_attempt is None else up_to_attempt
-        self._cancelled[request_id] = max(limit, self._cancelled.get(request_id, limit))
-        self._cancelled.move_to_end(request_id)
-        if len(self._cancelled) > MAX_REMEMBERED:
-            self._cancelled.popitem(last=False)
+        self._cancelled.add(request_id, limit)
         ticket = self._tickets.get(request_id)
         return self._tickets.pop(request_id) if ticket and ticket.attempt <= limit else None
 
     def clear(self) -> None:
         """A new epoch runs nothing. Cancellations stay: they are about requests, not about epochs."""
         self._tickets.clear()
+        self._ended.clear()

@@ -86,12 +86,16 @@ class Serving:
             on_death=self._death_in_thread,
         )
         self._outbox = Outbox(bus, self._thread, membership.may_publish)
+
+        def epoch() -> int:
+            return membership.epoch
+
         self._dispatch = Dispatch(bus.names, worker, self._ledger, self._outbox, loaded.fingerprint)
-        self._intake = Intake(bus, worker, self._ledger, self._thread, self._outbox)
+        self._intake = Intake(bus, worker, epoch, self._ledger, self._thread, self._outbox)
         self._reporter = Reporter(
             bus,
             worker,
-            lambda: membership.epoch,
+            epoch,
             self._thread,
             busy_interval_s=self._settings.telemetry_s,
             idle_interval_s=self._settings.idle_telemetry_s,
@@ -109,7 +113,7 @@ class Serving:
             self._until_drained(stop),
             self._outbox.run(),
             self._reporter.run(),
-            self._intake.read_commands(lambda: self._membership.epoch, self._draining.set),
+            self._intake.read_commands(self._draining.set),
             watch_gateways(self._bus, self._ledger, self._intake, self._outbox),
             watch_steps(self._thread, self._settings.watchdog_s),
         )
