@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -34,7 +35,9 @@ class Brake(Protocol):
 @dataclass(slots=True)
 class Parcel:
     """One step's output for one gateway, and the entries that are done with it, in one MULTI: an entry is
-    acknowledged if and only if the last token of its request is out."""
+    acknowledged if and only if the last token of its request is out. Except where Redis is full: entries that
+    stay until tokens fit could be what keeps them from it. If the worker dies then, the gateway, which never
+    saw the end, submits the request again."""
 
     output: StepOutput | None = None
     stream: str = ""
@@ -108,9 +111,22 @@ class Outbox:
             return False
         except BusFull as error:
             log.warning("Redis is full, %d steps wait: %s", len(self._parcels), error)
+            await self._send_acks()
             await asyncio.sleep(FULL_RETRY_S)
             return False
         return True
+
+    async def _send_acks(self) -> None:
+        """Those of all that waits, alone: they free memory, and need none outside a MULTI."""
+        parcels = [parcel for parcel in self._parcels if parcel.acks]
+        batch = self._bus.batch()
+        for parcel in parcels:
+            for stream, entry_id in parcel.acks:
+                batch.ack(stream, entry_id)
+        with suppress(BusUnavailable, BusFull):
+            await batch.send()
+            for parcel in parcels:
+                parcel.acks = []
 
     def _after_removal(self) -> None:
         if not self._parcels:
