@@ -41,7 +41,8 @@ class Backend(Protocol):
         """Map physical `pages` at the space's pages first_page.. . All or nothing. Raises MappingFailed."""
 
     def unmap(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
-        """Undo `map`. Nothing on the device may still use the addresses: wait for its streams first."""
+        """Undo `map`, when everything that was launched on the device so far has ended. Nothing may be
+        launched on the addresses meanwhile."""
 
     def close(self) -> None:
         """Give the physical memory back. Nothing may be mapped."""

@@ -93,6 +93,7 @@ class CudaBackend:
             raise
 
     def unmap(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+        torch.cuda.synchronize(self.device)  # cuMemUnmap does not wait for kernels that were launched before
         self._unmap_each(space.address + first_page * self.page_bytes, len(pages))
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ class VirtualRange:
     """`pages[i]` is the physical page behind the range's page i, or -1. Made by `PagePool.reserve`.
 
     Addresses never change while the range lives, so views, kernels and CUDA graphs stay valid while pages
-    come and go below them. A page that was just mapped reads as zeros. Whoever unmaps must know that
-    nothing uses the page any more, on any stream of the device.
+    come and go below them. A page that was just mapped reads as zeros. Unmapping waits for what the device
+    was told before; whoever unmaps must know that nothing else comes to use the page.
     """
 
     def __init__(self, pool: PagePool, space: AddressSpace, kind: Kind, owner: str) -> None:
