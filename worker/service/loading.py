@@ -91,7 +91,8 @@ def _device(name: str) -> torch.device:
         raise CannotServe(f"worker.device is {name!r}; cpu and cuda are supported")
     if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
         raise CannotServe(f"worker.device is {name!r}, and this machine has {torch.cuda.device_count()} GPUs")
-    return device
+    # A thread can only be bound to a GPU with a number.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _load_model(name: str, path: Path, pool: PagePool, settings: WorkerSettings, progress: Progress) -> Model:
