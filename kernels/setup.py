@@ -48,6 +48,7 @@ def warm_up(
     weight, head_weight = x[0].clone(), q[0, 0].clone()
     calls.rms_norm(x, weight, 1e-5)
     calls.rms_norm(q, head_weight, 1e-5)
+    calls.rms_norm(k, head_weight, 1e-5)
     calls.add_rms_norm(x, x.clone(), weight, 1e-5)
     calls.rotary(q, k, plan.positions, cos_sin)
     calls.store_kv(k, k, kv, plan.slot_mapping)

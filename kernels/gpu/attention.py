@@ -13,7 +13,8 @@ decodes  grid (S, Hkv, splits)      sequences with one. A long context is split 
 =======  =========================  =========================================================================
 
 Scores carry log2(e), so that the softmax is made of 2^x. Strides count elements. Compiled once per dtype,
-head dimension, group and block size; lengths, windows and strides are run-time values.
+head dimension, group and block size; lengths, windows and strides are run-time values. What changes from step
+to step is not specialised: where it became 1 or a multiple of 16, the compiler would run in mid-service.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: Triton infers their types from the call.
@@ -88,7 +89,7 @@ def _attend_rows(
     return total, divisor, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("window", "num_seqs", "table_stride"))
 def _chunk_kernel(
     q_ptr,
     kv_ptr,
@@ -166,7 +167,7 @@ def _chunk_kernel(
         tl.store(target[:, None] + columns[None, :], result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("window", "num_splits", "table_stride"))
 def _decode_kernel(
     q_ptr,
     kv_ptr,
@@ -235,7 +236,7 @@ def _decode_kernel(
         tl.store(state_ptr + place * 2 + 1, peak, mask=rows < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_splits",))
 def _join_kernel(
     partial_ptr,
     state_ptr,
