@@ -1,9 +1,11 @@
-"""A GPU's checks and numbers: kernels against oracles, engine against transformers, decoding against memory.
+"""A GPU's checks and numbers: kernels against oracles, pages against their tests, the engine against
+transformers, decoding against memory.
 
     python -m bench.gpu [--skip-decode]        (make gpu)
 
 Needs Python with torch and triton on a CUDA machine, and nothing of the service around the engine: no Redis,
-no web framework. transformers, if it is there, is the engine's oracle. Prints a card, writes
+no web framework. The pages are tested if pytest and hypothesis are there; the engine is checked and measured
+if transformers, safetensors and cuda-bindings are. Prints a card, writes
 bench/results/gpu/{device}.json and ends in the same JSON on one line; exit status 1 if a check failed.
 Without CUDA it says so and exits 0.
 
@@ -14,8 +16,10 @@ at the bandwidth that copying a gigabyte reaches in the same run.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results") / "gpu"
+MEMORY_TESTS = ("tests/test_memory_pool.py", "tests/test_memory_sequences.py", "tests/test_kv_cache.py")
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -62,13 +67,40 @@ def check_kernels() -> list[str]:
     return [f"{name}: {problem}" for name, problem in failures("cuda", "cuda") if problem]
 
 
+def is_there(what: str, *modules: str) -> bool:
+    """Whether these can be imported; says what is left out if not."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as missing:
+            say(f"{what}: left out, {missing.name or name} is not installed")
+            return False
+    return True
+
+
+def check_memory() -> list[str]:
+    """The tests of pages and KV caches that need a GPU, in a process of their own: a stray access ends it."""
+    if not is_there("memory", "pytest", "hypothesis", "cuda.bindings"):
+        return []
+    say("memory: the pages' tests on the GPU")
+    # Without the project's settings and fixtures: those need the service's packages.
+    bare = ("--noconftest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider")
+    root = Path(__file__).parents[1]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *bare, *MEMORY_TESTS],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    say(ran.stdout[-4000:] + ran.stderr[-1000:])
+    return [] if ran.returncode == 0 else [f"memory: pytest ended with {ran.returncode}"]
+
+
 def check_engine() -> list[str]:
     """Greedy output of tiny random models of every family, against transformers, token for token."""
-    try:
-        from tests.model_folders import FAMILIES, make_oracle
-    except ImportError as missing:
-        say(f"engine: not checked, {missing.name} is not installed")
-        return []
+    from tests.model_folders import FAMILIES, make_oracle
+
     say(f"engine: greedy output of {len(FAMILIES)} tiny models against transformers")
     problems = []
     for family in FAMILIES:
@@ -86,6 +118,7 @@ def _against(oracle: Any, folder: Path) -> Iterator[str]:
     # A chunk of 24 tokens splits the longest prompt and mixes prefills with decodes.
     engine = make_engine(folder, torch.float32, "safetensors", memory_bytes=GIB, max_num_batched_tokens=24)
     outputs = run(engine, prompts, num_out=24)
+    engine.remove_instance("bench").kv.pool.close()  # the device's memory does not end with its owner
     for i, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device="cuda")
         made = oracle.generate(
@@ -244,7 +277,10 @@ def main() -> int:
         return 0
     import triton
 
-    problems = check_kernels() + check_engine()
+    problems = check_kernels() + check_memory()
+    has_engine = is_there("engine and decoding", "transformers", "safetensors", "cuda.bindings")
+    if has_engine:
+        problems += check_engine()
     bandwidth = copy_bandwidth()
     card = {
         "bench": "gpu",
@@ -252,7 +288,7 @@ def main() -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "bandwidth_gbps": bandwidth / 1e9,
-        "decode": [] if args.skip_decode else decode_rows(bandwidth),
+        "decode": decode_rows(bandwidth) if has_engine and not args.skip_decode else [],
         "problems": problems,
     }
     report(card)
