@@ -98,6 +98,9 @@ class Bench:
     async def is_serving(self) -> bool:
         return any(live.card.state == "serving" for live in await self.bus.workers())
 
+    async def is_draining(self) -> bool:
+        return any(live.card.state == "draining" for live in await self.bus.workers())
+
     async def epoch(self) -> int:
         (live,) = await self.bus.workers()
         return live.epoch
@@ -408,11 +411,7 @@ async def test_sigterm_finishes_what_runs_and_gives_the_lease_up(bench: Bench) -
     await bench.submit("a", [1], 40)
     await bench.until(lambda: bench.tokens("a"))
     bench.stop.set()
-
-    async def is_draining() -> bool:
-        return any(live.card.state == "draining" for live in await bench.bus.workers())
-
-    await bench.until(is_draining)
+    await bench.until(bench.is_draining)
     assert bench.task is not None
     await asyncio.wait_for(bench.task, 10)
     await bench.until(lambda: bench.end("a"))
@@ -427,6 +426,18 @@ async def test_a_drain_command_does_the_same(bench: Bench) -> None:
     assert bench.task is not None
     await asyncio.wait_for(bench.task, 10)
     assert await bench.bus.workers() == []
+
+
+async def test_a_request_that_came_as_the_drain_began_is_finished(bench: Bench) -> None:
+    bench.stop.set()
+    await bench.until(bench.is_draining)
+    assert bench.task is not None
+    await asyncio.sleep(0.3)  # a gateway that has not read the card yet
+    assert not bench.task.done()
+    await bench.submit("late", [1], 9)
+    await asyncio.wait_for(bench.task, 10)
+    await bench.until(lambda: bench.end("late"))
+    assert bench.tokens("late") == continuation([1], 9)
 
 
 async def test_a_drain_that_takes_too_long_leaves_the_rest_to_others(redis_settings: RedisSettings) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 
-from bus.client import Bus
+from bus.client import Bus, BusUnavailable
 from bus.messages import WorkerCard
 from bus.service import run_until
 from bus.settings import Settings
@@ -28,6 +28,7 @@ from worker.service.watchdog import watch_steps
 log = logging.getLogger("worker")
 
 DRAIN_CHECK_S = 0.05
+GATEWAYS_LOOK_S = 2.2  # gateways read the cards every 2 s: until then one of them may choose this worker
 
 
 async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader) -> None:
@@ -181,11 +182,22 @@ class Serving:
         await self._membership.update(state="draining")
         try:
             async with asyncio.timeout(self._settings.drain_timeout_s):
-                while len(self._ledger):  # noqa: ASYNC110 requests end in many places; this is one wait a life
+                if self._bus.up:  # else nobody can send anything either
+                    await asyncio.sleep(GATEWAYS_LOOK_S)
+                while len(self._ledger) or await self._backlog():  # noqa: ASYNC110 one wait a life
                     await asyncio.sleep(DRAIN_CHECK_S)
                 await self._outbox.wait_empty()
         except TimeoutError:
-            log.warning("%d requests did not finish in time; they go on elsewhere", len(self._ledger))
+            if unfinished := len(self._ledger):
+                log.warning("%d requests did not finish in time; they go on elsewhere", unfinished)
+
+    async def _backlog(self) -> int:
+        """Entries that are unread or not yet acknowledged; 0 without a Redis to hold any."""
+        try:
+            names = [self._bus.names.requests(card.id) for card in self._loaded.cards]
+            return sum([await self._bus.length(name) for name in names])
+        except BusUnavailable:
+            return 0
 
     def _die(self, error: BaseException) -> None:
         if not self._died.done():
