@@ -76,6 +76,20 @@ async def test_an_epoch_is_above_the_one_before_though_the_clock_was_set_back(bu
         assert membership.epoch == ahead + 2
 
 
+async def test_a_lease_is_longer_while_loading_and_short_as_soon_as_that_is_over(bus: Bus) -> None:
+    membership = Membership(bus, card("w0", 0, state="loading"), LEASE_S)
+    await membership.join()
+    (live,) = await bus.workers()
+    assert live.lease_ms > 5 * LEASE_S * 1000
+    renewal = asyncio.create_task(membership.run())
+    await membership.update(state="serving")
+    await asyncio.sleep(LEASE_S / 4)
+    (live,) = await bus.workers()
+    assert live.lease_ms <= LEASE_S * 1000
+    await membership.may_publish()
+    await end(renewal)
+
+
 def endless_load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     while True:
         progress("loading")

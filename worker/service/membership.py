@@ -22,6 +22,8 @@ from bus.messages import WorkerCard
 log = logging.getLogger(__name__)
 
 RETRY_S, FULL_RETRY_S = 0.2, 1.0
+# Compilers hold the interpreter's lock for seconds at a time. Nobody waits for a worker that only loads.
+LEASES_WHILE_LOADING = 10
 
 
 class Membership:
@@ -42,6 +44,10 @@ class Membership:
         return self._card.epoch
 
     @property
+    def _length_s(self) -> float:
+        return self._lease_s * (LEASES_WHILE_LOADING if self._card.state == "loading" else 1)
+
+    @property
     def card(self) -> WorkerCard:
         return self._card
 
@@ -51,21 +57,18 @@ class Membership:
         await self._until_done(self._register)
 
     async def run(self) -> None:
-        """Renew the lease every third of its length, and show the card where that failed before. Raises
+        """Renew the lease three times in its length, and show the card where that failed before. Raises
         RedisProblem: others cannot see this worker any more."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 3):
                     await self._hurry.wait()
             self._hurry.clear()
-            began = time.monotonic()
             try:
-                if not await self._bus.renew_lease(self._card.id, self.epoch, self._lease_s):
+                if not await self._renew():
                     await self._fence()
-                else:
-                    self._prolong(began)
-                    if self._is_stale:
-                        await self._show()
+                elif self._is_stale:
+                    await self._show()
             except (BusUnavailable, BusFull):
                 await asyncio.sleep(RETRY_S)
                 await self._bus.wait_up()
@@ -73,8 +76,11 @@ class Membership:
 
     async def update(self, **changes: Any) -> None:
         """Change fields of the card and show it; where Redis cannot take it, with a later renewal."""
+        was_loading = self._card.state == "loading"
         self._card = replace(self._card, **changes)
         self._is_stale = True
+        if was_loading and self._card.state != "loading":
+            self._hurry.set()  # the lease is a short one from here on
         await self._show()
 
     async def may_publish(self) -> None:
@@ -88,6 +94,15 @@ class Membership:
         """Give the lease up: what is left of this epoch is replayed elsewhere at once."""
         with suppress(BusUnavailable, BusFull, RedisProblem):  # then it runs out
             await self._bus.drop_lease(self._card.id, self.epoch)
+
+    async def _renew(self) -> bool:
+        began, length_s = time.monotonic(), self._length_s
+        # Redis may shorten the lease although its answer gets lost.
+        self._valid_until = min(self._valid_until, began + length_s)
+        is_ours = await self._bus.renew_lease(self._card.id, self.epoch, length_s)
+        if is_ours:
+            self._prolong(began + length_s)
+        return is_ours
 
     async def _fence(self) -> None:
         """The controller sees the lease's new epoch and tells the others."""
@@ -103,10 +118,10 @@ class Membership:
         self._card = replace(self._card, epoch=max(time.time_ns() // 1_000_000, last + 1))
 
     async def _register(self) -> None:
-        began, card = time.monotonic(), self._card
-        await self._bus.register_worker(card, self._lease_s)
+        began, length_s, card = time.monotonic(), self._length_s, self._card
+        await self._bus.register_worker(card, length_s)
         self._is_stale = card is not self._card
-        self._prolong(began)
+        self._prolong(began + length_s)
 
     async def _show(self) -> None:
         async with self._showing:
@@ -125,7 +140,7 @@ class Membership:
                 await asyncio.sleep(FULL_RETRY_S if isinstance(error, BusFull) else RETRY_S)
                 await self._bus.wait_up()
 
-    def _prolong(self, began: float) -> None:
-        """`began`: before the command was sent, so that our clock is the stricter one."""
-        self._valid_until = began + self._lease_s
+    def _prolong(self, until: float) -> None:
+        """Counted from before the command was sent, so that our clock is the stricter one."""
+        self._valid_until = until
         self._renewed.set()
