@@ -15,6 +15,7 @@ from instar.child import Child
 from instar.console import Console
 
 CONFIGURATION_ERROR = 2  # the exit status with which every service of ours answers bad settings
+CANNOT_EXECUTE = 126  # as shells have it
 
 Role = Literal["redis", "gateway", "monitor", "controller", "worker"]
 Outcome = Literal["stopped", "left", "misconfigured"]
@@ -101,7 +102,11 @@ class Keeper:
     async def _run_once(self) -> int:
         """Exit status, negative for a signal."""
         program = self.program
-        self._child = child = await Child.start(program.argv, program.env, program.stdin, self._on_line)
+        try:
+            self._child = child = await Child.start(program.argv, program.env, program.stdin, self._on_line)
+        except OSError as error:  # no memory or no process left for now: as good as a death
+            self._console.say(f"{program.name} cannot be started: {error}")
+            return CANNOT_EXECUTE
         if self._stopping.is_set():  # asked to end while it was being started
             child.signal(signal.SIGKILL)
         return await child.wait()

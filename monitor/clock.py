@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+WINDOW_S = 60.0  # clocks drift and are set; what was seen before says nothing any more
+
 
 class MessageClock:
     """Entry ids carry Redis' time. An entry is read a little after it was added, or (a backlog) much after,
-    never before: the largest difference seen between its time and ours is the best estimate."""
+    never before: the largest difference seen lately between its time and ours is the best estimate."""
 
     def __init__(self) -> None:
-        self._ahead_s: float | None = None
+        # (seen at, difference): falling differences, so that the first one is the largest of the window
+        self._ahead: deque[tuple[float, float]] = deque()
 
     def observe(self, entry_id: str, local_s: float) -> float:
         """An entry was read at `local_s` (monotonic). Returns the entry's own time in seconds."""
         at_s = int(entry_id.partition("-")[0]) / 1000
         ahead_s = at_s - local_s
-        self._ahead_s = ahead_s if self._ahead_s is None else max(self._ahead_s, ahead_s)
+        while self._ahead and self._ahead[-1][1] <= ahead_s:
+            self._ahead.pop()
+        self._ahead.append((local_s, ahead_s))
+        while self._ahead[0][0] < local_s - WINDOW_S:
+            self._ahead.popleft()
         return at_s
 
     def now(self, local_s: float) -> float:
         """Seconds on Redis' clock when it is `local_s` here; before any entry, `local_s` itself."""
-        return local_s + (self._ahead_s or 0.0)
+        return local_s + (self._ahead[0][1] if self._ahead else 0.0)

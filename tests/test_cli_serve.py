@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bus.settings import Settings, load_settings
 from instar.address import url_of, why_not_listen
+from instar.child import Child
 from instar.console import Console
 from instar.keeper import Backoff, Program, Role
 from instar.plan import plan_programs, with_values
@@ -185,6 +187,26 @@ async def test_a_died_process_is_started_again_and_it_is_said_why() -> None:
     os.kill(running.pid("w0"), signal.SIGKILL)
     await running.until(lambda: running.text.count("w0        | up") == 2)
     assert "w0 died (killed by SIGKILL); starting it again in 0.05 s" in running.text
+    assert await running.end() == 0
+
+
+async def test_a_process_that_cannot_be_started_for_now_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, tries = Child.start, 0
+
+    async def scarce(*args: Any) -> Child:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await start(*args)
+
+    monkeypatch.setattr(Child, "start", scarce)
+    running = Running(program("gateway", "gateway"))
+    await running.until(lambda: "up" in running.text)
+    assert "gateway cannot be started: [Errno 11] Resource temporarily unavailable" in running.text
+    assert "starting it again in 0.1 s" in running.text
     assert await running.end() == 0
 
 

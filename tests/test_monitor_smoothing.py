@@ -147,3 +147,13 @@ def test_the_clock_of_the_messages_goes_by_the_entry_that_was_read_soonest() -> 
     assert clock.now(51.1) == pytest.approx(1901.0)
     clock.observe("1900500-0", local_s=51.1)  # read half a second late: no reason to turn back
     assert clock.now(51.1) == pytest.approx(1901.0)
+
+
+def test_a_clock_that_was_set_back_is_believed_after_a_minute() -> None:
+    clock = MessageClock()
+    for second in range(10):
+        clock.observe(f"{2_000_000 + 1000 * second}-0", local_s=100.0 + second)
+    for second in range(10, 71):
+        clock.observe(f"{1_900_000 + 1000 * second}-0", local_s=100.0 + second)
+    assert clock.now(171.0) == pytest.approx(1971.0)
+    assert len(clock._ahead) <= 2
