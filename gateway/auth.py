@@ -41,17 +41,32 @@ class Keys:
 
 
 def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool) -> None:
-    """Without admin keys only this machine may administer; `loopback_only`: nobody else can reach us.
-    Raises ApiError 401 or 403."""
+    """Without admin keys only this machine may administer; `loopback_only`: nobody else can reach us. A page
+    of another site, open in a browser here, is not this machine. Raises ApiError 401 or 403."""
     if keys:
         keys.check(headers)
-    elif not loopback_only and not _is_this_machine(host):
-        raise ApiError(
-            403,
-            "gateway.admin_keys is empty, so /admin answers this machine only; set a key to use it from afar",
-            kind="permission_error",
-            code="admin_loopback_only",
+        return
+    if not loopback_only and not _is_this_machine(host):
+        raise _forbidden("answers this machine only; set a key to use it from afar")
+    given = dict(headers)
+    own, origin = given.get(b"host"), given.get(b"origin")
+    if own is not None and not is_loopback(_name_of(own)):  # DNS rebinding: a name of theirs, our address
+        raise _forbidden(
+            f"is not answered under the host {own.decode('latin-1')!r}, only localhost; set a key"
         )
+    if origin is not None and (own is None or origin not in (b"http://" + own, b"https://" + own)):
+        raise _forbidden(f"is not answered to pages of {origin.decode('latin-1')!r}; set a key")
+
+
+def _forbidden(why: str) -> ApiError:
+    message = f"gateway.admin_keys is empty, so /admin {why}"
+    return ApiError(403, message, kind="permission_error", code="admin_loopback_only")
+
+
+def _name_of(host: bytes) -> str:
+    """Of a Host header, without the port: localhost:8000 -> localhost, [::1]:8000 -> [::1]."""
+    text = host.decode("latin-1")
+    return text[: text.find("]") + 1] if text.startswith("[") else text.partition(":")[0]
 
 
 def _is_this_machine(host: str) -> bool:

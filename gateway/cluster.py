@@ -38,6 +38,9 @@ class Cluster:
     _ready: dict[str, list[Ready]] = field(default_factory=dict)
     _instance_metrics: dict[tuple[str, int], InstanceMetrics] = field(default_factory=dict)
     _worker_metrics: dict[tuple[str, int], WorkerMetrics] = field(default_factory=dict)
+    _steps: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # count, when it grew
+    _processes: dict[str, WorkerCard] = field(default_factory=dict)  # as last seen, dead ones too
+    _fenced: dict[str, int] = field(default_factory=dict)  # worker -> the epoch it gave up and lived on
 
     def update(self, live: Iterable[LiveWorker], now: float) -> None:
         """A new poll of the registry."""
@@ -45,11 +48,18 @@ class Cluster:
         self.polled_at = now
         self._ready = {}
         for worker in self.workers.values():
+            self._notice_fence(self._processes.get(worker.id), worker)
+            self._processes[worker.id] = worker
             self.seen[worker.id] = (worker.epoch, now)
             for ready in _ready_of(worker):
                 self._ready.setdefault(ready.card.model, []).append(ready)
                 self.served_at[ready.card.model] = now
                 self.cards[ready.card.model] = ready.card
+
+    def _notice_fence(self, before: WorkerCard | None, card: WorkerCard) -> None:
+        """The same process with another epoch did not die: it had lost its lease."""
+        if before is not None and before.epoch != card.epoch and _process(before) == _process(card):
+            self._fenced[card.id] = before.epoch
 
     def forget_workers(self) -> None:
         """Redis lost its data: the cards are gone until the workers register again."""
@@ -69,6 +79,12 @@ class Cluster:
         self.metrics_at = now
         self._instance_metrics = {(m.id, m.epoch): m for m in metrics.instances}
         self._worker_metrics = {(m.worker, m.epoch): m for m in metrics.workers}
+        self._steps = {(m.id, m.epoch): self._stepped(m, now) for m in metrics.instances}
+
+    def _stepped(self, metrics: InstanceMetrics, now: float) -> tuple[int, float]:
+        steps = sum(metrics.last.step_seconds.counts)
+        before = self._steps.get((metrics.id, metrics.epoch))
+        return before if before is not None and before[0] == steps else (steps, now)
 
     # ------------------------------------------------------------------------------------- asking
 
@@ -119,14 +135,39 @@ class Cluster:
         reported_at = self.metrics_at - self._worker_metrics[found.worker, epoch].age_seconds
         return reported_at > moment and found.last.running + found.last.waiting == 0
 
-    def newer_epoch(self, worker: str, epoch: int) -> bool:
+    def is_working(self, instance: str, epoch: int, now: float, within_s: float) -> bool:
+        """Whether a fresh report says that the instance has work and made steps within `within_s`."""
+        found = self.instance_metrics(instance, epoch, now)
+        if found is None or found.last.running + found.last.waiting == 0:
+            return False
+        return now - self._steps[instance, epoch][1] <= within_s
+
+    def max_tokens(self, ready: Ready, now: float) -> int:
+        """Prompt and output that one sequence may have there: the model's context, or the whole KV cache
+        where that is known to be less."""
+        metrics = self.instance_metrics(ready.card.id, ready.epoch, now)
+        kv_tokens = metrics.kv_blocks * ready.card.block_tokens if metrics else 0
+        return min(ready.card.max_model_len, kv_tokens or ready.card.max_model_len)
+
+    def has_other_epoch(self, worker: str, epoch: int) -> bool:
+        """Whether the worker is there as another incarnation. Its number is no larger where a clock was set
+        back."""
         card = self.workers.get(worker)
-        return card is not None and card.epoch > epoch
+        return card is not None and card.epoch != epoch
+
+    def was_fenced(self, worker: str, epoch: int) -> bool:
+        """Whether this epoch ended by the loss of a lease, in a process that lives on."""
+        return self._fenced.get(worker) == epoch
 
     def missing_for(self, worker: str, epoch: int) -> float:
-        """Seconds for which polls that worked did not find this lease; 0 if the last one did."""
+        """Seconds for which polls that worked did not find this lease; 0 if the last one did, infinite if
+        another incarnation was there since."""
         seen_epoch, at = self.seen.get(worker, (epoch, self.polled_at))
-        return self.polled_at - at if seen_epoch == epoch else 0.0
+        return self.polled_at - at if seen_epoch == epoch else float("inf")
+
+
+def _process(card: WorkerCard) -> tuple[str, int]:
+    return card.host, card.pid
 
 
 def _may_load(worker: WorkerCard, model: str) -> bool:

@@ -16,7 +16,7 @@ from bus.messages import Delta, FinishReason, StepOutput
 from gateway import errors
 from gateway.cluster import Cluster
 from gateway.errors import ApiError
-from gateway.inflight import Flight, InFlight, Sink
+from gateway.inflight import Flight, InFlight, Sink, Target
 from gateway.outbox import Outbox
 from gateway.placement import Placement
 from gateway.stats import Stats
@@ -116,7 +116,8 @@ class Delivery:
         skip = len(received) - delta.index
         if skip < 0:
             self.stats.gaps += 1
-            self.replay(flight, "gap", f"token {len(received)} is missing, {delta.index} came")
+            missing = f"token {len(received)} is missing, {delta.index} came"
+            self.replay(flight, "gap", missing, may_still_run=True)
             return
         flight.last_sign = now
         if not flight.is_running:
@@ -197,11 +198,27 @@ class Delivery:
             if self.table.has(flight):
                 self._place(flight)
 
-    def replay(self, flight: Flight, reason: str, detail: str, *, is_strike: bool = True) -> None:
-        """Submits it again, unless it has had `max_attempts`; `is_strike`: its worker may be to blame."""
+    def replay(
+        self,
+        flight: Flight,
+        reason: str,
+        detail: str,
+        *,
+        is_strike: bool = True,
+        may_still_run: bool = False,
+    ) -> None:
+        """Submits it again, unless it has had `max_attempts`. `is_strike`: its worker may have died of it.
+        `may_still_run`: the old attempt may live and must then not go on beside the new one."""
         if not self.table.has(flight):
             return
-        flight.strikes += is_strike
+        old, attempt = flight.target, flight.attempt
+        self._replay(flight, reason, detail, is_strike)
+        if may_still_run and old is not None and not _is_at(flight, old):
+            self.outbox.cancel(old.worker, old.epoch, [flight.request_id], up_to_attempt=attempt)
+
+    def _replay(self, flight: Flight, reason: str, detail: str, is_strike: bool) -> None:
+        # One that had not begun counts, too: what kills a worker in its first step never begins.
+        flight.strikes += is_strike and flight.is_sent
         log.info("%s: attempt %d is void (%s): %s", flight.request_id, flight.attempt, reason, detail)
         if (finish := flight.missed_finish()) is not None:
             self._finish(flight, finish)
@@ -237,7 +254,6 @@ class Delivery:
     def _give_up(self, flight: Flight, detail: str) -> None:
         message = f"given up after {flight.strikes} attempts, each lost its worker; the last: {detail}"
         self._on_event("dead_letter", flight.request_id, message, {"attempt": float(flight.attempt)})
-        self._tell_worker(flight)
         self._fail(flight, errors.worker_lost(message))
 
     def _place(self, flight: Flight) -> None:
@@ -248,6 +264,8 @@ class Delivery:
             return
         if found is not None:
             self.placement.send(flight, found)
+        elif flight.was_admitted and self.cluster.ready(flight.model):  # it waits for its turn alone
+            flight.deadline = self._clock() + self._queue_timeout_s
 
     # ------------------------------------------------------------------------------------- ends
 
@@ -275,3 +293,8 @@ class Delivery:
             max_tokens=flight.sampling.max_tokens,
             seconds=self._clock() - flight.arrived,
         )
+
+
+def _is_at(flight: Flight, target: Target) -> bool:
+    """There the new attempt takes the place of the old one by itself."""
+    return flight.target is not None and flight.target[1:] == target[1:]

@@ -47,8 +47,8 @@ class Completions:
 
     async def order(self, gateway: Gateway, data: bytes, slot: Slot) -> tuple[SamplingBody, Order, Tokenizer]:
         body = parse(CompletionBody, data)
-        texts = prompts(body.prompt)
         card = gateway.models.card(body.model)
+        texts = prompts(body.prompt, gateway.intake.context(card))
         slot.grow(len(texts) * body.n)
         tokenizer = await gateway.models.tokenizer(card)
         return body, await gateway.intake.completion(body, texts, card, tokenizer), tokenizer

@@ -135,6 +135,10 @@ class InFlight:
             for flight in place.flights.values()
         ]
 
+    def at_target(self, target: Target) -> list[Flight]:
+        place = self.places.get(target)
+        return list(place.flights.values()) if place else []
+
     def metrics_arrived(self) -> None:
         for place in self.places.values():
             place.num_since = 0

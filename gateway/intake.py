@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ class Intake:
         self, body: CompletionBody, texts: list[str | list[int]], card: InstanceCard, tokenizer: Tokenizer
     ) -> Order:
         """Raises ApiError 400."""
-        context = self._context(card)
+        context = self.context(card)
         prompts = [await self._prompt(text, context, card, tokenizer) for text in texts]
         room = context - max(len(prompt.token_ids) for prompt in prompts)
         default = min(self._default_max_tokens, room)
@@ -82,9 +83,11 @@ class Intake:
 
     async def chat(self, body: ChatBody, card: InstanceCard, tokenizer: Tokenizer) -> Order:
         """Without max_tokens an answer may fill the context. Raises ApiError 400."""
-        text = tokenizer.chat_text([message.for_template() for message in body.messages])
-        context = self._context(card)
-        _refuse_if_long(text, context, tokenizer)
+        messages = [message.for_template() for message in body.messages]
+        context = self.context(card)
+        _refuse_if_long(sum(len(message["content"]) for message in messages), context, tokenizer)
+        text = await tokenizer.chat_text(messages)
+        _refuse_if_long(len(text), context, tokenizer)
         token_ids = await tokenizer.encode(text, special_tokens=False)  # the template wrote them
         _check_length(len(token_ids), context)
         given = body.max_completion_tokens or body.max_tokens
@@ -96,7 +99,7 @@ class Intake:
         self, given: str | list[int], context: int, card: InstanceCard, tokenizer: Tokenizer
     ) -> Prompt:
         if isinstance(given, str):
-            _refuse_if_long(given, context, tokenizer)
+            _refuse_if_long(len(given), context, tokenizer)
             prompt = Prompt(await tokenizer.encode(given), given)
         else:
             prompt = Prompt(given, None)
@@ -104,10 +107,11 @@ class Intake:
         _check_length(len(prompt.token_ids), context)
         return prompt
 
-    def _context(self, card: InstanceCard) -> int:
+    def context(self, card: InstanceCard) -> int:
         """Tokens that the largest ready instance can hold."""
+        now = time.monotonic()
         ready = self._cluster.ready(card.model)
-        return max((one.card.max_model_len for one in ready), default=card.max_model_len)
+        return max((self._cluster.max_tokens(one, now) for one in ready), default=card.max_model_len)
 
     def _order(
         self,
@@ -140,8 +144,8 @@ class Intake:
         )
 
 
-def _refuse_if_long(text: str, context: int, tokenizer: Tokenizer) -> None:
-    if (fewest := tokenizer.fewest_tokens(text)) > context:
+def _refuse_if_long(num_chars: int, context: int, tokenizer: Tokenizer) -> None:
+    if (fewest := tokenizer.fewest_tokens(num_chars)) > context:
         raise too_long(fewest, context, at_least=True)
 
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 512  # each is looked for in every token's text
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_METADATA = 16
+MAX_MESSAGES = 2048
+MAX_PARTS = 256  # of one message
 
 MAX_COUNT = 2**31 - 1  # engines and the bus keep counts and ids in fixed widths
 
@@ -31,12 +35,25 @@ def _integer_keys(value: Any) -> Any:
     return {int(key) if key.isascii() and key.isdecimal() else key: bias for key, bias in value.items()}
 
 
+def _at_most(limit: int) -> BeforeValidator:
+    """Of an object's fields. pydantic's own max_length looks at every field first, and a wrong one among
+    half a million costs it seconds."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            message = "Input should have at most {limit} items, not {size}"
+            raise PydanticCustomError("too_long", message, {"limit": limit, "size": len(value)})
+        return value
+
+    return BeforeValidator(check)
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), BeforeValidator(_to_list)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), FailFast(), BeforeValidator(_to_list)]
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=MAX_LOGIT_BIAS),
     BeforeValidator(_integer_keys),
+    _at_most(MAX_LOGIT_BIAS),  # the last is the first to run
 ]
 
 
@@ -66,7 +83,9 @@ class SamplingBody(Body):
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     user: str | None = None
-    metadata: dict[str, str] | None = None  # only ever stored by OpenAI, and store=true is refused
+    metadata: Annotated[dict[str, str], _at_most(MAX_METADATA)] | None = (
+        None  # only ever stored by OpenAI, and store=true is refused
+    )
 
 
 class CompletionBody(SamplingBody):
@@ -85,7 +104,7 @@ class TextPart(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -96,7 +115,7 @@ class Message(Body):
 
 
 class ChatBody(SamplingBody):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     logprobs: bool = False

@@ -12,10 +12,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 from pydantic import ValidationError
 
-from gateway.errors import ApiError, bad_json, invalid, unsupported
+from gateway.errors import ApiError, bad_json, invalid, too_long, unsupported
 from gateway.params import HARMLESS, UNSUPPORTED, ChatBody, CompletionBody, SamplingBody
 
 MAX_PROMPTS = 1024  # in one call
+MAX_FIELDS = 2048  # of one object
+MAX_OBJECTS = 8192  # in one body: more take the event loop away from the others
+MAX_DEPTH = 16
 
 B = TypeVar("B", bound=SamplingBody)
 
@@ -33,28 +36,31 @@ def parse(kind: type[B], data: bytes) -> B:
     return body
 
 
-def prompts(value: Any) -> list[str | list[int]]:
-    """The prompts of one completion call; a text stays a text. Raises ApiError 400, for empty ones too."""
+def prompts(value: Any, context: int) -> list[str | list[int]]:
+    """The prompts of one completion call; a text stays a text. Raises ApiError 400, for empty ones too, and
+    for more than `context` token ids in one."""
     if isinstance(value, str) or (isinstance(value, list) and value and _is_integer(value[0])):
-        return [_prompt(value, "prompt")]
+        return [_prompt(value, "prompt", context)]
     if not isinstance(value, list):
         raise _bad_prompt("prompt", value)
     if not value:
         raise invalid("prompt is empty", "prompt", "empty_prompt")
     if len(value) > MAX_PROMPTS:
         raise invalid(f"prompt holds {len(value)} prompts, at most {MAX_PROMPTS} fit one call", "prompt")
-    return [_prompt(one, f"prompt[{i}]") for i, one in enumerate(value)]
+    return [_prompt(one, f"prompt[{i}]", context) for i, one in enumerate(value)]
 
 
-def _prompt(value: Any, where: str) -> str | list[int]:
+def _prompt(value: Any, where: str, context: int) -> str | list[int]:
     if not isinstance(value, str | list):
         raise _bad_prompt(where, value)
     if not value:
         raise invalid(f"{where} is empty", "prompt", "empty_prompt")
     if isinstance(value, list):
-        for i, token in enumerate(value):
-            if not _is_integer(token) or token < 0:
-                raise _bad_prompt(f"{where}[{i}]", token)
+        if len(value) > context:
+            raise too_long(len(value), context)
+        if set(map(type, value)) != {int} or min(value) < 0:  # at C's speed; which one, at ours
+            i = next(i for i, token in enumerate(value) if not _is_integer(token) or token < 0)
+            raise _bad_prompt(f"{where}[{i}]", value[i])
     return value
 
 
@@ -77,18 +83,39 @@ def _fields(data: bytes) -> dict[str, Any]:
         raise bad_json(_why_undecodable(data, error)) from None
     if not isinstance(value, dict):
         raise bad_json(f"the body is a JSON {_json_type(value)}; an object is needed")
-    return {
-        name: _without_nulls(v) for name, v in value.items() if v is not None and not _is_harmless(name, v)
-    }
+    if len(value) > MAX_FIELDS:
+        raise bad_json(f"the body has {len(value)} fields; the limit is {MAX_FIELDS}")
+    clean = _Cleaner().clean
+    return {name: clean(v, name) for name, v in value.items() if v is not None and not _is_harmless(name, v)}
 
 
-def _without_nulls(value: Any) -> Any:
-    """Clients dump whole message objects, with `null` for all they do not use."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [_without_nulls(item) for item in value]
-    return value
+class _Cleaner:
+    """Takes the nulls out: clients dump whole message objects, with `null` for all they do not use. Refuses
+    bodies of a size or depth that only an attack has."""
+
+    def __init__(self) -> None:
+        self._num_objects = 0
+
+    def clean(self, value: Any, name: str, depth: int = 1) -> Any:
+        """`name`: of the field of the body it is in. Raises ApiError 400."""
+        if isinstance(value, dict):
+            self._count(1, name, depth)
+            if len(value) > MAX_FIELDS:
+                raise invalid(
+                    f"{name} holds an object of {len(value)} fields; the limit is {MAX_FIELDS}", name
+                )
+            return {key: self.clean(v, name, depth + 1) for key, v in value.items() if v is not None}
+        if isinstance(value, list) and value and isinstance(value[0], dict | list):
+            self._count(len(value), name, depth)
+            return [self.clean(item, name, depth + 1) for item in value]
+        return value
+
+    def _count(self, more: int, name: str, depth: int) -> None:
+        self._num_objects += more
+        if self._num_objects > MAX_OBJECTS:
+            raise invalid(f"{name} holds more than {MAX_OBJECTS} objects and lists", name)
+        if depth > MAX_DEPTH:
+            raise invalid(f"{name} is nested deeper than {MAX_DEPTH}", name)
 
 
 def _why_undecodable(data: bytes, error: Exception) -> str:
@@ -135,7 +162,9 @@ def _check_together(body: SamplingBody) -> None:
 
 def _first_problem(error: ValidationError) -> ApiError:
     """One clear sentence about the deepest problem: of a union's branches the one that got furthest."""
-    problem = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+    problem = max(
+        error.errors(include_url=False), key=lambda one: (len(one["loc"]), one["type"] == "too_long")
+    )
     param = _path(problem["loc"])
     if problem["type"] == "missing":
         return invalid(f"{param} is missing", param, "missing_parameter")

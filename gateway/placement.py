@@ -1,4 +1,9 @@
-"""Puts flights where they run: what is known of the ready instances, the choice, the Submit."""
+"""Puts flights where they run: what is known of the ready instances, the choice, the Submit.
+
+Whoever is at a worker when a request kills it gets a strike, too. So a flight that has its last chance gets
+it alone: no other with its last chance is at that place before this one has ended. Of all that suffered
+together only the culprit then fails.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,15 @@ class Placement:
     """Chooses by `gateway.dispatch`; assigns in the table; submits through the outbox."""
 
     def __init__(
-        self, cluster: Cluster, table: InFlight, outbox: Outbox, clock: Callable[[], float] = time.monotonic
+        self,
+        cluster: Cluster,
+        table: InFlight,
+        outbox: Outbox,
+        *,
+        max_attempts: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._last_strike = max_attempts - 1
         self._cluster = cluster
         self._table = table
         self._outbox = outbox
@@ -25,7 +37,10 @@ class Placement:
 
     def find(self, flight: Flight) -> Candidate | None:
         """Where it should run; None while there is nowhere. Raises ApiError 400 where it fits nowhere."""
-        found = choose(self.candidates(flight.model), flight.num_tokens)
+        candidates = self.candidates(flight.model)
+        if self._is_suspect(flight):
+            candidates = [one for one in candidates if not self._has_suspect(one)]
+        found = choose(candidates, flight.num_tokens)
         if isinstance(found, NoneFits):
             raise too_long(len(flight.prompt_token_ids), found.limit, flight.sampling.max_tokens)
         return found
@@ -34,6 +49,14 @@ class Placement:
         """A new attempt at `to`."""
         self._table.assign(flight, Target(to.instance, to.worker, to.epoch))
         self._outbox.submit(flight)
+
+    def _has_suspect(self, candidate: Candidate) -> bool:
+        target = Target(candidate.instance, candidate.worker, candidate.epoch)
+        return any(map(self._is_suspect, self._table.at_target(target)))
+
+    def _is_suspect(self, flight: Flight) -> bool:
+        """It has its last chance after others that failed."""
+        return 0 < self._last_strike == flight.strikes
 
     def candidates(self, model: str) -> list[Candidate]:
         """Ready instances, with their load as far as it is known."""
@@ -44,12 +67,11 @@ class Placement:
         card = ready.card
         place = self._table.places.get(Target(card.id, ready.worker, ready.epoch))
         metrics = self._cluster.instance_metrics(card.id, ready.epoch, now)
-        kv_tokens = metrics.kv_blocks * card.block_tokens if metrics else 0
         return Candidate(
             instance=card.id,
             worker=ready.worker,
             epoch=ready.epoch,
-            max_tokens=min(card.max_model_len, kv_tokens or card.max_model_len),
+            max_tokens=self._cluster.max_tokens(ready, now),
             num_measured=metrics.running + metrics.waiting if metrics else None,
             num_own=len(place.flights) if place else 0,
             num_own_since=place.num_since if place else 0,

@@ -57,7 +57,7 @@ class Gateway:
             table,
             self.cluster,
             self.outbox,
-            Placement(self.cluster, table, self.outbox),
+            Placement(self.cluster, table, self.outbox, max_attempts=section.max_attempts),
             self.stats,
             queue_timeout_s=section.queue_timeout_s,
             max_attempts=section.max_attempts,
@@ -116,7 +116,8 @@ class Gateway:
         those left are told so."""
         self.is_draining = True
         try:
-            await asyncio.wait_for(self.admission.is_empty.wait(), within_s)
+            async with asyncio.timeout(within_s):
+                await self.admission.is_empty.wait()
         except TimeoutError:
             self.delivery.fail_all(unavailable("this gateway is shutting down and its drain time is over"))
             await asyncio.sleep(0.3)  # the endings reach their sockets, the cancellations the bus

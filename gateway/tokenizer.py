@@ -21,6 +21,7 @@ from gateway.vocabulary import UnknownTokenizer, Vocabulary
 
 # Longer texts go to a thread (1.3 us a character: 2,048 block the event loop for 3 ms).
 INLINE_CHARS = 2048
+INLINE_MESSAGES = 32
 
 _threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
@@ -56,12 +57,12 @@ class Tokenizer:
         # encode() keeps the GIL for its whole run, encode_batch() gives it up (measured with 0.23.3)
         return list(self._rust.encode_batch([text], add_special_tokens=special_tokens)[0].ids)
 
-    def fewest_tokens(self, text: str) -> int:
+    def fewest_tokens(self, num_chars: int) -> int:
         """A lower bound that costs nothing, so that megabytes of text for a small context are refused
         before they are tokenised; 0 where a normaliser could shorten the text."""
-        return len(text) // self._bytes_per_token if self._bytes_per_token else 0
+        return num_chars // self._bytes_per_token if self._bytes_per_token else 0
 
-    def chat_text(self, messages: list[dict[str, str]]) -> str:
+    async def chat_text(self, messages: list[dict[str, str]]) -> str:
         """The conversation as the model was trained on it. Raises ApiError 400."""
         if self._template is None:
             raise invalid(
@@ -69,7 +70,12 @@ class Tokenizer:
                 "messages",
                 "no_chat_template",
             )
-        return _render(self._template, messages, self._special_tokens())
+        special = self._special_tokens()
+        num_chars = sum(len(message["content"]) for message in messages)
+        if num_chars <= INLINE_CHARS and len(messages) <= INLINE_MESSAGES:
+            return _render(self._template, messages, special)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_threads, _render, self._template, messages, special)
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")

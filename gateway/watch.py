@@ -1,8 +1,9 @@
 """When is a flight lost? What the registry, the controller, Redis and the clock tell about workers.
 
-A flight is replayed when its worker is declared lost or left, when the worker has a newer epoch, when its
-lease is missing though Redis answers (the controller may be dead, too), when Redis restarted, and when it
-gives no sign of life though its worker does. (A gap between tokens is noticed where they arrive.)
+A flight is replayed when its worker is declared lost or left, when the worker has another epoch, when its
+lease is missing though Redis answers (the controller may be dead, too), when Redis restarted, when this
+gateway's own lease had run out, and when the flight gives no sign of life though its worker does. (A gap
+between tokens is noticed where they arrive.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from bus.client import Restart
 from gateway.cluster import Cluster
 from gateway.delivery import Delivery
 from gateway.errors import deadline_exceeded, unavailable, worker_lost
-from gateway.inflight import Flight
+from gateway.inflight import Flight, Target
 
 # A worker that is free and gave no sign of a request for this long never got it.
 LOST_S = 3.0
@@ -42,28 +43,40 @@ class Watch:
         self._clock = clock
 
     def on_worker_gone(self, worker: str, epoch: int, reason: str) -> None:
-        """This incarnation, and those before it, run nothing any more."""
+        """This incarnation, and those before it, run nothing any more. One that left did not die of its
+        requests."""
         self._cluster.drop(worker, epoch)
+        is_strike = reason != "worker_left"
         for flight in self._table.at(worker, epoch):
-            self._delivery.replay(flight, reason, f"{worker} (epoch {epoch}) is gone")
+            self._delivery.replay(flight, reason, f"{worker} (epoch {epoch}) is gone", is_strike=is_strike)
+        self._delivery.flush()
+
+    def on_own_lease_lost(self) -> None:
+        """Workers cancel what a gateway without a lease had asked for: it is submitted again."""
+        for flight in self._placed():
+            detail = "this gateway's lease had run out"
+            self._delivery.replay(flight, "gateway_lease_lost", detail, is_strike=False, may_still_run=True)
         self._delivery.flush()
 
     def on_restart(self, restart: Restart) -> None:
         """Streams may have lost entries: everything unfinished is submitted again. No worker is to blame."""
         if restart.data_lost:
             self._cluster.forget_workers()
-        for flight in list(self._table.flights.values()):
-            if flight.target is not None:
-                self._delivery.replay(flight, "bus_restarted", "Redis restarted", is_strike=False)
+        may_still_run = not restart.data_lost  # else the workers lost their leases and drop it
+        for flight in self._placed():
+            self._delivery.replay(
+                flight, "bus_restarted", "Redis restarted", is_strike=False, may_still_run=may_still_run
+            )
         self._delivery.flush()
 
     def on_poll(self) -> None:
-        """The registry was read: newer epochs, missing leases, new instances."""
+        """The registry was read: other epochs, missing leases, new instances."""
         for target in list(self._table.places):
-            if self._cluster.newer_epoch(target.worker, target.epoch):
-                self.on_worker_gone(target.worker, target.epoch, "epoch_changed")
-            elif self._cluster.missing_for(target.worker, target.epoch) > 2 * self._lease_s:
-                self.on_worker_gone(target.worker, target.epoch, "lease_missing")
+            _, worker, epoch = target
+            if self._cluster.has_other_epoch(worker, epoch):
+                self._replay_at(target, "epoch_changed", not self._cluster.was_fenced(worker, epoch))
+            elif self._cluster.missing_for(worker, epoch) > 2 * self._lease_s:
+                self._replay_at(target, "lease_missing", True)
         self._delivery.place_waiting()
         self._delivery.flush()
 
@@ -75,7 +88,7 @@ class Watch:
                 self._too_late(flight, now)
             elif flight.is_sent and self._is_lost(flight, now):
                 silence = f"no sign of life for {now - flight.last_sign:.1f} s"
-                self._delivery.replay(flight, "silent", silence)
+                self._delivery.replay(flight, "silent", silence, may_still_run=True)
         self._delivery.flush()
 
     def on_bus_away(self, away_s: float, patience_s: float) -> None:
@@ -88,6 +101,14 @@ class Watch:
             if not flight.was_admitted or away_s > self._queue_timeout_s:
                 self._delivery.fail(flight, error)
         self._delivery.flush()
+
+    def _replay_at(self, target: Target, reason: str, is_strike: bool) -> None:
+        detail = f"{target.worker} (epoch {target.epoch}) is gone"
+        for flight in self._table.at_target(target):
+            self._delivery.replay(flight, reason, detail, is_strike=is_strike)
+
+    def _placed(self) -> list[Flight]:
+        return [flight for flight in self._table.flights.values() if flight.target is not None]
 
     def _too_late(self, flight: Flight, now: float) -> None:
         if flight.was_admitted:
@@ -102,4 +123,7 @@ class Watch:
             return False
         instance, _, epoch = flight.target
         is_idle = self._cluster.was_idle_after(instance, epoch, flight.last_sign + LOST_S / 2, now)
-        return is_idle or (flight.is_running and silence > SILENT_S)
+        if is_idle or not flight.is_running or silence <= SILENT_S:
+            return is_idle
+        # preempted, or in a long prefill: silent while its instance goes on
+        return not self._cluster.is_working(instance, epoch, now, SILENT_S)

@@ -32,6 +32,7 @@ class FakeWorker:
         self.id, self.model = worker, model
         self.instance = f"{model}@{worker}"
         self.epoch = 0
+        self.pid = os.getpid()  # of each start another
         self.max_model_len, self.vocab_size, self.fingerprint = 512, 1000, "fp-full-tp1"
         self.behave(reply)
         self._runs: dict[str, asyncio.Task[None]] = {}
@@ -54,6 +55,7 @@ class FakeWorker:
     async def start(self, state: str = "serving") -> FakeWorker:
         await self.bus.wait_up()
         self.epoch = max(time.time_ns() // 1_000_000, self.epoch + 1)
+        self.pid += 1
         await self.bus.register_worker(self.card(state), LEASE_S)
         self._tasks = [asyncio.create_task(work()) for work in (self._renew, self._read, self._obey)]
         return self
@@ -74,7 +76,7 @@ class FakeWorker:
             id=self.id,
             epoch=self.epoch,
             host="test",
-            pid=os.getpid(),
+            pid=self.pid,
             device="cpu",
             page_bytes=65536,
             state=state,  # type: ignore[arg-type]
@@ -156,11 +158,15 @@ class FakeWorker:
                     if isinstance(command, Drain):
                         self.drained = True
                     elif command.epoch == self.epoch:
-                        self._cancel(command.request_ids)
+                        self._cancel(command)
 
-    def _cancel(self, request_ids: list[str]) -> None:
-        self.cancelled.update(request_ids)
-        for request_id in request_ids:
+    def _cancel(self, command: Cancel) -> None:
+        for request_id in command.request_ids:
+            if command.up_to_attempt is not None:
+                newest = max((one.attempt for one in self.submits if one.request_id == request_id), default=0)
+                if newest > command.up_to_attempt:
+                    continue
+            self.cancelled.add(request_id)
             if run := self._runs.pop(request_id, None):
                 run.cancel()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.errors import BusFull
-from bus.messages import Cancel, Submit
+from bus.messages import Cancel
 from gateway.call import Call
 from gateway.errors import ApiError
 from gateway.inflight import Flight

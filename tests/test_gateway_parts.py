@@ -135,6 +135,30 @@ def test_without_admin_keys_only_this_machine_administers() -> None:
     assert refusal.value.status == 403
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"host", b"evil.example:8000")],
+        [(b"host", b"localhost.evil.example")],
+        [(b"host", b"localhost:8000"), (b"origin", b"https://evil.example")],
+        [(b"host", b"localhost:8000"), (b"origin", b"http://localhost:3000")],
+        [(b"host", b"localhost:8000"), (b"origin", b"null")],
+    ],
+)
+def test_without_admin_keys_no_page_of_another_site_administers(headers: list[tuple[bytes, bytes]]) -> None:
+    for loopback_only in (True, False):
+        with pytest.raises(ApiError) as refusal:
+            check_admin(Keys([]), headers, "127.0.0.1", loopback_only=loopback_only)
+        assert refusal.value.status == 403
+    check_admin(Keys(["k"]), [*headers, (b"authorization", b"Bearer k")], "9.9.9.9", loopback_only=False)
+
+
+@pytest.mark.parametrize("host", [b"localhost:8000", b"127.0.0.1:8000", b"[::1]:8000", b"LOCALHOST"])
+def test_a_page_of_our_own_administers_without_keys(host: bytes) -> None:
+    headers = [(b"host", host), (b"origin", b"http://" + host)]
+    check_admin(Keys([]), headers, "127.0.0.1", loopback_only=True)
+
+
 def flight(name: str) -> Flight:
     sampling = SamplingParams(max_tokens=4, seed=0)
     return Flight(name, "m", [1, 2], sampling, None, arrived=0.0, deadline=1.0)  # type: ignore[arg-type]
