@@ -21,14 +21,23 @@ class ClientLeft(Exception):
 async def read_body(
     headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, max_bytes: int, timeout_s: float
 ) -> bytes:
-    """The whole body. `timeout_s` bounds the pause between two pieces of it. Raises ApiError 413 (as soon as
-    the length is known, or counted), 408; ClientLeft."""
+    """The whole body, within `timeout_s`: it holds a place in the queue meanwhile. Raises ApiError 413 (as
+    soon as the length is known, or counted), 408; ClientLeft."""
     for name, value in headers:
         if name == b"content-length" and int(value) > max_bytes:
             raise _too_large(int(value), max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(receive, max_bytes)
+    except TimeoutError:
+        message = f"the body did not come within {timeout_s:.0f} s (gateway.header_timeout_s)"
+        raise ApiError(408, message, kind="timeout", code="body_timeout") from None
+
+
+async def _read(receive: Receive, max_bytes: int) -> bytes:
     body = bytearray()
     while True:
-        message = await _next(receive, timeout_s)
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
         body += message.get("body", b"")
@@ -45,15 +54,6 @@ def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
             kind = value.partition(b";")[0].strip().lower()
             if kind not in (b"application/json", b"text/json") and not kind.endswith(b"+json"):
                 raise ApiError(415, f"content-type is {value.decode('latin-1')!r}; send application/json")
-
-
-async def _next(receive: Receive, timeout_s: float) -> Message:
-    try:
-        return await asyncio.wait_for(receive(), timeout_s)
-    except TimeoutError:
-        raise ApiError(
-            408, f"no more of the body came within {timeout_s:.0f} s", kind="timeout", code="body_timeout"
-        ) from None
 
 
 def _too_large(size: int, limit: int) -> ApiError:

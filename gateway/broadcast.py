@@ -47,8 +47,10 @@ class Broadcast:
             yield b": events\n\n" + b"".join(self._recent)
             while not self._is_closed:
                 try:
-                    yield await asyncio.wait_for(queue.get(), KEEPALIVE_S)
+                    async with asyncio.timeout(KEEPALIVE_S):
+                        data = await queue.get()
                 except TimeoutError:
-                    yield b": keepalive\n\n"
+                    data = b": keepalive\n\n"
+                yield data
         finally:
             self._listeners.discard(queue)

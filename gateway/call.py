@@ -137,6 +137,10 @@ class StreamCall(Call):
         self._is_open = True
         self.stream.open()
 
+    def abandon(self) -> None:
+        super().abandon()
+        self.stream.on_lost()
+
     def emit_text(self, index: int, text: str) -> None:
         self.stream.push(self._writers[index].text(text))
 

@@ -81,8 +81,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A refusal may be out before the body is in. What still comes of it is dropped, since closing now
-        would take the answer from a client that is still sending; but not for ever."""
-        if self.cycle.more_body:
+        would take the answer from a client that is still sending; but not for ever. (With requests in the
+        pipeline `cycle` is the last of those, and its turn only comes.)"""
+        if not self.pipeline and self.cycle.more_body:
             self._expect_head()
         super().on_response_complete()
 

@@ -34,6 +34,7 @@ class Loops:
         self._delivery = gateway.delivery
         self._watch = gateway.watch
         self._poll_now = asyncio.Event()
+        self._had_lease = False
 
     async def start(self) -> None:
         """Lease and first look at the registry. Raises BusUnavailable, BusFull."""
@@ -53,11 +54,18 @@ class Loops:
             self._tick(),
             self._gateway.outbox.run(),
             self._gateway.streams.run(),
-            asyncio.to_thread(tokenizer.warm_up),
+            self._warm_up(),
         ]
         async with asyncio.TaskGroup() as tasks:
             for coroutine in work:
                 tasks.create_task(coroutine)
+
+    async def _warm_up(self) -> None:
+        """Only a head start: the first chat tells the client what is wrong."""
+        try:
+            await asyncio.to_thread(tokenizer.warm_up)
+        except Exception:
+            log.exception("chat templates cannot be rendered")
 
     async def stop(self) -> None:
         """Gives the lease up: workers drop what they still run for this gateway."""
@@ -106,9 +114,9 @@ class Loops:
                     self._gateway.events.publish(event)
 
     def _on_event(self, event: Event) -> None:
-        field = {"worker_lost": "epoch", "worker_left": "epoch", "epoch_changed": "previous_epoch"}
-        epoch = event.numbers.get(field.get(event.kind, ""))
-        if epoch is not None:
+        """Of a changed epoch the poll knows more: whether the process died."""
+        epoch = event.numbers.get("epoch")
+        if event.kind in ("worker_lost", "worker_left") and epoch is not None:
             self._watch.on_worker_gone(event.subject, int(epoch), event.kind)
         if event.kind.startswith(("worker_", "epoch_")):
             self._poll_now.set()
@@ -130,13 +138,15 @@ class Loops:
 
     def _on_restart(self, restart: Restart) -> None:
         self._watch.on_restart(restart)
+        self._had_lease = self._had_lease and not restart.data_lost  # its loss is dealt with hereby
         self._poll_now.set()
 
     async def _poll_registry(self) -> None:
         while True:
             pause_s = POLL_BUSY_S if len(self._delivery.table) else POLL_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poll_now.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._poll_now.wait()
             self._poll_now.clear()
             try:
                 await self._poll()
@@ -151,7 +161,11 @@ class Loops:
     async def _renew_lease(self) -> None:
         while True:
             try:
-                await self._bus.renew_gateway(self._gateway.id, LEASE_S)
+                was_held = await self._bus.renew_gateway(self._gateway.id, LEASE_S)
+                if self._had_lease and not was_held:
+                    log.warning("the lease had run out; what is in flight is submitted again")
+                    self._watch.on_own_lease_lost()
+                self._had_lease = True
             except BusUnavailable:
                 await self._bus.wait_up()
                 continue

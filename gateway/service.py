@@ -42,7 +42,8 @@ class Server(uvicorn.Server):
         once a second."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leave.wait(), 1.0)
+                async with asyncio.timeout(1.0):
+                    await self._leave.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

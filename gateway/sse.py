@@ -32,14 +32,14 @@ class EventStream:
     """`max_pending`: events that may wait for the client; `is_over_limit` tells its owner that it is time
     to give up. Nothing is written before `open`, when the status line and headers are out."""
 
-    __slots__ = ("_drained", "_is_open", "_link", "_pending", "max_pending", "written_at")
+    __slots__ = ("_is_open", "_link", "_moved", "_pending", "max_pending", "written_at")
 
     def __init__(self, link: Link, max_pending: int) -> None:
         self._link = link
         self.max_pending = max_pending
         self._pending: list[bytes] = []
         self._is_open = False
-        self._drained: asyncio.Event | None = None
+        self._moved = asyncio.Event()  # set when the client took something, or left
         self.written_at = 0.0
 
     @property
@@ -48,7 +48,7 @@ class EventStream:
 
     def open(self) -> None:
         self._is_open = True
-        self._link.on_writable = self.flush
+        self._link.on_writable = self._on_writable
         self.written_at = time.monotonic()
         self.flush()
 
@@ -62,8 +62,14 @@ class EventStream:
         self._link.write_chunk(b"".join(self._pending))
         self._pending.clear()
         self.written_at = time.monotonic()
-        if self._drained is not None:
-            self._drained.set()
+
+    def on_lost(self) -> None:
+        """The client left: nobody takes the rest."""
+        self._moved.set()
+
+    def _on_writable(self) -> None:
+        self.flush()
+        self._moved.set()
 
     def keep_alive(self, now: float, after_s: float) -> None:
         """A comment, if nothing went out for a while: proxies cut silent streams."""
@@ -77,12 +83,13 @@ class EventStream:
             self.written_at = now
 
     async def drained(self, within_s: float) -> bool:
-        """Whether the client took the rest in time."""
+        """Whether the client took the rest in time, but for what the socket buffers hold."""
         self.flush()
-        if self._pending and not self._link.is_lost:
-            self._drained = asyncio.Event()
-            try:
-                await asyncio.wait_for(self._drained.wait(), within_s)
-            except TimeoutError:
-                return False
+        try:
+            async with asyncio.timeout(within_s):
+                while (self._pending or self._link.is_paused) and not self._link.is_lost:
+                    self._moved.clear()
+                    await self._moved.wait()
+        except TimeoutError:
+            return False
         return not self._link.is_lost

@@ -402,3 +402,26 @@ async def test_a_request_lost_without_a_sign_is_submitted_again(
             await asyncio.wait([task], timeout=0.3)
         await assert_whole(gate, task)
         assert gate.worker.submits[-1].attempt == 2
+
+
+async def test_a_gateway_that_was_paused_beyond_its_lease_submits_again(gate: Gate) -> None:
+    task = hang_at(gate, 5)
+    await gate.until("a run", busy(gate))
+    await asyncio.sleep(0.2)
+    gateway = gate.worker.submits[0].gateway
+    await gate.bus.link.run(lambda client: client.delete(gate.bus.names.gateway_lease(gateway)))
+    await gate.until("the second attempt", partial(submitted, gate, 2))
+    gate.worker.stop_at = None
+    await assert_whole(gate, task)
+
+
+async def test_a_tokenizer_that_cannot_warm_up_does_not_end_the_gateway(
+    redis_settings: RedisSettings, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ImportError("no jinja2")
+
+    monkeypatch.setattr("gateway.tokenizer.warm_up", fail)
+    async with running(redis_settings, folder) as gate:
+        await asyncio.sleep(0.1)
+        assert (await answer(gate))[0] == ANSWER

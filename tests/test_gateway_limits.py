@@ -13,12 +13,15 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
 
 from bus.settings import RedisSettings
+from gateway.connection import Link
+from gateway.sse import EventStream
 from tests import tiny_model
 from tests.conftest import settings_of
 from tests.gateway_harness import ANSWER, Gate, running
@@ -193,6 +196,54 @@ async def test_a_body_that_does_not_come_is_given_up(redis_settings: RedisSettin
         writer.close()
         assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
         await gate.settled()
+
+
+async def test_a_body_that_drips_is_given_up_too(redis_settings: RedisSettings, folder: Path) -> None:
+    async with running(redis_settings, folder, header_timeout_s=0.4) as gate:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gate.settings.gateway.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        answer = asyncio.create_task(reader.read())
+        for _ in range(12):
+            await asyncio.sleep(0.1)
+            writer.write(b" ")
+        assert answer.done() and (await answer).startswith(b"HTTP/1.1 408")
+        writer.close()
+        await gate.settled()
+
+
+async def test_a_request_in_the_pipeline_is_not_timed_by_the_answer_before_it(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    async with running(redis_settings, folder, header_timeout_s=0.4) as gate:
+        gate.worker.gate.clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", gate.settings.gateway.port)
+        body = json.dumps(BODY).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + head + body[:5])
+        assert b"200" in await reader.readuntil(b'"ok"}')
+        writer.write(body[5:])
+        await asyncio.sleep(0.8)
+        gate.worker.gate.set()
+        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+        writer.close()
+
+
+async def test_the_rest_of_a_stream_is_waited_for_until_the_socket_took_it_or_the_client_left() -> None:
+    transport = Mock()
+    for leaves in (True, False):
+        link = Link(transport)
+        stream = EventStream(link, 100)
+        stream.open()
+        link.is_paused = True
+        stream.push(b"x")
+        drained = asyncio.create_task(stream.drained(5))
+        await asyncio.sleep(0)
+        assert not drained.done()
+        link.is_lost, link.is_paused = leaves, leaves
+        (stream.on_lost if leaves else link.on_writable)()
+        assert await asyncio.wait_for(drained, 1) is not leaves
+    link.is_paused = True  # all is written, the socket's buffer is full
+    assert await stream.drained(0.01) is False
 
 
 async def test_while_draining_new_requests_get_503_and_streams_end(
