@@ -103,7 +103,7 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """What one step added to one request. Empty `token_ids` with no `finish_reason`: it was admitted
-    (its first prefill chunk ran), which ends its time in the queue."""
+    (its first prefill chunk ran), which ends its time in the queue, or has been silent for long and lives."""
 
     request_id: str
     attempt: int

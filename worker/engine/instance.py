@@ -20,6 +20,9 @@ from worker.engine.sampler import Sampled, Sampler
 from worker.engine.scheduler import Scheduler
 from worker.engine.stats import Stats
 
+# A silence longer than this is broken: a gateway that hears nothing for long takes a request for lost.
+SIGN_OF_LIFE_S = 5.0
+
 
 class Cache(Protocol):
     """What the engine needs of `worker.memory.KVCache`; the model reads the rest."""
@@ -66,6 +69,7 @@ class Instance:
         self.num_steps = 0
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
+        self._looked_at = 0.0  # for those who are silent
         self._unsent: list[Output] = []  # ends that needed no step
 
     @property
@@ -175,7 +179,19 @@ class Instance:
         outputs = [output for chunk in plan.chunks if (output := self._started(chunk, now))]
         for i, (chunk, token) in enumerate(zip(inputs.sampling, sampled.token_ids.tolist(), strict=True)):
             outputs.append(self._add_token(chunk.seq, token, sampled.logprobs.get(i), now))
-        return outputs
+        return outputs + self._signs_of_life(now)
+
+    def _signs_of_life(self, now: float) -> list[Output]:
+        """Empty deltas for those who started and are silent for long: in a prefill of many chunks, or
+        preempted. Without them a gateway could not tell them from lost ones."""
+        if now - self._looked_at < SIGN_OF_LIFE_S:
+            return []
+        self._looked_at, since = now, now - SIGN_OF_LIFE_S
+        return [
+            Output(seq.request, self._delta(seq, seq.num_output, []))
+            for seq in self._sequences.values()
+            if seq.started_at and max(seq.started_at, seq.last_token_at) <= since
+        ]
 
     def _started(self, chunk: Chunk, now: float) -> Output | None:
         """The first chunk of a request ended its time in the queue; say so unless a token does."""
