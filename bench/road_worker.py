@@ -23,7 +23,7 @@ from bus.client import Bus, BusUnavailable
 from bus.messages import Cancel, Delta, InstanceCard, StepOutput, Submit, WorkerCard
 from bus.service import run
 from bus.settings import Settings
-from gateway.vocabulary import Vocabulary
+from gateway.text.vocabulary import Vocabulary
 
 WORKER, MODEL = "road", "road"
 LEASE_S = 10.0

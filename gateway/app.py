@@ -20,11 +20,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 
-from gateway import admin, public
-from gateway.body import Message, Receive, Scope, Send
-from gateway.endpoint import Api, Chat, Completions, Endpoint
 from gateway.errors import ApiError, from_status, internal, invalid
+from gateway.http.body import Message, Receive, Scope, Send
 from gateway.loops import Loops
+from gateway.openai.endpoint import Api, Chat, Completions, Endpoint
+from gateway.operations import admin, public
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")

@@ -11,8 +11,8 @@ from typing import Any
 
 from bus.client import BusFull, BusUnavailable, Restart
 from bus.messages import Event, Metrics, StepOutput
-from gateway import tokenizer
 from gateway.state import BUS_PATIENCE_S, Gateway
+from gateway.text import tokenizer
 
 log = logging.getLogger("gateway")
 

@@ -15,7 +15,7 @@ import uvicorn
 from bus.client import Bus
 from bus.settings import GatewaySettings, Settings
 from gateway.app import create_app
-from gateway.connection import Protocol
+from gateway.http.connection import Protocol
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")

@@ -10,20 +10,20 @@ from collections import deque
 
 from bus.client import Bus
 from bus.settings import Settings
-from gateway.auth import Keys
-from gateway.broadcast import Broadcast
-from gateway.cluster import Cluster
-from gateway.delivery import Delivery
+from gateway.delivery.cluster import Cluster
+from gateway.delivery.delivery import Delivery
+from gateway.delivery.inflight import InFlight
+from gateway.delivery.outbox import Outbox
+from gateway.delivery.placement import Placement
+from gateway.delivery.watch import Watch
 from gateway.errors import unavailable
-from gateway.inflight import InFlight
-from gateway.intake import Intake
-from gateway.limits import Admission, RateLimiter
-from gateway.models import Models
-from gateway.outbox import Outbox
-from gateway.placement import Placement
-from gateway.stats import Stats
-from gateway.streams import Streams
-from gateway.watch import Watch
+from gateway.http.auth import Keys
+from gateway.http.limits import Admission, RateLimiter
+from gateway.http.streams import Streams
+from gateway.openai.intake import Intake
+from gateway.openai.models import Models
+from gateway.operations.broadcast import Broadcast
+from gateway.operations.stats import Stats
 
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
 MAX_TOLD = 1000

@@ -20,8 +20,8 @@ from bus.messages import (
 )
 from bus.names import Names
 from bus.settings import GatewaySettings, Settings
+from gateway.delivery.inflight import Flight
 from gateway.errors import ApiError
-from gateway.inflight import Flight
 from gateway.state import Gateway
 
 

@@ -26,7 +26,7 @@ from bus.messages import (
 )
 from bus.settings import GatewaySettings, RedisSettings, Settings, WorkerSettings
 from gateway.service import main
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from tests.fake_worker import LEASE_S, FakeWorker
 from tests.service import free_port
 

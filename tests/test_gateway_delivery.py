@@ -421,7 +421,7 @@ async def test_a_tokenizer_that_cannot_warm_up_does_not_end_the_gateway(
     def fail() -> None:
         raise ImportError("no jinja2")
 
-    monkeypatch.setattr("gateway.tokenizer.warm_up", fail)
+    monkeypatch.setattr("gateway.text.tokenizer.warm_up", fail)
     async with running(redis_settings, folder) as gate:
         await asyncio.sleep(0.1)
         assert (await answer(gate))[0] == ANSWER

@@ -20,8 +20,8 @@ import openai
 import pytest
 
 from bus.settings import RedisSettings
-from gateway.connection import Link
-from gateway.sse import EventStream
+from gateway.http.connection import Link
+from gateway.http.sse import EventStream
 from tests import tiny_model
 from tests.conftest import settings_of
 from tests.gateway_harness import ANSWER, Gate, running
@@ -367,9 +367,7 @@ def test_sigterm_ends_the_process_with_status_0(redis_settings: RedisSettings, t
 
 
 def test_the_gateway_imports_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys, gateway.service, gateway.tokenizer as t; t.warm_up(); sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, gateway.service, gateway.text.tokenizer as t; t.warm_up(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 

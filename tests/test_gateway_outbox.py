@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bus.errors import BusFull
 from bus.messages import Cancel
-from gateway.call import Call
+from gateway.delivery.inflight import Flight
 from gateway.errors import ApiError
-from gateway.inflight import Flight
+from gateway.openai.call import Call
 from tests.gateway_core import Core, Ear
 
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from gateway.errors import ApiError
-from gateway.params import ChatBody, CompletionBody
-from gateway.parsing import parse, prompts
-from gateway.tokenizer import Tokenizer
+from gateway.openai.params import ChatBody, CompletionBody
+from gateway.openai.parsing import parse, prompts
+from gateway.text.tokenizer import Tokenizer
 from tests import tiny_model
 
 MESSAGE = {"role": "user", "content": ""}

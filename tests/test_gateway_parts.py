@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
-from gateway.auth import Keys, check_admin
-from gateway.dispatch import Candidate, NoneFits, choose
+from gateway.delivery.dispatch import Candidate, NoneFits, choose
+from gateway.delivery.inflight import Flight, InFlight, Target
 from gateway.errors import ApiError
-from gateway.inflight import Flight, InFlight, Target
-from gateway.limits import Admission, RateLimiter
+from gateway.http.auth import Keys, check_admin
+from gateway.http.limits import Admission, RateLimiter
 
 
 def candidate(name: str, **changes: Any) -> Candidate:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
 
-from gateway.stops import StopMatcher
-from gateway.tokenizer import Tokenizer, TokenizerError
-from gateway.vocabulary import TextStream, UnknownTokenizer, Vocabulary
+from gateway.text.stops import StopMatcher
+from gateway.text.tokenizer import Tokenizer, TokenizerError
+from gateway.text.vocabulary import TextStream, UnknownTokenizer, Vocabulary
 from tests import tiny_model
 
 

@@ -17,7 +17,7 @@ from bus.messages import (
     Submit,
     WorkerMetrics,
 )
-from gateway.inflight import Flight
+from gateway.delivery.inflight import Flight
 from tests.gateway_core import Core, Ear
 
 

@@ -1,9 +1,10 @@
 """Every accepted request gets every token once, in order, and exactly one end, whatever dies.
 
 A synchronous core: it is told what happened (a step's output, a flight to replay) and answers by changing the
-in-flight table, calling sinks, and putting writes into the outbox. It never waits. `gateway.watch` tells when
-a flight must be replayed, that is submitted again with the tokens received so far and the next attempt
-number. Void attempts need no care: workers drop them for a newer one, and their late tokens are dropped here.
+in-flight table, calling sinks, and putting writes into the outbox. It never waits. `gateway.delivery.watch`
+tells when a flight must be replayed, that is submitted again with the tokens received so far and the next
+attempt number. The late tokens of a void attempt are dropped here; a worker drops it for a newer one, and is
+told where the newer one goes elsewhere.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Callable, Sequence
 
 from bus.messages import Delta, FinishReason, StepOutput
 from gateway import errors
-from gateway.cluster import Cluster
+from gateway.delivery.cluster import Cluster
+from gateway.delivery.inflight import Flight, InFlight, Sink, Target
+from gateway.delivery.outbox import Outbox
+from gateway.delivery.placement import Placement
 from gateway.errors import ApiError
-from gateway.inflight import Flight, InFlight, Sink, Target
-from gateway.outbox import Outbox
-from gateway.placement import Placement
-from gateway.stats import Stats
+from gateway.operations.stats import Stats
 
 log = logging.getLogger("gateway")
 

@@ -6,15 +6,15 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.choice import Choice
-from gateway.delivery import Delivery
+from gateway.delivery.delivery import Delivery
+from gateway.delivery.inflight import Flight
 from gateway.errors import ApiError, slow_reader
-from gateway.formats import ChunkWriter, Envelope
-from gateway.inflight import Flight
-from gateway.limits import Slot
-from gateway.logprobs import Entry
-from gateway.sse import DONE, EventStream, error_event
-from gateway.vocabulary import Vocabulary
+from gateway.http.limits import Slot
+from gateway.http.sse import DONE, EventStream, error_event
+from gateway.openai.choice import Choice
+from gateway.openai.formats import ChunkWriter, Envelope
+from gateway.openai.logprobs import Entry
+from gateway.text.vocabulary import Vocabulary
 
 
 class Call:

@@ -12,9 +12,9 @@ from starlette.responses import Response, StreamingResponse
 
 from bus.client import BusFull, BusUnavailable
 from bus.messages import Drain, InstanceCard, WorkerCard
-from gateway.auth import check_admin
 from gateway.errors import ApiError, unavailable
-from gateway.formats import to_json
+from gateway.http.auth import check_admin
+from gateway.openai.formats import to_json
 from gateway.state import Gateway
 
 

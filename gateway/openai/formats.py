@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.logprobs import Entry, chat_logprobs, completion_logprobs
-from gateway.vocabulary import Vocabulary
+from gateway.openai.logprobs import Entry, chat_logprobs, completion_logprobs
+from gateway.text.vocabulary import Vocabulary
 
 to_json = msgspec.json.Encoder().encode
 

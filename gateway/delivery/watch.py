@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 
 from bus.client import Restart
-from gateway.cluster import Cluster
-from gateway.delivery import Delivery
+from gateway.delivery.cluster import Cluster
+from gateway.delivery.delivery import Delivery
+from gateway.delivery.inflight import Flight, Target
 from gateway.errors import deadline_exceeded, unavailable, worker_lost
-from gateway.inflight import Flight, Target
 
 # A worker that is free and gave no sign of a request for this long never got it.
 LOST_S = 3.0

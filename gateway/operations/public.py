@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.admin import Here
 from gateway.errors import no_such_model
-from gateway.metrics import CONTENT_TYPE, exposition
+from gateway.operations.admin import Here
+from gateway.operations.metrics import CONTENT_TYPE, exposition
 
 
 async def with_key(request: Request, gateway: Here) -> None:

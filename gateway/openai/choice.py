@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from bus.messages import Delta, TokenLogprobs
 from gateway.errors import ApiError
-from gateway.logprobs import Entry, LogprobTrack
-from gateway.stops import StopMatcher
-from gateway.vocabulary import TextStream, Vocabulary
+from gateway.openai.logprobs import Entry, LogprobTrack
+from gateway.text.stops import StopMatcher
+from gateway.text.vocabulary import TextStream, Vocabulary
 
 if TYPE_CHECKING:
-    from gateway.call import Call
+    from gateway.openai.call import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Echo:
 
 
 class Choice:
-    """A `gateway.inflight.Sink`. `num_tokens` is what the client is charged: to the end, or to the token
-    that completed a stop string."""
+    """A `gateway.delivery.inflight.Sink`. `num_tokens` is what the client is charged: to the end, or to
+    the token that completed a stop string."""
 
     __slots__ = (
         "_call",

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from gateway.errors import ApiError, invalid
-from gateway.vocabulary import UnknownTokenizer, Vocabulary
+from gateway.text.vocabulary import UnknownTokenizer, Vocabulary
 
 # Longer texts go to a thread (1.3 us a character: 2,048 block the event loop for 3 ms).
 INLINE_CHARS = 2048

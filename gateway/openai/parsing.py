@@ -13,7 +13,7 @@ import msgspec
 from pydantic import ValidationError
 
 from gateway.errors import ApiError, bad_json, invalid, too_long, unsupported
-from gateway.params import HARMLESS, UNSUPPORTED, ChatBody, CompletionBody, SamplingBody
+from gateway.openai.params import HARMLESS, UNSUPPORTED, ChatBody, CompletionBody, SamplingBody
 
 MAX_PROMPTS = 1024  # in one call
 MAX_FIELDS = 2048  # of one object

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from bus.client import Batch, Bus, BusFull, BusUnavailable
 from bus.messages import Cancel, Drain, Submit
-from gateway.inflight import Flight
+from gateway.delivery.inflight import Flight
 
 log = logging.getLogger("gateway")
 

@@ -17,8 +17,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from bus.messages import InstanceMetrics
+from gateway.operations.stats import Distribution, ModelStats
 from gateway.state import Gateway
-from gateway.stats import Distribution, ModelStats
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE: Final = ["model_name", "engine"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.messages import TokenLogprobs
-from gateway.vocabulary import Vocabulary
+from gateway.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

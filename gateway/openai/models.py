@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 
 from bus.messages import InstanceCard
-from gateway.cluster import Cluster
+from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, no_such_model, unavailable
-from gateway.tokenizer import Tokenizer, TokenizerError
+from gateway.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("gateway")
 

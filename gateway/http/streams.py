@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gateway.sse import EventStream
+from gateway.http.sse import EventStream
 
 
 class Streams:

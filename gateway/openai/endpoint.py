@@ -12,20 +12,20 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from gateway.body import ClientLeft, Receive, Scope, Send, check_content_type, read_body
-from gateway.call import Call, StreamCall, WholeCall
-from gateway.choice import Choice, Echo
-from gateway.connection import EXTENSION, Link
+from gateway.delivery.inflight import Flight
 from gateway.errors import JSON, ApiError, from_status
-from gateway.formats import CHAT, COMPLETION, Envelope, Format
-from gateway.inflight import Flight
-from gateway.intake import Order, Prompt
-from gateway.limits import Slot
-from gateway.params import ChatBody, CompletionBody, SamplingBody
-from gateway.parsing import parse, prompts
-from gateway.sse import HEADERS, EventStream
+from gateway.http.body import ClientLeft, Receive, Scope, Send, check_content_type, read_body
+from gateway.http.connection import EXTENSION, Link
+from gateway.http.limits import Slot
+from gateway.http.sse import HEADERS, EventStream
+from gateway.openai.call import Call, StreamCall, WholeCall
+from gateway.openai.choice import Choice, Echo
+from gateway.openai.formats import CHAT, COMPLETION, Envelope, Format
+from gateway.openai.intake import Order, Prompt
+from gateway.openai.params import ChatBody, CompletionBody, SamplingBody
+from gateway.openai.parsing import parse, prompts
 from gateway.state import Gateway
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger("gateway")
 

@@ -10,8 +10,8 @@ import asyncio
 import time
 from typing import Final
 
-from gateway.connection import Link
 from gateway.errors import ApiError
+from gateway.http.connection import Link
 
 DONE: Final = b"data: [DONE]\n\n"
 KEEPALIVE: Final = b": keepalive\n\n"

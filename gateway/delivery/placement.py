@@ -10,15 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gateway.cluster import Cluster, Ready
-from gateway.dispatch import Candidate, NoneFits, choose
+from gateway.delivery.cluster import Cluster, Ready
+from gateway.delivery.dispatch import Candidate, NoneFits, choose
+from gateway.delivery.inflight import Flight, InFlight, Target
+from gateway.delivery.outbox import Outbox
 from gateway.errors import too_long
-from gateway.inflight import Flight, InFlight, Target
-from gateway.outbox import Outbox
 
 
 class Placement:
-    """Chooses by `gateway.dispatch`; assigns in the table; submits through the outbox."""
+    """Chooses by `gateway.delivery.dispatch`; assigns in the table; submits through the outbox."""
 
     def __init__(
         self,

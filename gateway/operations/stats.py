@@ -1,6 +1,7 @@
 """What this gateway measured itself, per model: plain numbers, cheap enough for every token.
 
-Intervals are differences of this process's monotonic clock. `gateway.metrics` turns them into text.
+Intervals are differences of this process's monotonic clock. `gateway.operations.metrics` turns them
+into text.
 """
 
 from __future__ import annotations

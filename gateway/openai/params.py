@@ -1,6 +1,6 @@
 """What a client may ask for: the fields of /v1/completions and /v1/chat/completions, their types and ranges.
 
-`gateway.parsing` makes these of a request's bytes, and its errors of what does not fit.
+`gateway.openai.parsing` makes these of a request's bytes, and its errors of what does not fit.
 """
 
 from __future__ import annotations

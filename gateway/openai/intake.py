@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bus.messages import InstanceCard, SamplingParams
-from gateway.cluster import Cluster
+from gateway.delivery.cluster import Cluster
 from gateway.errors import invalid, too_long
-from gateway.params import ChatBody, CompletionBody, SamplingBody
-from gateway.tokenizer import Tokenizer
+from gateway.openai.params import ChatBody, CompletionBody, SamplingBody
+from gateway.text.tokenizer import Tokenizer
 
 _SEED_MASK = 2**63 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of n choices

@@ -1,0 +1,1 @@
+"""The HTTP side, whatever is asked: sockets, bodies, event streams, and who may come in."""

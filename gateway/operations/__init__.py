@@ -1,0 +1,1 @@
+"""For those who run it: administration, probes, metrics, events."""
