@@ -1,0 +1,1 @@
+"""How the demo model is made: corpus, tokenizer, network, schedule, training, evaluation, export."""
