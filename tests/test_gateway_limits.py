@@ -367,7 +367,8 @@ def test_sigterm_ends_the_process_with_status_0(redis_settings: RedisSettings, t
 
 
 def test_the_gateway_imports_no_torch(tmp_path: Path) -> None:
-    code = "import sys, gateway.service, gateway.text.tokenizer as t; t.warm_up(); sys.exit('torch' in sys.modules)"
+    loads = "import sys, gateway.service, gateway.text.tokenizer as t"
+    code = f"{loads}; t.warm_up(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
