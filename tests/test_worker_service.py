@@ -582,7 +582,7 @@ async def test_an_error_of_the_renewal_ends_a_serving_worker(bench: Bench) -> No
         raise RedisPassword("the password was changed")
 
     assert bench.worker_bus is not None and bench.task is not None
-    bench.worker_bus.renew_lease = refused  # type: ignore[method-assign]
+    bench.worker_bus.renew_lease = refused  # type: ignore[method-assign, assignment]
     with pytest.raises(RedisPassword):
         await asyncio.wait_for(bench.task, 10)
     bench.task = None
