@@ -70,7 +70,6 @@ def test_stop_strings_logprobs_and_n_survive_the_death_of_a_worker(service: Serv
             assert stream.usage == undisturbed.usage
             if "n" not in params:
                 assert [token for token, _ in stream.logprobs] == [t for t, _ in undisturbed.logprobs]
-                assert "".join(t for t, _ in stream.logprobs).startswith(stream.text)
         heal(service)
 
 
