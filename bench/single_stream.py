@@ -98,9 +98,7 @@ def measure(turns: dict[str, Callable[[], object]], num_tokens: int) -> dict[str
     median = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in median.items():
         times, low, high = value / median["floor"], min(seconds[name]) * 1e3, max(seconds[name]) * 1e3
-        say(
-            f"{name:>15}: {value * 1e3:6.2f} ms a token, {times:.2f} times the floor ({low:.1f} to {high:.1f})"
-        )
+        say(f"{name:>15}: {value * 1e3:6.2f} ms a token, {times:.2f} of the floor ({low:.1f} to {high:.1f})")
     say(f"{weight_bytes / 1e6:.0f} MB at {weight_bytes / median['floor'] / 1e9:.1f} GB/s; bar {BAR}")
     return {
         "bench": "single_stream",
