@@ -119,7 +119,8 @@ def read_environment(
     """INSTAR_SECTION__KEY and the short names as a layer; the long name wins over the short one.
 
     Raises SettingsError for an unknown name with two underscores, and for one with fewer that looks like a
-    slip (INSTAR_WORKER, INSTAR_GATEWAY_PORT). Other INSTAR_ variables may belong to somebody else.
+    slip (INSTAR_WORKER, INSTAR_GATEWAY_PORT) or is a key without its section (INSTAR_API_KEYS, which must not
+    be ignored). Other INSTAR_ variables may belong to somebody else: compose.yaml has some.
     """
     long_names = {variable_of(name): name for name in fields_of(model)}
     names = {f"{PREFIX}{short}": target for short, target in short_names.items()} | long_names
@@ -131,13 +132,22 @@ def read_environment(
             continue
         if variable in names:
             found[names[variable]] = Given(value, variable)
-        elif close := get_close_matches(variable, names, n=1, cutoff=0.9):
-            problems.append(f"{variable}: there is no such setting; did you mean {close[0]}?")
+        elif meant := _meant(variable, names):
+            problems.append(f"{variable}: there is no such setting; did you mean {meant}?")
         elif "__" in variable.removeprefix(PREFIX):
             problems.append(f"{variable}: there is no such setting; `instar settings` lists all")
     if problems:
         raise SettingsError("\n".join(problems))
     return found
+
+
+def _meant(variable: str, names: Mapping[str, str]) -> str | None:
+    """The variable of a close name, or of a key whose section was left out (a plural s may be missing)."""
+    if close := get_close_matches(variable, names, n=1, cutoff=0.9):
+        return close[0]
+    key = variable.removeprefix(PREFIX).lower()
+    same_key = (known for known, name in names.items() if name.split(".")[1] in (key, f"{key}s"))
+    return next(same_key, None)
 
 
 def variable_of(name: str) -> str:

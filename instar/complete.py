@@ -27,6 +27,7 @@ def complete(
         with gateway_client(settings, url, key, settings.gateway.api_keys) as client:
             name = model or first_model(client)
             body = {"model": name, "prompt": text, "max_tokens": max_tokens, "temperature": temperature}
+            _refuse_unsendable(body)
             for piece in stream_text(client, body):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -35,6 +36,18 @@ def complete(
         return 1
     sys.stdout.write("\n")
     return 0
+
+
+def _refuse_unsendable(body: dict[str, object]) -> None:
+    """What JSON cannot carry: bytes of the terminal that are no UTF-8, nan and infinity."""
+    try:
+        json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise GatewayProblem(f"the text is not valid UTF-8 (character {error.start})") from error
+    except ValueError as error:
+        raise GatewayProblem(
+            f"temperature must be a number from 0 to 2, not {body['temperature']}"
+        ) from error
 
 
 def first_model(client: httpx.Client) -> str:

@@ -170,3 +170,16 @@ def test_the_gateway_knows_whether_others_can_reach_it(
 ) -> None:
     gateway = Settings().gateway.model_copy(update={"host": host, "published_host": published})
     assert gateway.loopback_only is loopback_only
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("INSTAR_API_KEYS", "INSTAR_GATEWAY__API_KEYS"),
+        ("INSTAR_API_KEY", "INSTAR_GATEWAY__API_KEYS"),
+        ("INSTAR_DEVICE", "INSTAR_WORKER__DEVICE"),
+    ],
+)
+def test_a_variable_that_leaves_its_section_out_is_not_ignored(variable: str, meant: str) -> None:
+    with pytest.raises(SettingsError, match=f"{variable}: there is no such setting; did you mean {meant}"):
+        load_settings(environ={"INSTAR_CONFIG": "", variable: "x"})
