@@ -15,10 +15,14 @@ class GatewayProblem(Exception):
 
 
 def gateway_client(settings: Settings, url: str | None, key: str | None, keys: list[str]) -> httpx.Client:
-    """A client of the gateway that `url` names, else of the one in the settings."""
+    """A client of the gateway that `url` names (with or without /v1), else of the one in the settings.
+    Raises GatewayProblem for what is no URL."""
     token = key or (keys[0] if keys else None)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.Client(base_url=url or url_of(settings.gateway), headers=headers, timeout=30)
+    base = (url or url_of(settings.gateway)).rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise GatewayProblem(f"{url} is no address; write http://{base}")
+    return httpx.Client(base_url=base, headers=headers, timeout=30)
 
 
 def get_json(client: httpx.Client, path: str) -> Any:
