@@ -1,0 +1,185 @@
+"""A worker's service with a toy model on a real Redis, and a gateway that hears what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bus.client import Bus, BusUnavailable, connect
+from bus.messages import Delta, InstanceCard, PageCounts, SamplingParams, StepOutput, Submit
+from bus.settings import RedisSettings, Settings, WorkerSettings
+from tests.engine_toys import VOCAB, ToyModel, toy_engine
+from worker.engine.instance import Instance
+from worker.service.loaded import Loaded
+from worker.service.worker import serve
+
+INSTANCE = "toy@w0"
+LEASE_S = 0.6
+
+
+class SlowToy(ToyModel):
+    """A step takes `step_s`, so that a test can act in mid-stream."""
+
+    step_s = 0.0
+
+    def forward(self, *args: Any) -> Any:
+        time.sleep(self.step_s)
+        return super().forward(*args)
+
+
+@dataclass
+class Bench:
+    """A running worker, a bus to talk to it, and what it said to gateway g0."""
+
+    bus: Bus
+    settings: RedisSettings
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    received: list[StepOutput] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+    worker_bus: Bus | None = None
+
+    def __post_init__(self) -> None:
+        self.engine, self.instance = toy_engine(num_blocks=40)
+        self.model = SlowToy()
+        self.instance.model = self.model
+
+    def load(self, settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> Loaded:
+        progress("loading toy: 50 %")
+        return Loaded(
+            engine=self.engine,
+            cards=[card(instance) for instance in self.engine.instances.values()],
+            pages=lambda: PageCounts(budget=4, weights=1, kv=2, free=1),
+            device="cpu",
+            page_bytes=65536,
+            fingerprint="tp1-full",
+        )
+
+    async def start(self, **changes: Any) -> None:
+        worker = WorkerSettings(
+            **{"id": "w0", "lease_s": LEASE_S, "telemetry_s": 0.05, "idle_telemetry_s": 0.2, **changes}
+        )
+        self.worker_bus = connect(self.settings, source="w0")
+        await self.worker_bus.start()
+        settings = Settings(redis=self.settings, worker=worker)
+        self.task = asyncio.create_task(serve(settings, self.worker_bus, self.stop, self.load))
+        await self.until(self.is_serving)
+
+    async def aclose(self) -> None:
+        if self.task:
+            self.stop.set()
+            self.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.task
+        if self.worker_bus:
+            await self.worker_bus.aclose()
+
+    async def is_serving(self) -> bool:
+        return any(live.card.state == "serving" for live in await self.bus.workers())
+
+    async def is_draining(self) -> bool:
+        return any(live.card.state == "draining" for live in await self.bus.workers())
+
+    async def epoch(self) -> int:
+        (live,) = await self.bus.workers()
+        return live.epoch
+
+    async def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 8,
+        *,
+        instance: str = INSTANCE,
+        **changes: Any,
+    ) -> None:
+        """As gateway g0 does, greedily and to the epoch of now; `changes` are other fields of Submit."""
+        fields: dict[str, Any] = {
+            "request_id": name,
+            "attempt": 1,
+            "gateway": "g0",
+            "prompt_token_ids": prompt,
+            "sampling": SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0),
+        }
+        epoch = changes.pop("epoch", None) or await self.epoch()
+        submit = Submit(**{**fields, "epoch": epoch, **changes})
+        await self.bus.publish(self.bus.names.requests(instance), submit)
+
+    @property
+    def stream(self) -> str:
+        return self.bus.names.requests(INSTANCE)
+
+    async def listen(self) -> None:
+        """A gateway that keeps its lease and reads its tokens."""
+        await self.bus.renew_gateway("g0", 60.0)
+        async with self.bus.reader(self.bus.names.tokens("g0"), StepOutput, start="0") as reader:
+            async for batch in reader:
+                self.received += [message for _, message in batch]
+
+    def deltas(self, name: str, epoch: int | None = None) -> list[Delta]:
+        return [
+            delta
+            for output in self.received
+            for delta in output.deltas
+            if delta.request_id == name and epoch in (None, output.epoch)
+        ]
+
+    def tokens(self, name: str, epoch: int | None = None) -> list[int]:
+        """By index, as a gateway puts them together."""
+        placed: dict[int, int] = {}
+        for delta in self.deltas(name, epoch):
+            placed |= {delta.index + i: token for i, token in enumerate(delta.token_ids)}
+        return [placed[i] for i in sorted(placed)]
+
+    def end(self, name: str) -> str | None:
+        return next((delta.finish_reason for delta in self.deltas(name) if delta.finish_reason), None)
+
+    async def until(self, true: Callable[[], Any], within_s: float = 10.0) -> Any:
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BusUnavailable):
+                value = true()
+                if isinstance(value, Awaitable):
+                    value = await value
+                if value:
+                    return value
+            await asyncio.sleep(0.01)
+        raise AssertionError("waited in vain")
+
+    async def backlog(self) -> int:
+        return await self.bus.length(self.stream)
+
+    async def is_settled(self) -> bool:
+        """No entry left, every block free."""
+        blocks = self.instance.scheduler.blocks
+        return await self.backlog() == 0 and blocks.num_free == blocks.capacity
+
+
+def card(instance: Instance) -> InstanceCard:
+    return InstanceCard(
+        id=instance.id,
+        model="toy",
+        model_path="/nowhere",
+        max_model_len=200,
+        vocab_size=VOCAB,
+        num_layers=2,
+        dtype="float32",
+        block_tokens=4,
+        workers=["w0"],
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(settings: RedisSettings, **changes: Any) -> AsyncIterator[Bench]:
+    async with connect(settings, source="test") as bus:
+        bench = Bench(bus, settings)
+        listener = asyncio.create_task(bench.listen())
+        try:
+            await bench.start(**changes)
+            yield bench
+        finally:
+            listener.cancel()
+            await bench.aclose()
