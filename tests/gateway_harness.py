@@ -14,22 +14,15 @@ import httpx
 import openai
 
 from bus.client import Bus, connect
-from bus.messages import (
-    Histogram,
-    InstanceMetrics,
-    InstanceTelemetry,
-    LayerShape,
-    Metrics,
-    PageCounts,
-    Submit,
-    WorkerMetrics,
-)
+from bus.messages import Metrics, Submit
 from bus.settings import GatewaySettings, RedisSettings, Settings, WorkerSettings
 from gateway.service import main
 from gateway.text.tokenizer import Tokenizer
+from tests import metrics_samples
 from tests.fake_worker import LEASE_S, FakeWorker
 from tests.service import free_port
 
+BODY: dict[str, Any] = {"model": "demo", "prompt": "fox", "max_tokens": 100}
 ANSWER = "the quick Größe 🌍 jumps over 你好, too."
 
 
@@ -144,48 +137,6 @@ async def _answers(gate: Gate) -> None:
         await asyncio.sleep(0.02)
 
 
-def metrics_of(worker: FakeWorker, *, running: int = 0, waiting: int = 0, kv_used: int = 0) -> Metrics:
-    """A monitor's picture of one worker, just made."""
-    empty = Histogram(bounds=(1.0,), counts=[0, 0])
-    last = InstanceTelemetry(
-        id=worker.instance,
-        running=running,
-        waiting=waiting,
-        waiting_tokens=0,
-        kv_blocks=64,
-        kv_used=kv_used,
-        layers=[LayerShape()],
-        prompt_tokens=0,
-        generation_tokens=0,
-        preemptions=3,
-        finished={},
-        queue_seconds=empty,
-        step_seconds=empty,
-        time_to_first_token=empty,
-        time_per_output_token=empty,
-    )
-    instance = InstanceMetrics(
-        id=worker.instance,
-        worker=worker.id,
-        epoch=worker.epoch,
-        running=running,
-        waiting=waiting,
-        waiting_tokens=0,
-        kv_blocks=64,
-        kv_used=kv_used,
-        kv_usage=kv_used / 64,
-        queue_seconds_p95=None,
-        ttft_p50=None,
-        ttft_p95=None,
-        tpot_p50=None,
-        tpot_p95=None,
-        prompt_tokens_per_second=0.0,
-        generation_tokens_per_second=0.0,
-        preemptions_per_second=0.0,
-        last=last,
-    )
-    pages = PageCounts(budget=100, weights=60, kv=30, free=10)
-    report = WorkerMetrics(worker=worker.id, epoch=worker.epoch, busy=0.5, pages=pages, age_seconds=0.0)
-    return Metrics(
-        at_ms=time.time_ns() // 1_000_000, window_seconds=10.0, workers=[report], instances=[instance]
-    )
+def metrics_of(worker: FakeWorker, **numbers: int) -> Metrics:
+    """A monitor's picture of one worker."""
+    return metrics_samples.metrics_of(worker.instance, worker.epoch, **numbers)

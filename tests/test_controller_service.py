@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -17,23 +17,15 @@ from controller import reaper
 from controller import service as controller_service
 from controller.reaper import Sweeper, led_by
 from controller.service import main
+from tests import service_loop
 from tests.bus_samples import card, step_output, submit
 from tests.conftest import settings_of
 from tests.redis_process import RedisProcess
 
-FAST = ControllerSettings(interval_s=0.1, grace_s=0.3)
+FAST = Settings(controller=ControllerSettings(interval_s=0.1, grace_s=0.3))
 LEASE_S = 0.4
 
-
-@asynccontextmanager
-async def running(bus: Bus) -> AsyncIterator[None]:
-    stop = asyncio.Event()
-    task = asyncio.create_task(main(Settings(controller=FAST), bus, stop))
-    try:
-        yield
-    finally:
-        stop.set()
-        await asyncio.wait_for(task, 5)
+running = partial(service_loop.running, main, FAST)
 
 
 class Told:
@@ -219,16 +211,6 @@ async def test_events_of_a_full_redis_wait_until_it_has_room(own_redis: Callable
             client.config_set("maxmemory", 0)
         assert (await told.until("worker_lost")).numbers == {"epoch": 5}
         await told.aclose()
-
-
-async def test_it_stops_in_time_while_redis_is_away(own_redis: Callable[..., RedisProcess]) -> None:
-    server = own_redis()
-    async with connect(settings_of(server.url)) as bus:
-        async with running(bus):
-            server.kill()
-            await asyncio.sleep(0.3)
-            began = time.monotonic()
-        assert time.monotonic() - began < 1.0
 
 
 def test_a_worker_leads_the_instances_whose_first_worker_it_is() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,11 @@ import pytest
 from bus.client import connect
 from bus.messages import Event, StepOutput
 from bus.settings import RedisSettings
-from tests import tiny_model
 from tests.conftest import settings_of
-from tests.gateway_harness import ANSWER, Gate, metrics_of, running
+from tests.gateway_harness import ANSWER, BODY, Gate, metrics_of, running
 from tests.redis_process import RedisProcess
 
-BODY: dict[str, Any] = {"model": "demo", "prompt": "fox", "max_tokens": 100}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model.byte_level(folder)
-    return folder
-
-
-@pytest.fixture
-async def gate(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[Gate]:
-    async with running(redis_settings, folder) as gate:
-        yield gate
+pytest_plugins = ["tests.gateway_fixtures"]
 
 
 async def answer(gate: Gate, **body: Any) -> tuple[str, str | None, Any]:

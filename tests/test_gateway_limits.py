@@ -10,9 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import httpx
@@ -22,26 +20,12 @@ import pytest
 from bus.settings import RedisSettings
 from gateway.http.connection import Link
 from gateway.http.sse import EventStream
-from tests import tiny_model
 from tests.conftest import settings_of
-from tests.gateway_harness import ANSWER, Gate, running
+from tests.gateway_harness import ANSWER, BODY, running
 from tests.redis_process import RedisProcess
 from tests.service import ROOT, free_port, wait_for
 
-BODY: dict[str, Any] = {"model": "demo", "prompt": "fox", "max_tokens": 100}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model.byte_level(folder)
-    return folder
-
-
-@pytest.fixture
-async def gate(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[Gate]:
-    async with running(redis_settings, folder) as gate:
-        yield gate
+pytest_plugins = ["tests.gateway_fixtures"]
 
 
 async def test_a_burst_over_the_queue_is_refused_quickly_and_the_rest_is_served(

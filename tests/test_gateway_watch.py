@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from bus.client import Restart
-from bus.messages import (
-    Histogram,
-    InstanceMetrics,
-    InstanceTelemetry,
-    LayerShape,
-    Metrics,
-    PageCounts,
-    Submit,
-    WorkerMetrics,
-)
+from bus.messages import Submit
 from gateway.delivery.inflight import Flight
 from tests.gateway_core import Core, Ear
+from tests.metrics_samples import metrics_of
 
 
 def core_of(*workers: str, **settings: object) -> Core:
@@ -27,50 +17,6 @@ def core_of(*workers: str, **settings: object) -> Core:
         core.worker(name)
     core.poll()
     return core
-
-
-def metrics(running: int = 1, steps: int = 1, kv_blocks: int = 0, worker: str = "w0") -> Metrics:
-    empty = Histogram(bounds=(1.0,), counts=[0, 0])
-    last = InstanceTelemetry(
-        id=f"m@{worker}",
-        running=running,
-        waiting=0,
-        waiting_tokens=0,
-        kv_blocks=kv_blocks,
-        kv_used=0,
-        layers=[LayerShape()],
-        prompt_tokens=0,
-        generation_tokens=0,
-        preemptions=0,
-        finished={},
-        queue_seconds=empty,
-        step_seconds=dataclasses.replace(empty, counts=[steps, 0]),
-        time_to_first_token=empty,
-        time_per_output_token=empty,
-    )
-    instance = InstanceMetrics(
-        id=last.id,
-        worker=worker,
-        epoch=1,
-        running=running,
-        waiting=0,
-        waiting_tokens=0,
-        kv_blocks=kv_blocks,
-        kv_used=0,
-        kv_usage=0,
-        queue_seconds_p95=None,
-        ttft_p50=None,
-        ttft_p95=None,
-        tpot_p50=None,
-        tpot_p95=None,
-        prompt_tokens_per_second=0,
-        generation_tokens_per_second=0,
-        preemptions_per_second=0,
-        last=last,
-    )
-    pages = PageCounts(budget=1, weights=0, kv=1, free=0)
-    report = WorkerMetrics(worker=worker, epoch=1, busy=0, pages=pages, age_seconds=0)
-    return Metrics(at_ms=0, window_seconds=1, workers=[report], instances=[instance])
 
 
 def error_of(flight: Flight) -> str:
@@ -195,12 +141,12 @@ def test_silence_beside_an_instance_that_goes_on_is_no_loss() -> None:
     core.deliver(flight, [1])
     for step in range(150):
         core.now += 1
-        core.report(metrics(running=1, steps=step))
+        core.report(metrics_of(running=1, steps=step))
         core.watch.tick()
     assert flight.attempt == 1
     for _ in range(100):  # it reports, and does nothing
         core.now += 1
-        core.report(metrics(running=1, steps=149))
+        core.report(metrics_of(running=1, steps=149))
         core.watch.tick()
     assert flight.attempt == 2
 
@@ -213,6 +159,6 @@ def test_the_largest_kv_cache_bounds_what_one_request_may_ask_for() -> None:
     card = core.cards["w0"].instances[0]
     assert core.gateway.intake.context(card) == 1000
     core.cluster.drop("w1", 1)
-    core.report(metrics(kv_blocks=20))
+    core.report(metrics_of(kv_blocks=20))
     assert core.gateway.intake.context(card) == 320
     assert core.delivery.placement.candidates("m")[0].max_tokens == 320

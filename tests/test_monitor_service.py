@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from functools import partial
 
 from bus.client import Bus, connect
 from bus.messages import Metrics
 from bus.settings import MonitorSettings, Settings
 from monitor.service import main
+from tests import service_loop
 from tests.bus_samples import telemetry
 from tests.conftest import settings_of
 from tests.redis_process import RedisProcess
 
-FAST = MonitorSettings(interval_s=0.05, idle_interval_s=0.4, window_s=2.0, stale_s=5.0)
+FAST = Settings(monitor=MonitorSettings(interval_s=0.05, idle_interval_s=0.4, window_s=2.0, stale_s=5.0))
 
-
-@asynccontextmanager
-async def running(bus: Bus, settings: MonitorSettings = FAST) -> AsyncIterator[None]:
-    stop = asyncio.Event()
-    task = asyncio.create_task(main(Settings(monitor=settings), bus, stop))
-    try:
-        yield
-    finally:
-        stop.set()
-        await asyncio.wait_for(task, 5)
+running = partial(service_loop.running, main, FAST)
 
 
 async def metrics_with(bus: Bus, wanted: Callable[[Metrics], bool], start: str = "$") -> Metrics:
@@ -87,13 +78,3 @@ async def test_the_monitor_outlives_a_redis_that_comes_back_empty(
         await bus.publish(bus.names.telemetry, telemetry(running=1))
         metrics = await metrics_with(bus, lambda m: bool(m.instances), start="0")
         assert metrics.instances[0].running == 1  # nothing of before: another data set, another clock
-
-
-async def test_it_stops_in_time_while_redis_is_away(own_redis: Callable[..., RedisProcess]) -> None:
-    server = own_redis()
-    async with connect(settings_of(server.url)) as bus:
-        async with running(bus):
-            server.kill()
-            await asyncio.sleep(0.3)
-            began = time.monotonic()
-        assert time.monotonic() - began < 1.0
