@@ -10,13 +10,20 @@ import torch
 
 Pages = npt.NDArray[np.int64]  # physical page numbers, in the order of their addresses
 
+NO_PAGE = -1
+
 
 class AddressSpace(Protocol):
     """A reserved run of addresses. It lives until the last object that refers to it is gone, views
-    included: a view that outlives its pages faults, and never shows another owner's memory."""
+    included: a view that outlives its pages faults, and never shows another owner's memory.
+
+    `pages[i]` is the physical page behind the space's page i, or NO_PAGE. The backend keeps it, after every
+    single call to the system: whichever call fails, it says what is mapped.
+    """
 
     address: int
     nbytes: int
+    pages: Pages
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] over the addresses, without a copy. The page of its first byte must be mapped."""
@@ -32,20 +39,24 @@ class Backend(Protocol):
     device: torch.device
 
     def create(self, num_pages: int) -> None:
-        """Make physical pages 0..num_pages-1. Once. Raises MappingFailed, having made nothing."""
+        """Have physical pages 0..num_pages-1; the system may be asked for each when it is first mapped. Once.
+        Raises MappingFailed if the device cannot hold them."""
 
     def reserve(self, nbytes: int) -> AddressSpace:
         """Address space of `nbytes` (whole pages) with nothing mapped. Raises MappingFailed."""
 
     def map(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
-        """Map physical `pages` at the space's pages first_page.. . All or nothing. Raises MappingFailed."""
+        """Map physical `pages` at the space's pages first_page.. . All or nothing, unless undoing fails too:
+        `space.pages` knows. Raises MappingFailed; also where the device has no memory left for a page."""
 
-    def unmap(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+    def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
         """Undo `map`, when everything that was launched on the device so far has ended. Nothing may be
-        launched on the addresses meanwhile."""
+        launched on the addresses meanwhile. Raises MappingFailed; `space.pages` knows what is still mapped,
+        and what it held may be lost."""
 
     def close(self) -> None:
-        """Give the physical memory back. Nothing may be mapped."""
+        """Give the physical memory back. Nothing may be mapped. A backend that is dropped without it gives
+        the memory back when its last space is gone."""
 
 
 def runs(pages: Pages) -> list[tuple[int, int, int]]:

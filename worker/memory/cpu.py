@@ -13,9 +13,10 @@ import mmap
 import os
 import weakref
 
+import numpy as np
 import torch
 
-from worker.memory.backend import AddressSpace, Pages, runs
+from worker.memory.backend import NO_PAGE, AddressSpace, Pages, runs
 from worker.memory.errors import MappingFailed
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,8 +44,9 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 class CpuSpace:
     """Reserved addresses: PROT_NONE wherever no page is mapped, so a stray access is a fault."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, page_bytes: int) -> None:
         self.nbytes = nbytes
+        self.pages: Pages = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
         self.address = _mmap(None, nbytes, _PROT_NONE, _RESERVED, -1, 0)
         weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
 
@@ -70,34 +72,38 @@ class CpuBackend:
         os.ftruncate(self._fd, num_pages * self.page_bytes)
 
     def reserve(self, nbytes: int) -> CpuSpace:
-        return CpuSpace(nbytes)
+        return CpuSpace(nbytes, self.page_bytes)
 
     def map(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
         flags = mmap.MAP_SHARED | _MAP_FIXED
-        at = space.address + first_page * self.page_bytes
         for start, page, length in runs(pages):
-            target = at + start * self.page_bytes
+            first = first_page + start
+            target, nbytes = space.address + first * self.page_bytes, length * self.page_bytes
             try:
-                _mmap(target, length * self.page_bytes, _READ_WRITE, flags, self._fd, page * self.page_bytes)
+                _mmap(target, nbytes, _READ_WRITE, flags, self._fd, page * self.page_bytes)
             except MappingFailed:
-                self._reserve_again(at, start)
+                # With the run that failed: mmap may have dropped the reservation below it already, and
+                # whoever asks the system for memory next would get those addresses.
+                self._reserve_again(space, first_page, start + length)
                 raise
+            space.pages[first : first + length] = pages[start : start + length]
 
-    def unmap(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+    def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
         # The memory goes back to the system, and the page's next owner reads zeros. This before unmapping:
-        # whichever call fails, every page is still where its range believes it to be.
+        # whichever call fails, every page is still where the space says.
         punch = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-        for _, page, length in runs(pages):
+        for _, page, length in runs(space.pages[first_page : first_page + num_pages]):
             if _libc.fallocate(self._fd, punch, page * self.page_bytes, length * self.page_bytes):
                 raise _failed("fallocate")
-        self._reserve_again(space.address + first_page * self.page_bytes, len(pages))
+        self._reserve_again(space, first_page, num_pages)
 
     def close(self) -> None:
         self._close()
 
-    def _reserve_again(self, address: int, num_pages: int) -> None:
-        if num_pages:
-            _mmap(address, num_pages * self.page_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED, -1, 0)
+    def _reserve_again(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
+        address, nbytes = space.address + first_page * self.page_bytes, num_pages * self.page_bytes
+        _mmap(address, nbytes, _PROT_NONE, _RESERVED | _MAP_FIXED, -1, 0)
+        space.pages[first_page : first_page + num_pages] = NO_PAGE
 
 
 def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int, offset: int) -> int:

@@ -1,7 +1,8 @@
 """Pages on a GPU: CUDA's virtual memory management, through cuda-bindings.
 
-Physical pages are made once, when the pool starts: the budget is then really there, and a morph pays for
-mapping only. Same contract as the CPU backend, same tests.
+A physical page is made when it is first mapped, and kept: a budget of 128 GiB is 65,536 pages, and a start
+does not wait for those that nobody uses yet. The pool takes the lowest free numbers, so a page is only made
+where every one made before is in use. Same contract as the CPU backend, same tests.
 """
 
 from __future__ import annotations
@@ -9,21 +10,24 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from cuda.bindings import driver
 
-from worker.memory.backend import AddressSpace, Pages
+from worker.memory.backend import NO_PAGE, AddressSpace, Pages
 from worker.memory.errors import MappingFailed
 
 
 class CudaSpace:
     """Reserved device addresses. A kernel that touches one without a page ends in an illegal access."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
+        self.pages: Pages = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
         self._device = device
         self.address = int(_check(driver.cuMemAddressReserve(nbytes, 0, 0, 0)))
-        weakref.finalize(self, driver.cuMemAddressFree, self.address, nbytes).atexit = False
+        # Not at exit: the driver is being taken down then, and frees everything itself.
+        weakref.finalize(self, _free, self.address, self.pages, page_bytes, device).atexit = False
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         foreign = _DeviceBytes(self, self.address + offset_bytes, nbytes)
@@ -61,54 +65,89 @@ class CudaBackend:
         granularity = int(_check(driver.cuMemGetAllocationGranularity(self._prop, _MINIMUM)))
         if page_bytes <= 0 or page_bytes % granularity:
             raise ValueError(f"page_bytes is {page_bytes}; it must be a multiple of {granularity}")
-        self._handles: list[Any] = []  # _handles[p] is physical page p
+        self._handles: dict[int, Any] = {}  # of the physical pages made so far, the newest last
+        weakref.finalize(self, _release, self._handles).atexit = False
 
     def create(self, num_pages: int) -> None:
-        try:
-            for _ in range(num_pages):
-                self._handles.append(_check(driver.cuMemCreate(self.page_bytes, self._prop, 0)))
-        except MappingFailed as error:
-            made = len(self._handles)
-            self.close()
+        """Nothing yet but to see that the budget would fit."""
+        free, wanted = torch.cuda.mem_get_info(self.device)[0], num_pages * self.page_bytes
+        if wanted > free:
             raise MappingFailed(
-                f"the device gave {made} of {num_pages} pages; lower memory_mb ({error})"
-            ) from error
+                f"{num_pages} pages take {wanted >> 20} MiB; {self.device} has {free >> 20} MiB free;"
+                " lower memory_mb"
+            )
 
     def reserve(self, nbytes: int) -> CudaSpace:
-        return CudaSpace(nbytes, self.device)
+        return CudaSpace(nbytes, self.page_bytes, self.device)
 
     def map(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
-        at = space.address + first_page * self.page_bytes
-        nbytes = len(pages) * self.page_bytes
-        mapped = 0
+        self._make(pages)
+        at, nbytes = space.address + first_page * self.page_bytes, len(pages) * self.page_bytes
         try:
-            for page in pages.tolist():
-                target = at + mapped * self.page_bytes
+            for i, page in enumerate(pages.tolist(), first_page):
+                target = space.address + i * self.page_bytes
                 _check(driver.cuMemMap(target, self.page_bytes, 0, self._handles[page], 0))
-                mapped += 1
+                space.pages[i] = page
             _check(driver.cuMemSetAccess(at, nbytes, [_read_write(self._prop.location)], 1))
             self._zero(at, nbytes)
         except RuntimeError:  # the driver's MappingFailed, or torch's own about the stream
-            self._unmap_each(at, mapped)
+            mapped = space.pages[first_page : first_page + len(pages)]
+            _unmap_each(at, mapped, self.page_bytes)
             raise
 
-    def unmap(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+    def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
         torch.cuda.synchronize(self.device)  # cuMemUnmap does not wait for kernels that were launched before
-        self._unmap_each(space.address + first_page * self.page_bytes, len(pages))
+        mapped = space.pages[first_page : first_page + num_pages]
+        _unmap_each(space.address + first_page * self.page_bytes, mapped, self.page_bytes)
 
     def close(self) -> None:
-        while self._handles:
-            _check(driver.cuMemRelease(self._handles.pop()))
+        _release(self._handles)
 
-    def _unmap_each(self, address: int, num_pages: int) -> None:
-        # One call per page, as it was mapped: the driver refuses to unmap part of a mapping.
-        for i in range(num_pages):
-            _check(driver.cuMemUnmap(address + i * self.page_bytes, self.page_bytes))
+    def _make(self, pages: Pages) -> None:
+        """The physical pages of these that were never mapped before: all of them, or none."""
+        before = len(self._handles)
+        missing = [page for page in pages.tolist() if page not in self._handles]
+        try:
+            for page in missing:
+                self._handles[page] = _check(driver.cuMemCreate(self.page_bytes, self._prop, 0))
+        except MappingFailed as error:
+            made = len(self._handles) - before
+            _release(self._handles, keep=before)
+            raise MappingFailed(
+                f"{self.device} gave {made} of {len(missing)} more pages of {self.page_bytes >> 10} KiB, and"
+                f" holds {before}: free what else uses its memory, or lower memory_mb ({error})"
+            ) from error
 
     def _zero(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self.device):
             _check(driver.cuMemsetD8Async(address, 0, nbytes, self._stream.cuda_stream))
             self._stream.synchronize()
+
+
+def _unmap_each(address: int, pages: Pages, page_bytes: int) -> None:
+    """`pages` is the part of a space's record that begins at `address`, and is kept as it goes."""
+    # One call per page, as it was mapped: the driver refuses to unmap part of a mapping.
+    for i in np.flatnonzero(pages != NO_PAGE).tolist():
+        _check(driver.cuMemUnmap(address + i * page_bytes, page_bytes))
+        pages[i] = NO_PAGE
+
+
+def _free(address: int, pages: Pages, page_bytes: int, device: torch.device) -> None:
+    """The addresses of a space that is gone, and first what its owner left mapped: the driver keeps
+    addresses that have memory behind them, and the memory with them."""
+    if np.any(pages != NO_PAGE):
+        torch.cuda.synchronize(device)
+        _unmap_each(address, pages, page_bytes)
+    _check(driver.cuMemAddressFree(address, len(pages) * page_bytes))
+
+
+def _release(handles: dict[int, Any], keep: int = 0) -> None:
+    """Give physical pages back, the newest first, all but `keep` of them. One that is still mapped lives on
+    until it is unmapped."""
+    while len(handles) > keep:
+        page = next(reversed(handles))
+        _check(driver.cuMemRelease(handles[page]))
+        del handles[page]
 
 
 _MINIMUM = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM

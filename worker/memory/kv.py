@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from worker.memory.blocks import BlockAllocator
@@ -82,10 +80,7 @@ class KVCache:
         if needed > free:
             raise OutOfPages(needed, free, self.pool.num_pages, f"{self.owner} KV cache")
         before = self.pages_per_layer
-        self._in_every_layer(
-            lambda layer: layer.map(before, pages_per_layer),
-            lambda layer: layer.unmap(before, pages_per_layer),
-        )
+        self._resize(before, before + pages_per_layer)
         if not self.layers:
             shape = (self.max_blocks, *self.block_shape)
             self.layers = [layer.tensor(self.dtype, shape) for layer in self._ranges]
@@ -104,12 +99,10 @@ class KVCache:
             raise ValueError(f"{self.owner} KV cache has {before} pages per layer, not {pages_per_layer}")
         self.allocator.truncate(self.blocks_in(after))
         try:
-            self._in_every_layer(
-                lambda layer: layer.unmap(after, pages_per_layer),
-                lambda layer: layer.map(after, pages_per_layer),
-            )
+            self._resize(before, after)
         except RuntimeError:
-            self.allocator.extend(self.blocks_in(before))
+            if all(layer.num_mapped == before for layer in self._ranges):
+                self.allocator.extend(self.blocks_in(before))
             raise
 
     def release(self) -> None:
@@ -126,15 +119,16 @@ class KVCache:
         if len(pages) > 1:
             raise BrokenInvariant(f"{self.owner} KV cache: layers have {sorted(pages)} pages")
 
-    def _in_every_layer(
-        self, do: Callable[[VirtualRange], None], undo: Callable[[VirtualRange], None]
-    ) -> None:
-        done: list[VirtualRange] = []
+    def _resize(self, before: int, after: int) -> None:
+        """`after` pages in every layer, or `before` again where that fails. Where even this fails, the error
+        has a note of it, the layers' records are true and `check_integrity` tells that they differ."""
         try:
             for layer in self._ranges:
-                do(layer)
-                done.append(layer)
-        except (RuntimeError, ValueError):
-            for layer in reversed(done):
-                undo(layer)
+                layer.resize(after)
+        except (RuntimeError, ValueError) as error:
+            for layer in self._ranges:
+                try:
+                    layer.resize(before)
+                except RuntimeError as another:
+                    error.add_note(f"{layer.owner} keeps {layer.num_mapped} pages, not {before}: {another}")
             raise

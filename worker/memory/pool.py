@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
+import numpy.typing as npt
 
 from bus.messages import PageCounts
-from worker.memory.backend import Backend, Pages
+from worker.memory.backend import NO_PAGE, Backend, Pages
 from worker.memory.errors import BrokenInvariant, OutOfPages
 from worker.memory.range import Kind, VirtualRange
 
@@ -57,7 +55,7 @@ class PagePool:
         """Raises BrokenInvariant if a page has two owners, none that knows of it, or the wrong kind."""
         seen = np.zeros(self.num_pages, dtype=np.int8)
         for owned in self._ranges:
-            pages = owned.pages[owned.pages >= 0]
+            pages = owned.pages[owned.pages != NO_PAGE]
             if np.any(seen[pages] != _FREE) or len(np.unique(pages)) != len(pages):
                 raise BrokenInvariant(f"a page of {owned.owner} has another owner too")
             seen[pages] = _KINDS[owned.kind]
@@ -71,22 +69,18 @@ class PagePool:
             owned.release()
         self.backend.close()
 
-    @contextmanager
-    def take(self, num_pages: int, kind: Kind, owner: str) -> Iterator[Pages]:
-        """For ranges: pages that are taken if the body maps them, and still free if it raises.
-
-        The lowest free numbers: live pages stay close together, and a run of neighbours is one mmap call.
-        Raises OutOfPages.
+    def lowest_free(self, num_pages: int, owner: str) -> Pages:
+        """For ranges: pages to map. The lowest free numbers: live pages stay close together, a run of
+        neighbours is one mmap call, and pages that a device has made already go first. Raises OutOfPages.
         """
         free = np.flatnonzero(self._use == _FREE)
         if len(free) < num_pages:
             raise OutOfPages(num_pages, len(free), self.num_pages, owner)
-        yield free[:num_pages]
-        self._use[free[:num_pages]] = _KINDS[kind]
+        return free[:num_pages]
 
-    def give(self, pages: Pages) -> None:
-        """For ranges: these are unmapped now."""
-        self._use[pages] = _FREE
+    def record(self, pages: Pages, kind: Kind, is_mapped: npt.NDArray[np.bool_]) -> None:
+        """For ranges: these pages are mapped now, and serve `kind`, or are free."""
+        self._use[pages] = np.where(is_mapped, _KINDS[kind], _FREE)
 
     def forget(self, released: VirtualRange) -> None:
         """For ranges: this one is gone."""

@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from worker.memory.backend import AddressSpace, Pages
+from worker.memory.backend import NO_PAGE, AddressSpace, Pages
 
 if TYPE_CHECKING:
     from worker.memory.pool import PagePool
 
 Kind = Literal["weights", "kv"]
 
-_NO_PAGE = -1
-
 
 class VirtualRange:
-    """`pages[i]` is the physical page behind the range's page i, or -1. Made by `PagePool.reserve`.
+    """`pages[i]` is the physical page behind the range's page i, or NO_PAGE. Made by `PagePool.reserve`.
 
     Addresses never change while the range lives, so views, kernels and CUDA graphs stay valid while pages
     come and go below them. A page that was just mapped reads as zeros. Unmapping waits for what the device
@@ -29,9 +28,12 @@ class VirtualRange:
     def __init__(self, pool: PagePool, space: AddressSpace, kind: Kind, owner: str) -> None:
         self.kind, self.owner = kind, owner
         self.num_pages = space.nbytes // pool.page_bytes
-        self.pages: Pages = np.full(self.num_pages, _NO_PAGE, dtype=np.int64)
         self._pool, self._space = pool, space
         self._is_released = False
+
+    @property
+    def pages(self) -> Pages:
+        return self._space.pages
 
     @property
     def address(self) -> int:
@@ -43,7 +45,7 @@ class VirtualRange:
 
     @property
     def num_mapped(self) -> int:
-        return int(np.count_nonzero(self.pages != _NO_PAGE))
+        return int(np.count_nonzero(self.pages != NO_PAGE))
 
     def map(self, first_page: int, num_pages: int) -> None:
         """Put pages of the pool behind [first_page, first_page + num_pages). All or nothing.
@@ -51,30 +53,46 @@ class VirtualRange:
         Raises OutOfPages, MappingFailed, and ValueError where the range ends or a page is mapped already.
         """
         where = self._span(first_page, num_pages)
-        if np.any(self.pages[where] != _NO_PAGE):
+        if np.any(self.pages[where] != NO_PAGE):
             raise ValueError(f"{self.owner}: a page of [{where.start}, {where.stop}) is mapped already")
-        with self._pool.take(num_pages, self.kind, self.owner) as taken:
+        taken = self._pool.lowest_free(num_pages, self.owner)
+        try:
             self._pool.backend.map(self._space, first_page, taken)
-        self.pages[where] = taken
+        finally:
+            self._pool.record(taken, self.kind, self.pages[where] != NO_PAGE)
 
     def unmap(self, first_page: int, num_pages: int) -> None:
-        """Give the pages behind [first_page, first_page + num_pages) back. Raises ValueError if one is not
-        mapped."""
+        """Give the pages behind [first_page, first_page + num_pages) back.
+
+        Raises ValueError if one is not mapped, and MappingFailed, perhaps half-way: `pages` says what went.
+        """
         where = self._span(first_page, num_pages)
         given = self.pages[where].copy()
-        if np.any(given == _NO_PAGE):
+        if np.any(given == NO_PAGE):
             raise ValueError(f"{self.owner}: a page of [{where.start}, {where.stop}) is not mapped")
-        self._pool.backend.unmap(self._space, first_page, given)
-        self.pages[where] = _NO_PAGE
-        self._pool.give(given)
+        try:
+            self._pool.backend.unmap(self._space, first_page, num_pages)
+        finally:
+            self._pool.record(given, self.kind, self.pages[where] != NO_PAGE)
+
+    def resize(self, num_pages: int) -> None:
+        """Have the first `num_pages` pages mapped and no other. After a failure half-way it can be asked for
+        again, or for what was there before. Raises as `map` and `unmap` do."""
+        if not 0 <= num_pages <= self.num_pages:
+            raise ValueError(f"{self.owner}: {num_pages} pages of a range of {self.num_pages}")
+        is_mapped = self.pages != NO_PAGE
+        is_wanted = np.arange(self.num_pages) < num_pages
+        for first, length in _spans(is_mapped & ~is_wanted):
+            self.unmap(first, length)
+        for first, length in _spans(is_wanted & ~is_mapped):
+            self.map(first, length)
 
     def release(self) -> None:
         """Give every page back and leave the pool. Views must not be used any more; they fault. Repeating
         it is harmless."""
         if self._is_released:
             return
-        for first, length in self._mapped_spans():
-            self.unmap(first, length)
+        self.resize(0)
         self._is_released = True
         self._pool.forget(self)
 
@@ -100,7 +118,7 @@ class VirtualRange:
                 f"{self.owner}: no {dtype} view of shape {tuple(shape)} and strides {tuple(strides)} at byte"
                 f" {offset_bytes}; the range has {self.nbytes} bytes"
             )
-        if self.pages[offset_bytes // self._pool.page_bytes] == _NO_PAGE:
+        if self.pages[offset_bytes // self._pool.page_bytes] == NO_PAGE:
             raise ValueError(f"{self.owner}: the page of byte {offset_bytes} must be mapped to make a view")
         flat = self._space.view(offset_bytes, elements * itemsize)
         return flat.view(dtype).as_strided(tuple(shape), tuple(strides))
@@ -114,9 +132,11 @@ class VirtualRange:
             )
         return slice(first_page, first_page + num_pages)
 
-    def _mapped_spans(self) -> list[tuple[int, int]]:
-        edges = np.flatnonzero(np.diff(self.pages != _NO_PAGE, prepend=False, append=False))
-        return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
+
+def _spans(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where the mask is true: (index of the first, length) of each run."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
