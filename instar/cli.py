@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.flags import add_flags, given_flags
+from instar.slips import Parser, parse
 
 if TYPE_CHECKING:
     from bus.settings import Settings
@@ -47,7 +48,8 @@ Asks the running gateway for its state and shows it.
 COMPLETE = """\
 Completes a text with the running service; the text may come from standard input.
 
-  instar complete "def fib(n):" --max-tokens 60
+  instar complete hello world
+  instar complete "def fib(n):" --max-tokens 60      quotes keep what the shell would read itself
   echo "import os" | instar complete --temperature 0
 """
 
@@ -60,7 +62,7 @@ Shows every setting: its value, and in brackets the file or variable that set it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = parse(*_parsers(), sys.argv[1:] if argv is None else argv)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
@@ -71,17 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The program's own and that of each command."""
+    parser = Parser(
         prog="instar", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="store_true", help="tell the version")
     parser.set_defaults(run=_help_or_version, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands (instar COMMAND --help teaches each)")
 
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str
-    ) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str) -> Parser:
         sub = commands.add_parser(
             name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -90,9 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     serve = command("serve", _serve, "start the service", SERVE)
-    serve.add_argument(
-        "models", nargs="*", metavar="MODEL", help="model folder, or NAME=DIR [the demo model]"
-    )
+    serve.add_argument("words", nargs="*", metavar="MODEL", help="model folder, or NAME=DIR [the demo model]")
     add_flags(serve)
 
     status = command("status", _status, "what runs, and in which shape", STATUS)
@@ -101,18 +100,22 @@ def _parser() -> argparse.ArgumentParser:
 
     complete = command("complete", _complete, "complete a text", COMPLETE)
     _add_client_flags(complete)
-    complete.add_argument("text", nargs="?", help="[standard input]")
+    complete.add_argument(
+        "words", nargs="*", metavar="TEXT", help="[standard input]; several words are joined by spaces"
+    )
     complete.add_argument("--model", metavar="NAME", help="[the first one served]")
     complete.add_argument("--max-tokens", type=int, default=64, metavar="N", help="[64]")
     complete.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[0: greedy]")
 
     settings = command("settings", _settings, "every setting and who set it", SETTINGS)
     settings.add_argument("--example", action="store_true", help="write a settings file with every default")
-    return parser
+    return parser, dict(commands.choices)
 
 
 def _add_client_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", metavar="URL", help="of the gateway [from the settings]")
+    parser.add_argument(
+        "--url", metavar="URL", help="of the gateway, as its ready line prints it [from the settings]"
+    )
     parser.add_argument("--api-key", dest="key", metavar="KEY", help="[the first one in the settings]")
 
 
@@ -153,16 +156,21 @@ def _complete(args: argparse.Namespace) -> int:
         return 2
     from instar.complete import complete
 
-    text = sys.stdin.read() if args.text is None else args.text
     return complete(
         settings,
-        text,
+        " ".join(args.words) if args.words else _standard_input(),
         url=args.url,
         key=args.key,
         model=args.model,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
     )
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        sys.stderr.write("instar complete: type the text and end it with Ctrl-D\n")
+    return sys.stdin.read()
 
 
 def _settings(args: argparse.Namespace) -> int:
@@ -184,7 +192,7 @@ def _load(args: argparse.Namespace) -> Settings | None:
     from bus.settings_sources import Given
 
     flags = {name: Given(value, option) for name, (value, option) in given_flags(args).items()}
-    if models := getattr(args, "models", None):
+    if models := getattr(args, "words", None):
         named = flags["worker.models"].value if "worker.models" in flags else []
         flags["worker.models"] = Given([*models, *named], "MODEL")
     try:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from bus.settings import Settings
+from bus.settings_sources import variable_of
 from instar.address import url_of
 
 
@@ -53,4 +54,12 @@ def refuse_errors(answer: httpx.Response) -> None:
         message = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = answer.text[:200]
-    raise GatewayProblem(f"{answer.url.path}: {answer.status_code}: {message}")
+    hint = _key_hint(answer.url.path) if answer.status_code == httpx.codes.UNAUTHORIZED else ""
+    raise GatewayProblem(f"{answer.url.path}: {answer.status_code}: {message}{hint}")
+
+
+def _key_hint(path: str) -> str:
+    """/admin and /v1 have keys of their own; whoever has one for /v1 would try it in vain."""
+    keys = "admin_keys" if path.startswith("/admin") else "api_keys"
+    variable = variable_of(f"gateway.{keys}")
+    return f"; give one of the service's gateway.{keys} with --api-key KEY or {variable}=KEY"

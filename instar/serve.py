@@ -12,6 +12,7 @@ from instar.address import why_not_listen
 from instar.console import Console
 from instar.keeper import CONFIGURATION_ERROR, Backoff, Program
 from instar.plan import DEMO_MODEL, available_cpus, count_gpus, plan_programs, with_values
+from instar.preflight import why_not_serve
 from instar.redis_server import (
     RedisServer,
     RedisServerNotFound,
@@ -48,6 +49,8 @@ def ready_to_start(settings: Settings) -> Settings:
         if not DEMO_MODEL.is_dir():
             raise CannotServe("no model: name a model folder, as in `instar serve path/to/model`")
         settings = with_values(settings, "worker", models=[_shortest(DEMO_MODEL)])
+    if problem := why_not_serve(settings):
+        raise CannotServe(problem)
     if settings.gateway.port == 0:
         settings = with_values(settings, "gateway", port=free_port())
     if problem := why_not_listen(settings.gateway.host, settings.gateway.port):
@@ -76,7 +79,7 @@ async def _supervise(
     settings: Settings, programs: list[Program], redis: RedisServer | None, console: Console
 ) -> int:
     backoff = Backoff(settings.serve.restart_backoff_s, settings.serve.restart_backoff_max_s)
-    supervisor = Supervisor(programs, backoff, console)
+    supervisor = Supervisor(programs, backoff, console, settings.gateway.drain_timeout_s)
     supervisor.listen_to_signals()
     if redis is not None:
         supervisor.start("redis")

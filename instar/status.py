@@ -36,8 +36,9 @@ def status(settings: Settings, *, url: str | None, key: str | None, as_json: boo
 
 
 def workers_table(workers: list[dict[str, Any]]) -> Table:
-    """Memory in MiB: weights + KV + free = all, always."""
-    table = _table("worker", "host", "device", "state", "busy", "weights", "KV", "free", "all")
+    """Memory in MiB: weights + KV + free = all, always. The second line of a header is the unit."""
+    memory = (f"{kind}\nMiB" for kind in ("weights", "KV", "free", "all"))
+    table = _table("worker", "host", "device", "state", "busy\nof time", *memory)
     for worker in workers:
         pages, page_bytes = worker.get("pages") or {}, worker.get("page_bytes") or 0
         busy = worker.get("busy")
@@ -55,7 +56,8 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def instances_table(instances: list[dict[str, Any]]) -> Table:
-    table = _table("instance", "model", "state", "shape", "layers", "KV blocks", "running", "waiting")
+    counts = ("KV blocks\nused/all", "running\nreqs", "waiting\nreqs")
+    table = _table("instance", "model", "state", "shape", "layers", *counts)
     for instance in instances:
         kv = instance.get("kv") or {}
         used, blocks = kv.get("used"), kv.get("blocks")
@@ -65,7 +67,7 @@ def instances_table(instances: list[dict[str, Any]]) -> Table:
             instance.get("state", ""),
             f"tp{instance.get('tp', 1)} pp{instance.get('pp', 1)}",
             _layers(instance.get("layers") or []),
-            f"{used} of {blocks} ({used / blocks:.0%})" if blocks else ABSENT,
+            f"{used}/{blocks} ({used / blocks:.0%})" if blocks else ABSENT,
             _count(instance.get("running")),
             _count(instance.get("waiting")),
         )

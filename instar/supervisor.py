@@ -21,10 +21,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Supervisor:
     """`start` what there is, wait `until_end`, then `end`: 0 after a wished end, 2 when nothing can serve."""
 
-    def __init__(self, programs: Sequence[Program], backoff: Backoff, console: Console) -> None:
+    def __init__(
+        self, programs: Sequence[Program], backoff: Backoff, console: Console, drain_s: float = 0.0
+    ) -> None:
+        """`drain_s`: how long the programs let running requests go on when asked to end; for the message."""
         self.died = asyncio.Event()  # set at every death; whoever watches clears it
         self.keepers = [Keeper(program, backoff, console, self.died.set) for program in programs]
         self._console = console
+        self._drain_s = drain_s
         self._tasks: dict[Keeper, asyncio.Task[Outcome]] = {}
         self._outcomes: dict[Keeper, Outcome] = {}
         self._ending = asyncio.Event()
@@ -46,7 +50,9 @@ class Supervisor:
         if self._ending.is_set():
             self._hurry.set()
         else:
-            self._console.say("Stopping: streams that are open may end; once more to stop at once")
+            self._console.say(
+                f"Stopping: running requests may take {self._drain_s:g} s more; Ctrl-C again stops at once"
+            )
             self._ending.set()
 
     def expected_workers(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ import httpx
 from bus.settings import Settings
 from instar.address import url_of
 from instar.console import Console
+from instar.preflight import parse_model
 
 POLL_S = 0.2
 PROGRESS_AFTER_S = 2.0
@@ -30,7 +31,7 @@ class Watch:
     async def until_ready(self) -> None:
         """Tells the address once a model can be asked."""
         await self._until(lambda ready, state: ready)
-        names = ", ".join(model_name(model) for model in self._settings.worker.models)
+        names = ", ".join(parse_model(model)[0] for model in self._settings.worker.models)
         self._console.say(f"Instar is ready: {url_of(self._settings.gateway)}/v1 (model {names})")
 
     async def until_whole(self, expected: Callable[[], dict[str, float]]) -> None:
@@ -47,7 +48,7 @@ class Watch:
         self._console.say(f"Instar is whole again, {time.monotonic() - began:.1f} s after that death")
 
     async def _until(self, done: Callable[[bool, dict[str, Any]], bool]) -> None:
-        self._next_progress = time.monotonic() + PROGRESS_AFTER_S
+        self._next_progress, self._told = time.monotonic() + PROGRESS_AFTER_S, ""
         async with httpx.AsyncClient(base_url=url_of(self._settings.gateway), timeout=5) as client:
             while True:
                 ready = await _get(client, "/ready")
@@ -62,9 +63,12 @@ class Watch:
         if now < self._next_progress:
             return
         loading = [w for w in state.get("workers", []) if w.get("state") == "loading"]
-        told = ", ".join(f"{w['id']}: {w.get('progress') or 'loading'}" for w in loading)
-        if told != self._told:
-            self._console.say(told or "Starting ...")
+        steps = [(w["id"], w.get("progress") or "loading") for w in loading]
+        if self._settings.log.level in ("debug", "info"):  # then workers log percentages themselves
+            steps = [(worker, progress) for worker, progress in steps if "%" not in progress]
+        told = ", ".join(f"{worker}: {progress}" for worker, progress in steps)
+        if told and told != self._told:
+            self._console.say(told)
             self._told = told
             self._next_progress = now + PROGRESS_EVERY_S
 
@@ -85,9 +89,3 @@ async def _get(client: httpx.AsyncClient, path: str, headers: dict[str, str] | N
 
 def _bearer(keys: list[str]) -> dict[str, str]:
     return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-
-
-def model_name(model: str) -> str:
-    """`name=dir` -> name; `models/demo` -> demo, as the worker names it."""
-    name, separator, folder = model.partition("=")
-    return name if separator else folder or name.rstrip("/").rsplit("/", 1)[-1]

@@ -96,8 +96,10 @@ def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture
     console = Console(width=200)
     console.print(workers_table([worker]), instances_table([instance]))
     out = capsys.readouterr().out
-    for shown in ("50%", " 16  ", " 32", "5 full, 3 int4", "25 of 100 (25%)", "demo@w0"):
+    for shown in ("50%", " 16  ", " 32", "5 full, 3 int4", "25/100 (25%)", "demo@w0"):
         assert shown in out
+    units, counts = (line for line in out.splitlines() if "of time" in line or "used/all" in line)
+    assert (units.count("MiB"), counts.count("reqs")) == (4, 2)
 
 
 def test_status_does_not_take_an_absent_number_for_zero(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +128,8 @@ def test_json_status_is_what_the_gateway_said(capsys: pytest.CaptureFixture[str]
 
     class Gateway(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.headers["Authorization"] == "Bearer k" else 401)
+            is_known = self.headers["Authorization"] == "Bearer k" and self.path == "/admin/state"
+            self.send_response(200 if is_known else 401)
             self.end_headers()
             self.wfile.write(json.dumps(state).encode())
 
@@ -139,5 +142,10 @@ def test_json_status_is_what_the_gateway_said(capsys: pytest.CaptureFixture[str]
         assert main(["status", "--json", "--url", url, "--api-key", "k"]) == 0
         assert json.loads(capsys.readouterr().out) == state
         assert main(["status", "--url", url]) == 1
-        assert "401" in _err(capsys)
+        assert "401" in (told := _err(capsys))
+        assert "gateway.admin_keys with --api-key KEY or INSTAR_GATEWAY__ADMIN_KEYS=KEY" in told
+        assert main(["complete", "text", "--url", url]) == 1
+        assert "gateway.api_keys with --api-key KEY or INSTAR_GATEWAY__API_KEYS=KEY" in _err(capsys)
+        for same in (f"{url}/", f"{url}/v1", f"{url}/v1/"):  # /v1 as the ready line prints it
+            assert main(["status", "--json", "--url", same, "--api-key", "k"]) == 0
         server.shutdown()

@@ -33,6 +33,7 @@ from instar.redis_server import (
 )
 from instar.serve import CannotServe, ready_to_start
 from instar.supervisor import Supervisor
+from instar.watch import Watch
 
 QUICK = Backoff(0.05, 0.4)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -133,7 +134,6 @@ def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
 def test_a_redis_that_is_not_there_is_told_before_anything_starts() -> None:
     settings = with_values(Settings(), "gateway", port=0)
     settings = with_values(settings, "redis", url=f"redis://127.0.0.1:{free_port()}/0")
-    settings = with_values(settings, "worker", models=["x"])
     with pytest.raises(CannotServe, match=r"127\.0\.0\.1"):
         ready_to_start(settings)
 
@@ -260,6 +260,38 @@ signal.signal(signal.SIGTERM, bye); print('up', flush=True); time.sleep(60)"""
     assert await running.end() == 0
     ended = [line.split()[0] for line in running.text.splitlines() if line.endswith("| bye")]
     assert ended == ["gateway", "w0", "monitor", "redis"]
+
+
+async def test_the_end_says_how_long_running_requests_may_take() -> None:
+    out = io.StringIO()
+    supervisor = Supervisor([program("gateway", "gateway")], QUICK, Console(out), drain_s=30.0)
+    supervisor.request_stop()
+    assert "running requests may take 30 s more; Ctrl-C again stops at once" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [("info", ["w0: loading", "w0: compiling"]), ("warning", ["w0: loading", "w0: 50%", "w0: compiling"])],
+)
+async def test_progress_is_told_once_and_only_where_there_is_some(
+    level: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = ["", "50%", "50%", "compiling"]
+    states = [{"workers": [{"id": "w0", "state": "loading", "progress": step}]} for step in steps]
+    asked: list[Any] = [(None, None), *((None, state) for state in states), (None, {}), ({}, {})]
+    answers = iter([answer for pair in asked for answer in pair])
+
+    async def get(*_: object) -> Any:
+        return next(answers)
+
+    monkeypatch.setattr("instar.watch._get", get)
+    for name in ("POLL_S", "PROGRESS_AFTER_S", "PROGRESS_EVERY_S"):
+        monkeypatch.setattr(f"instar.watch.{name}", 0.0)
+    out = io.StringIO()
+    settings = with_values(with_values(Settings(), "log", level=level), "worker", models=["models/demo"])
+    await Watch(settings, Console(out)).until_ready()
+    ready = "Instar is ready: http://127.0.0.1:8000/v1 (model demo)"
+    assert out.getvalue().splitlines() == [*said, ready]
 
 
 async def test_a_process_that_will_not_end_is_killed_when_patience_is_over_or_hurry_asked() -> None:

@@ -1,0 +1,126 @@
+"""Mistakes that show before anything is started: said once, status 2, no process, no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bus.settings import Settings
+from instar.cli import main
+from instar.plan import DEMO_MODEL, with_values
+from instar.preflight import parse_model, why_not_device, why_not_serve
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Write:
+    def write(*names: str, config: str = "{}") -> Path:
+        path = tmp_path / "mine"
+        path.mkdir()
+        for name in names:
+            (path / name).write_text(config if name == "config.json" else "")
+        return path
+
+    return write
+
+
+def complaint(model: str | Path, **worker: str) -> str:
+    return why_not_serve(with_values(Settings(), "worker", models=[str(model)], **worker))
+
+
+def test_a_folder_with_config_and_weights_is_let_through(folder: Write) -> None:
+    assert complaint(folder("config.json", "model.safetensors")) == ""
+    assert complaint(DEMO_MODEL) == ""
+
+
+def test_a_model_that_is_no_folder_says_what_to_name(folder: Write, tmp_path: Path) -> None:
+    assert f"there is no folder {tmp_path}/absent" in complaint(tmp_path / "absent")
+    assert "nothing is downloaded" in complaint("meta-llama/Llama-3.2-1B")
+    inside = folder("config.json", "model.safetensors") / "model.safetensors"
+    assert f"name a folder, the one it lies in: {inside.parent}" in complaint(inside)
+    alone = tmp_path / "model.gguf"
+    alone.write_text("")
+    assert "name a folder, one in Hugging Face's format" in complaint(alone)
+
+
+def test_a_folder_that_is_no_model_says_what_is_missing(folder: Write) -> None:
+    path = folder("model.safetensors")
+    assert "no config.json in" in complaint(path)
+    (path / "config.json").write_text("{oops")
+    assert "config.json cannot be read as JSON" in complaint(path)
+
+
+def test_a_config_without_weights_is_offered_random_ones(folder: Write) -> None:
+    path = folder("config.json")
+    assert "`--load-format dummy`" in complaint(path)
+    assert complaint(path, load_format="dummy") == ""
+    (path / "pytorch_model.bin").write_text("")
+    assert "pytorch_model.bin is not read: weights must be safetensors" in complaint(path)
+
+
+def test_two_models_of_one_name_are_refused(folder: Write) -> None:
+    path = folder("config.json", "model.safetensors")
+    settings = with_values(Settings(), "worker", models=[str(path), f"mine={path}"])
+    assert "two models are called 'mine'" in why_not_serve(settings)
+
+
+def test_a_model_has_the_name_that_the_worker_gives_it(
+    monkeypatch: pytest.MonkeyPatch, folder: Write
+) -> None:
+    monkeypatch.chdir(path := folder())
+    assert parse_model(".") == ("mine", path)
+    assert parse_model("other=.") == ("other", path)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cdua", "cuda:", "cuda:x", "mps"])
+def test_an_unknown_device_is_refused(name: str) -> None:
+    assert f"is {name!r}; it may be cpu, cuda or cuda:N" in complaint(DEMO_MODEL, device=name)
+
+
+def test_a_gpu_is_refused_only_where_there_is_certainly_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = with_values(Settings(), "worker", device="cuda:1").worker
+    monkeypatch.setattr("instar.preflight._may_have_gpu", lambda: False)
+    assert "no NVIDIA GPU" in why_not_device(worker)
+    monkeypatch.setattr("instar.preflight._may_have_gpu", lambda: True)
+    assert why_not_device(worker) == ""
+
+
+def test_an_open_address_needs_a_key() -> None:
+    settings = with_values(Settings(), "gateway", host="0.0.0.0")
+    assert "add `--api-key KEY`" in why_not_serve(settings)
+    assert why_not_serve(with_values(settings, "gateway", api_keys=["k"])) == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["no/such/model"], ["models"], ["--device", "gpu"], ["--load-format", "gguf"], ["--host", "0.0.0.0"]],
+    ids=" ".join,
+)
+def test_a_mistake_is_said_in_one_line_and_nothing_is_started(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("something was started")
+
+    for name in ("plan_redis", "plan_programs", "_supervise"):
+        monkeypatch.setattr(f"instar.serve.{name}", started)
+    assert main(["serve", "--port", "0", *argv]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert len(written.err.splitlines()) == 1
+
+
+def test_the_supervisor_loads_nothing_of_torch() -> None:
+    code = (
+        "import sys, instar.serve, instar.watch, instar.preflight\n"
+        "print([name for name in ('torch', 'numba', 'transformers', 'safetensors') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

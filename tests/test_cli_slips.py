@@ -1,0 +1,90 @@
+"""Slips on the command line: what was meant is said, in two lines; words may stand on both sides of flags."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import pytest
+
+from instar.cli import main
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    told, where_help_is = capsys.readouterr().err.splitlines()
+    assert "--help` shows what there is" in where_help_is
+    return str(told)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["serv"], "there is no command 'serv'; did you mean serve?"),
+        (["xyz"], "there is no command 'xyz'; there are serve, status, complete, settings"),
+        (["serve", "--prot", "9000"], "instar serve: there is no flag --prot; did you mean --port?"),
+        (["serve", "--prot=9000"], "there is no flag --prot; did you mean --port?"),
+        (["serve", "--max-queue", "3"], "INSTAR_GATEWAY__MAX_QUEUE, or gateway.max_queue in instar.toml"),
+        (["complete", "a", "--max-token-count=3"], "did you mean --max-tokens?"),
+        (["--port", "9000", "serve"], "as in `instar serve --port`"),
+        (["--verison"], "there is no flag --verison; did you mean --version?"),
+        (["status", "here"], "takes no 'here'"),
+        (["serve", "--port"], "--port: expected one argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_slip_is_answered_with_what_was_meant(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refusal(capsys, *argv)
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `instar complete` would have sent."""
+    sent: list[str] = []
+
+    def complete(_: object, text: str, **__: Any) -> int:
+        sent.append(text)
+        return 0
+
+    monkeypatch.setattr("instar.complete.complete", complete)
+    return sent
+
+
+@pytest.mark.parametrize("argv", [["hello", "world"], ["hello", "--max-tokens", "3", "world"]])
+def test_words_of_a_completion_are_joined(argv: list[str], texts: list[str]) -> None:
+    assert main(["complete", *argv]) == 0
+    assert texts == ["hello world"]
+
+
+def test_a_completion_without_words_reads_standard_input_and_says_so_in_a_terminal(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("piped\n"))
+    assert main(["complete"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "stdin", Terminal("typed\n"))
+    assert main(["complete"]) == 0
+    assert "Ctrl-D" in capsys.readouterr().err
+    assert main(["complete", ""]) == 0  # an empty text is a text: nothing is waited for
+    assert texts == ["piped\n", "typed\n", ""]
+
+
+def test_models_on_both_sides_of_a_flag_are_all_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[str] = []
+
+    def serve(settings: Any) -> int:
+        models.extend(settings.worker.models)
+        return 0
+
+    monkeypatch.setattr("instar.serve.serve", serve)
+    assert main(["serve", "one", "--port", "9000", "two"]) == 0
+    assert models == ["one", "two"]
