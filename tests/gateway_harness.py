@@ -54,6 +54,16 @@ class Gate:
     def http(self, **options: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=20, **options)
 
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A bare socket, for what no client library would do."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.settings.gateway.port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+            await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer._rust.encode(text, add_special_tokens=False).ids)
 

@@ -1,14 +1,12 @@
-"""The promise: every token once, in order, and exactly one end, whatever workers and Redis do."""
+"""The promise: every token once, in order, and exactly one end, whatever workers do."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
@@ -16,46 +14,10 @@ import pytest
 from bus.client import connect
 from bus.messages import Event, StepOutput
 from bus.settings import RedisSettings
-from tests.conftest import settings_of
 from tests.gateway_harness import ANSWER, BODY, Gate, metrics_of, running
-from tests.redis_process import RedisProcess
+from tests.gateway_streams import answer, assert_whole, busy, hang_at
 
 pytest_plugins = ["tests.gateway_fixtures"]
-
-
-async def answer(gate: Gate, **body: Any) -> tuple[str, str | None, Any]:
-    """Of a stream: text, finish reason, usage."""
-    text, reason, usage = "", None, None
-    async with gate.client() as client:
-        options = {"include_usage": True}
-        stream = await client.completions.create(**BODY | body, stream=True, stream_options=options)
-        async for chunk in stream:
-            for choice in chunk.choices:
-                text += choice.text
-                reason = choice.finish_reason or reason
-            usage = chunk.usage or usage
-    return text, reason, usage
-
-
-def whole(gate: Gate) -> tuple[str, str, int]:
-    return ANSWER, "stop", len(gate.ids(ANSWER)) + 1
-
-
-async def assert_whole(gate: Gate, task: asyncio.Task[tuple[str, str | None, Any]]) -> None:
-    text, reason, usage = await asyncio.wait_for(task, 15)
-    assert (text, reason, usage.completion_tokens) == whole(gate)
-    await gate.settled()
-
-
-def hang_at(gate: Gate, index: int) -> asyncio.Task[tuple[str, str | None, Any]]:
-    """A stream whose workers fall silent at a token."""
-    for worker in gate.workers:
-        worker.stop_at = index
-    return asyncio.create_task(answer(gate))
-
-
-def busy(gate: Gate) -> Callable[[], Any]:
-    return lambda: any(worker.num_running for worker in gate.workers)
 
 
 def submitted(gate: Gate, attempt: int) -> bool:
@@ -332,49 +294,6 @@ async def test_two_gateways_share_the_workers(redis_settings: RedisSettings, fol
         two.workers = []
 
 
-@pytest.mark.parametrize("append_only", [True, False])
-async def test_requests_survive_a_restart_of_redis(
-    own_redis: Callable[..., RedisProcess], folder: Path, append_only: bool
-) -> None:
-    server = own_redis(append_only=append_only)
-    async with running(settings_of(server.url), folder) as gate:
-        gate.worker.token_s = 0.05
-        tasks = [asyncio.create_task(answer(gate)) for _ in range(3)]
-        await gate.until("runs", lambda: gate.worker.num_running == 3)
-        await asyncio.sleep(0.3)
-        server.kill()
-        server.start()
-        await gate.worker.die()
-        await gate.worker.start()
-        for task in tasks:
-            await assert_whole(gate, task)
-
-
-async def test_a_flushed_redis_loses_no_request(own_redis: Callable[..., RedisProcess], folder: Path) -> None:
-    server = own_redis()
-    async with running(settings_of(server.url), folder) as gate:
-        task = hang_at(gate, 5)
-        await gate.until("a run", busy(gate))
-        await asyncio.sleep(0.2)
-        with server.client() as client:
-            client.flushall()
-        gate.worker.stop_at = None
-        await assert_whole(gate, task)
-
-
-async def test_a_full_redis_is_a_clean_refusal(own_redis: Callable[..., RedisProcess], folder: Path) -> None:
-    server = own_redis("--maxmemory-policy", "noeviction")
-    async with running(settings_of(server.url), folder) as gate:
-        with server.client() as client:
-            client.config_set("maxmemory", "1")
-            async with gate.client() as api:
-                with pytest.raises(openai.InternalServerError) as failure:
-                    await api.completions.create(**BODY)
-            assert (failure.value.status_code, failure.value.code) == (503, "server_overloaded")
-            client.config_set("maxmemory", "0")
-        assert (await answer(gate))[0] == ANSWER
-
-
 async def test_a_request_lost_without_a_sign_is_submitted_again(
     redis_settings: RedisSettings, folder: Path
 ) -> None:
@@ -399,15 +318,3 @@ async def test_a_gateway_that_was_paused_beyond_its_lease_submits_again(gate: Ga
     await gate.until("the second attempt", partial(submitted, gate, 2))
     gate.worker.stop_at = None
     await assert_whole(gate, task)
-
-
-async def test_a_tokenizer_that_cannot_warm_up_does_not_end_the_gateway(
-    redis_settings: RedisSettings, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise ImportError("no jinja2")
-
-    monkeypatch.setattr("gateway.text.tokenizer.warm_up", fail)
-    async with running(redis_settings, folder) as gate:
-        await asyncio.sleep(0.1)
-        assert (await answer(gate))[0] == ANSWER
