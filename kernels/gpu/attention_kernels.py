@@ -1,0 +1,245 @@
+"""FlashAttention's online softmax (Dao et al. 2022) over the blocks in place.
+
+A program owns one KV head and a tile of rows; row r is query r // GROUP of the tile and head r % GROUP of the
+KV head's group, so heads that share keys load them once. Two kernels run side by side in a mixed step, each
+leaving the other's sequences alone:
+
+=======  =========================  =========================================================================
+chunks   grid (tiles, Hkv)          sequences with more than one new token. Tiles are numbered without asking
+                                    the device: sequence s starts at tile cu[s] // BLOCK_Q + s, which leaves
+                                    every sequence at least the tiles it needs
+decodes  grid (S, Hkv, splits)      sequences with one. A long context is split among programs, whose partial
+                                    results a third kernel joins (Flash-Decoding, Dao et al. 2023)
+=======  =========================  =========================================================================
+
+Scores carry log2(e), so that the softmax is made of 2^x. Strides count elements. What changes from step to
+step is not specialised: where it became 1 or a multiple of 16, the compiler would run in mid-service.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Functions of the compiler carry no annotations: Triton infers their types from the call.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _scaled_queries(source, columns, inside, scale, OPERAND: tl.constexpr):
+    """OPERAND [rows, columns] from the rows at `source`, zero outside."""
+    q = tl.load(source[:, None] + columns[None, :], mask=inside, other=0.0)
+    return (q.to(tl.float32) * scale).to(OPERAND)
+
+
+@triton.jit
+def _soften(scores, value, total, divisor, peak):
+    """One step of the online softmax: `total`, `divisor` and `peak`, the running maximum, with the keys of
+    `scores` [rows, keys] and their `value` [keys, columns] taken in."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    correction = tl.exp2(peak - new_peak)
+    weights = tl.exp2(scores - new_peak[:, None])
+    divisor = divisor * correction + tl.sum(weights, 1)
+    total = total * correction[:, None]
+    total += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return total, divisor, new_peak
+
+
+@triton.jit
+def _attend_rows(
+    q,
+    positions,
+    kv_ptr,
+    table_ptr,
+    first_key,
+    last_key,
+    window,
+    block_stride,
+    value_stride,
+    token_stride,
+    BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """q [rows, columns], scaled; positions int32 [rows] of the queries; kv_ptr at the KV head; keys
+    first_key <= j < last_key, first_key a multiple of BLOCK_N. Products are made in q's dtype.
+
+    Returns the weighted sum of the values [rows, columns], its divisor and the running maximum.
+    """
+    columns = tl.arange(0, q.shape[1])
+    peak = tl.full([q.shape[0]], -1.0e30, tl.float32)  # finite: a hidden key then gives 0 and no NaN
+    divisor = tl.zeros([q.shape[0]], tl.float32)
+    total = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
+    for start in range(first_key, last_key, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        is_key = keys < last_key
+        block = tl.load(table_ptr + keys // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
+        place = kv_ptr + block * block_stride + keys % BLOCK_TOKENS * token_stride
+        inside = is_key[:, None] & (columns < HEAD_DIM)[None, :]
+        key = tl.load(place[:, None] + columns[None, :], mask=inside, other=0.0)
+        value = tl.load(place[:, None] + value_stride + columns[None, :], mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision="ieee")
+        age = positions[:, None] - keys[None, :]
+        seen = (age >= 0) & (age < window) & is_key[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        total, divisor, peak = _soften(scores, value.to(q.dtype), total, divisor, peak)
+    return total, divisor, peak
+
+
+@triton.jit
+def _sequence_of(tile, bounds_ptr, num_seqs, BLOCK_Q: tl.constexpr):
+    """The last sequence whose first tile is not past this one."""
+    low = tl.full([], 0, tl.int32)
+    high = low + num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_past = tl.load(bounds_ptr + middle) // BLOCK_Q + middle > tile
+        low, high = tl.where(is_past, low, middle), tl.where(is_past, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=("window", "num_seqs", "table_stride"))
+def chunk_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    bounds_ptr,
+    contexts_ptr,
+    table_ptr,
+    scale,
+    window,
+    num_seqs,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    head_stride,
+    value_stride,
+    token_stride,
+    out_token_stride,
+    out_head_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Grid (T // BLOCK_Q + S, Hkv). q, out [T, Hq, D]; kv [B, Hkv, 2, bt, D]; table int32 [S, max_blocks]."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    seq = _sequence_of(tile, bounds_ptr, num_seqs, BLOCK_Q)
+    begin = tl.load(bounds_ptr + seq)
+    length = tl.load(bounds_ptr + seq + 1) - begin
+    first_query = (tile - (begin // BLOCK_Q + seq)) * BLOCK_Q
+    if (first_query < length) & (length > 1):
+        rows = tl.arange(0, BLOCK_ROWS)
+        columns = tl.arange(0, BLOCK_DIM)
+        queries = first_query + rows // GROUP
+        is_row = (rows < BLOCK_Q * GROUP) & (queries < length)
+        inside = is_row[:, None] & (columns < HEAD_DIM)[None, :]
+        tokens, heads = (begin + queries).to(tl.int64), head * GROUP + rows % GROUP
+        source = q_ptr + tokens * q_token_stride + heads * q_head_stride
+        context = tl.load(contexts_ptr + seq)
+        before = context - length
+        total, divisor, _ = _attend_rows(
+            _scaled_queries(source, columns, inside, scale, OPERAND),
+            before + queries,
+            kv_ptr + head * head_stride,
+            table_ptr + seq.to(tl.int64) * table_stride,
+            tl.maximum(0, before + first_query - window + 1) // BLOCK_N * BLOCK_N,
+            tl.minimum(context, before + first_query + BLOCK_Q),
+            *(window, block_stride, value_stride, token_stride, BLOCK_TOKENS, HEAD_DIM, BLOCK_N),
+        )
+        target = out_ptr + tokens * out_token_stride + heads * out_head_stride
+        result = (total / divisor[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(target[:, None] + columns[None, :], result, mask=inside)
+
+
+@triton.jit(do_not_specialize=("window", "num_splits", "table_stride"))
+def decode_kernel(
+    q_ptr,
+    kv_ptr,
+    partial_ptr,
+    state_ptr,
+    bounds_ptr,
+    contexts_ptr,
+    table_ptr,
+    scale,
+    window,
+    num_splits,
+    num_heads,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    head_stride,
+    value_stride,
+    token_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Grid (S, Hkv, splits). Writes partial float32 [S, Hq, splits, HEAD_DIM] and state float32
+    [S, Hq, splits, 2]: divisor and maximum; a split without keys leaves divisor 0."""
+    seq, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    begin = tl.load(bounds_ptr + seq)
+    if tl.load(bounds_ptr + seq + 1) - begin == 1:
+        rows = tl.arange(0, BLOCK_ROWS)
+        columns = tl.arange(0, BLOCK_DIM)
+        inside = (rows < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
+        heads = head * GROUP + rows
+        source = q_ptr + begin.to(tl.int64) * q_token_stride + heads * q_head_stride
+        context = tl.load(contexts_ptr + seq)
+        first_tile = tl.maximum(0, context - window) // BLOCK_N
+        share = tl.cdiv(tl.cdiv(context, BLOCK_N) - first_tile, num_splits)
+        first_key = (first_tile + split * share) * BLOCK_N
+        total, divisor, peak = _attend_rows(
+            _scaled_queries(source, columns, inside, scale, OPERAND),
+            tl.full([BLOCK_ROWS], 0, tl.int32) + context - 1,
+            kv_ptr + head * head_stride,
+            table_ptr + seq * table_stride,
+            first_key,
+            tl.minimum(context, first_key + share * BLOCK_N),
+            *(window, block_stride, value_stride, token_stride, BLOCK_TOKENS, HEAD_DIM, BLOCK_N),
+        )
+        place = (seq * num_heads + heads) * num_splits + split
+        tl.store(partial_ptr + place[:, None] * HEAD_DIM + columns[None, :], total, mask=inside)
+        tl.store(state_ptr + place * 2, divisor, mask=rows < GROUP)
+        tl.store(state_ptr + place * 2 + 1, peak, mask=rows < GROUP)
+
+
+@triton.jit(do_not_specialize=("num_splits",))
+def join_kernel(
+    partial_ptr,
+    state_ptr,
+    out_ptr,
+    bounds_ptr,
+    num_splits,
+    num_heads,
+    out_token_stride,
+    out_head_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Grid (S, Hq): the splits of one decode's head become its output."""
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = tl.load(bounds_ptr + seq)
+    if tl.load(bounds_ptr + seq + 1) - begin == 1:
+        splits = tl.arange(0, BLOCK_SPLITS)
+        columns = tl.arange(0, BLOCK_DIM)
+        place = (seq * num_heads + head) * num_splits + splits
+        divisor = tl.load(state_ptr + place * 2, mask=splits < num_splits, other=0.0)
+        peak = tl.load(state_ptr + place * 2 + 1, mask=splits < num_splits, other=-1.0e30)
+        share = tl.exp2(peak - tl.max(peak, 0))
+        inside = (splits < num_splits)[:, None] & (columns < HEAD_DIM)[None, :]
+        partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+        result = tl.sum(partial * share[:, None], 0) / tl.sum(divisor * share, 0)
+        target = out_ptr + begin.to(tl.int64) * out_token_stride + head * out_head_stride + columns
+        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
