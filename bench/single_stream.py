@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench.own_cores  # noqa: F401 before torch, as the next
 import kernels  # before torch: it settles how torch's threads wait
 
 # isort: split

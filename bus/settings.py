@@ -161,6 +161,9 @@ class WorkerSettings(Section):
         4, ge=1, le=8, description="largest tensor-parallel degree the weights are padded for"
     )
     threads: int = Field(0, ge=0, description="CPU threads of the kernels; 0: all cores")
+    spin: bool = Field(
+        False, description="CPU threads wait for each other awake: faster where nothing else wants the cores"
+    )
     lease_s: float = Field(3.0, gt=0.3, description="a worker silent this long is dead")
     telemetry_s: float = Field(0.25, gt=0, description="report interval while there is work")
     idle_telemetry_s: float = Field(1.0, gt=0, description="report interval while nothing runs")

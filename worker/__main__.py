@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 
 from bus.client import Bus
@@ -11,8 +12,13 @@ from bus.service import CONFIGURATION_ERROR, run
 from bus.settings import Settings
 from worker.service.loaded import CannotServe
 
+# About a millisecond: from one product of a step to the next, and not through an idle service's nights.
+SPIN_COUNT = "20000"
+
 
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
+    if settings.worker.spin:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # These bring torch, which takes seconds: only once the settings and Redis are known to be good.
     import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 
