@@ -89,70 +89,99 @@ def _weigh_few(a, kind, rows, size, values, weights, out):
 
 
 @compiled
+def _hide(row, first, last):
+    """Scores first <= j < last of a row become those of keys that are not seen."""
+    for j in range(first, last):
+        write_f32(row + j * 4, F32(-np.inf))
+
+
+@compiled
+def _begin(a, kind, start, head, rows, q, out, state):
+    """Queries, scaled, and empty results; state is the running maximum and sum of each row."""
+    scale = vsplat(F32(a.scale))
+    for r in range(rows):
+        source = a.q + (start + r // a.group) * a.q_token + (head * a.group + r % a.group) * a.q_head
+        for v in range(a.head_dim // LANES):
+            query = vload(kind, source + v * LANES * a.element) * scale
+            vstore(F32, q + (r * a.head_dim + v * LANES) * 4, query)
+            vstore(F32, out + (r * a.head_dim + v * LANES) * 4, vsplat(F32(0.0)))
+        write_f32(state + r * 8, F32(NEVER))
+        write_f32(state + r * 8 + 4, F32(0.0))
+
+
+@compiled
+def _scores_of_chunk(a, kind, seq, head, rows, token, count, context, q, scores):
+    done = 0
+    while done < count:
+        keys, room = block_of(a, seq, head, token + done)
+        size = min(room, count - done)
+        ahead = 0
+        if token + done + room < context:
+            following, _ = block_of(a, seq, head, token + done + room)
+            ahead = following - keys
+        _dots(a, kind, rows, size, keys, q, scores + done * 4, ahead)
+        done += size
+
+
+@compiled
+def _soften_chunk(a, rows, token, count, first_position, scores, state, out):
+    """Scores become weights; where a row's maximum grew, what is in `out` shrinks to match."""
+    for r in range(rows):
+        position = first_position + r // a.group
+        row, line = scores + r * SPAN * 4, out + r * a.head_dim * 4
+        if a.window > 0:
+            _hide(row, 0, min(count, position - a.window + 1 - token))
+        _hide(row, max(0, min(count, position + 1 - token)), (count + LANES - 1) // LANES * LANES)
+        old_max = read(F32, state + r * 8)
+        new_max, total = _soften(row, count, old_max)
+        correction = vexp2(vsplat(old_max) - vsplat(new_max))
+        if new_max > old_max:
+            for v in range(a.head_dim // LANES):
+                vstore(F32, line + v * 64, vload(F32, line + v * 64) * correction)
+        write_f32(state + r * 8, new_max)
+        # All lanes of the correction are equal.
+        write_f32(state + r * 8 + 4, read(F32, state + r * 8 + 4) * hmax(correction) + total)
+
+
+@compiled
+def _weigh_chunk(a, kind, seq, head, rows, token, count, weights, out):
+    done = 0
+    while done < count:
+        keys, room = block_of(a, seq, head, token + done)
+        size = min(room, count - done)
+        _weigh_few(a, kind, rows, size, keys + a.kv_value, weights + done * 4, out)
+        done += size
+
+
+@compiled
+def _finish(a, kind, start, head, rows, state, out):
+    for r in range(rows):
+        target = a.out + (start + r // a.group) * a.out_token + (head * a.group + r % a.group) * a.out_head
+        inverse = vsplat(F32(1.0) / read(F32, state + r * 8 + 4))
+        for v in range(a.head_dim // LANES):
+            result = vload(F32, out + (r * a.head_dim + v * LANES) * 4) * inverse
+            vstore(kind, target + v * LANES * a.element, result)
+
+
+@compiled
 def attend_few(a, kind, seq, head, scratch):
     start = read_i32(a.bounds + seq * 4)
     rows = (read_i32(a.bounds + seq * 4 + 4) - start) * a.group
     context = read_i32(a.contexts + seq * 4)
     first_position = context - rows // a.group
-    line, width = a.head_dim * 4, LANES * a.element
     q = scratch
-    out = q + FEW * line
-    scores = out + FEW * line
-    state = scores + FEW * SPAN * 4  # running maximum and sum of each row
-    scale = vsplat(F32(a.scale))
-    for r in range(rows):
-        source = a.q + (start + r // a.group) * a.q_token + (head * a.group + r % a.group) * a.q_head
-        for v in range(a.head_dim // LANES):
-            vstore(F32, q + r * line + v * 64, vload(kind, source + v * width) * scale)
-            vstore(F32, out + r * line + v * 64, vsplat(F32(0.0)))
-        write_f32(state + r * 8, F32(NEVER))
-        write_f32(state + r * 8 + 4, F32(0.0))
+    out = q + FEW * a.head_dim * 4
+    scores = out + FEW * a.head_dim * 4
+    state = scores + FEW * SPAN * 4
 
+    _begin(a, kind, start, head, rows, q, out, state)
     token = 0
     if a.window > 0:
         token = max(0, first_position - a.window + 1)
     while token < context:
         count = min(CHUNK, context - token)
-        done = 0
-        while done < count:
-            keys, room = block_of(a, seq, head, token + done)
-            size = min(room, count - done)
-            ahead = 0
-            if token + done + room < context:
-                following, _ = block_of(a, seq, head, token + done + room)
-                ahead = following - keys
-            _dots(a, kind, rows, size, keys, q, scores + done * 4, ahead)
-            done += size
-        for r in range(rows):
-            position = first_position + r // a.group
-            row = scores + r * SPAN * 4
-            low = 0
-            if a.window > 0:
-                low = max(0, min(count, position - a.window + 1 - token))
-            for j in range(low):
-                write_f32(row + j * 4, F32(-np.inf))
-            for j in range(max(0, min(count, position + 1 - token)), (count + 15) // 16 * 16):
-                write_f32(row + j * 4, F32(-np.inf))
-            old_max = read(F32, state + r * 8)
-            new_max, total = _soften(row, count, old_max)
-            correction = vexp2(vsplat(old_max) - vsplat(new_max))
-            if new_max > old_max:
-                for v in range(a.head_dim // LANES):
-                    place = out + r * line + v * 64
-                    vstore(F32, place, vload(F32, place) * correction)
-            write_f32(state + r * 8, new_max)
-            # All lanes of the correction are equal.
-            write_f32(state + r * 8 + 4, read(F32, state + r * 8 + 4) * hmax(correction) + total)
-        done = 0
-        while done < count:
-            keys, room = block_of(a, seq, head, token + done)
-            size = min(room, count - done)
-            _weigh_few(a, kind, rows, size, keys + a.kv_value, scores + done * 4, out)
-            done += size
+        _scores_of_chunk(a, kind, seq, head, rows, token, count, context, q, scores)
+        _soften_chunk(a, rows, token, count, first_position, scores, state, out)
+        _weigh_chunk(a, kind, seq, head, rows, token, count, scores, out)
         token += count
-
-    for r in range(rows):
-        target = a.out + (start + r // a.group) * a.out_token + (head * a.group + r % a.group) * a.out_head
-        inverse = vsplat(F32(1.0) / read(F32, state + r * 8 + 4))
-        for v in range(a.head_dim // LANES):
-            vstore(kind, target + v * width, vload(F32, out + r * line + v * 64) * inverse)
+    _finish(a, kind, start, head, rows, state, out)
