@@ -118,7 +118,7 @@ def _against(oracle: Any, folder: Path) -> Iterator[str]:
     # A chunk of 24 tokens splits the longest prompt and mixes prefills with decodes.
     engine = make_engine(folder, torch.float32, "safetensors", memory_bytes=GIB, max_num_batched_tokens=24)
     outputs = run(engine, prompts, num_out=24)
-    engine.remove_instance("bench").kv.pool.close()  # the device's memory does not end with its owner
+    engine.remove_instance("bench").kv.pool.close()  # now, and not whenever the garbage is collected
     for i, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device="cuda")
         made = oracle.generate(

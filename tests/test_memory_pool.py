@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.memory_backends import BACKENDS, SMALL_PAGE, BackendFactory
+from tests.memory_backends import BACKENDS, SMALL_PAGE, BackendFactory, needs_cuda
 from worker.memory import BrokenInvariant, CpuBackend, MappingFailed, OutOfPages, PagePool, VirtualRange
 from worker.memory.backend import runs
 
@@ -247,6 +247,26 @@ def test_addresses_live_as_long_as_a_view_and_no_longer() -> None:
     del view
     gc.collect()
     assert not _maps_line(address)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_gpu_makes_pages_as_they_are_mapped_and_frees_those_of_a_dropped_pool() -> None:
+    from worker.memory.cuda import CudaBackend
+
+    backend = CudaBackend()
+    size, slack = 64 * backend.page_bytes, 8 * backend.page_bytes  # the driver's own, and neighbours'
+    at_first = torch.cuda.mem_get_info()[0]
+    pool = PagePool(backend, 2 * size)
+    assert at_first - torch.cuda.mem_get_info()[0] < slack
+    owned = reserve(pool, 128)
+    owned.map(0, 64)
+    owned.unmap(32, 32)
+    owned.map(100, 20)
+    assert abs(at_first - torch.cuda.mem_get_info()[0] - size) < slack
+    del backend, pool, owned
+    gc.collect()
+    assert at_first - torch.cuda.mem_get_info()[0] < slack
 
 
 def test_a_view_of_released_memory_faults() -> None:
