@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from bus.client import Bus, RedisPassword, connect
-from bus.messages import Submit
+from bus.client import Bus, BusUnavailable, RedisPassword, connect
+from bus.messages import Cancel, Drain, Submit
 from bus.names import consumer
 from bus.settings import RedisSettings
 from tests.bus_samples import submit
@@ -17,30 +18,96 @@ from tests.worker_bench import INSTANCE, Bench, running
 from worker.service.intake import Intake
 from worker.service.ledger import Ledger
 
-pytest_plugins = ["tests.worker_fixtures"]
+LEASE_S = 0.6
+
+
+@pytest.fixture
+async def bench(redis_settings: RedisSettings) -> AsyncIterator[Bench]:
+    """Its lease is a short one."""
+    async with running(redis_settings, lease_s=LEASE_S) as started:
+        yield started
 
 
 async def test_a_worker_whose_lease_was_lost_drops_everything_and_joins_as_somebody_new(bench: Bench) -> None:
     bench.model.step_s = 0.02
-    before = await bench.epoch()
     await bench.submit("a", [1], 190)
     await bench.until(lambda: bench.tokens("a"))
-    lease = bench.bus.names.lease("w0")
-    await bench.bus.link.run(lambda client: client.delete(lease))
-
-    async def is_somebody_new() -> bool:
-        live = await bench.bus.workers()
-        return bool(live) and live[0].epoch > before
-
-    await bench.until(is_somebody_new)
+    await bench.lose_lease()
     blocks = bench.instance.scheduler.blocks
-    await bench.until(lambda: blocks.num_free == blocks.capacity)
+    await bench.until(lambda: blocks.num_free == blocks.capacity, within_s=1.0)  # "a" would take 4 s
     said = len(bench.deltas("a"))
     await bench.until(bench.is_settled)
     await bench.submit("b", [2], 5)
     await bench.until(lambda: bench.end("b"))
     assert bench.tokens("b") == continuation([2], 5)
     assert len(bench.deltas("a")) == said
+
+
+async def test_a_worker_that_cannot_renew_falls_silent_and_what_it_made_meanwhile_never_goes_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its renewals fail: whatever else it sends would arrive."""
+
+    async def away(*_: object) -> bool:
+        raise BusUnavailable("away")
+
+    async def is_gone() -> bool:
+        return not await bench.bus.workers()
+
+    bench.model.step_s = 0.02
+    before = await bench.epoch()
+    await bench.submit("a", [1], 190)
+    await bench.until(lambda: bench.tokens("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.worker_bus, "renew_lease", away)
+        await bench.until(is_gone)  # from here on others may take its work over
+        await asyncio.sleep(0.1)
+        said, num_steps = len(bench.deltas("a")), len(bench.model.num_tokens)
+        await asyncio.sleep(0.4)
+        assert len(bench.deltas("a")) == said
+        assert len(bench.model.num_tokens) > num_steps, "the engine goes on: the lease may still be renewed"
+    await bench.epoch_above(before)
+    await bench.submit("b", [2], 5)
+    await bench.until(lambda: bench.end("b"))
+    assert len(bench.deltas("a")) == said
+
+
+async def test_a_step_that_ends_after_the_lease_was_lost_says_nothing_and_its_requests_may_come_again(
+    bench: Bench,
+) -> None:
+    """Even the same attempts of them, as long as they are addressed to the new epoch."""
+    before = await bench.epoch()
+    await bench.submit("ended", [3], 5)
+    await bench.until(lambda: bench.end("ended"))
+    bench.model.step_s = 0.02
+    await bench.submit("a", [1], 190)
+    await bench.until(lambda: bench.tokens("a"))
+    bench.model.may_end.clear()
+    await asyncio.sleep(0.1)
+    said = len(bench.deltas("a"))
+    after = await bench.lose_lease()
+    await bench.submit("a", [1], 5)
+    await bench.submit("ended", [3], 5)
+    await asyncio.sleep(0.3)
+    bench.model.may_end.set()
+    await bench.until(lambda: bench.end("a", after) and bench.end("ended", after))
+    assert bench.tokens("a", after) == continuation([1], 5)
+    assert len(bench.deltas("a", before)) == said
+    await bench.until(bench.is_settled)
+
+
+async def test_commands_for_another_epoch_are_not_obeyed(bench: Bench) -> None:
+    bench.model.step_s = 0.02
+    control, before = bench.bus.names.control("w0"), await bench.epoch()
+    await bench.lose_lease()
+    await bench.submit("a", [1], 30)
+    await bench.until(lambda: bench.tokens("a"))
+    await bench.bus.publish(
+        control, Cancel(id="c", epoch=before, request_ids=["a"]), Drain(id="d", epoch=before)
+    )
+    await bench.until(lambda: bench.end("a"))
+    assert bench.tokens("a") == continuation([1], 30)
+    assert await bench.is_serving()
 
 
 async def test_a_batch_that_an_earlier_epoch_read_is_not_run(bus: Bus) -> None:

@@ -17,7 +17,7 @@ async def test_redis_that_comes_back_within_the_lease_costs_nothing(
     own_redis: Callable[..., RedisProcess],
 ) -> None:
     server = own_redis(append_only=True)
-    async with running(settings_of(server.url), lease_s=6.0) as bench:
+    async with running(settings_of(server.url)) as bench:
         bench.model.step_s = 0.02
         await bench.submit("a", [1], 60)
         await bench.until(lambda: len(bench.tokens("a")) > 5)

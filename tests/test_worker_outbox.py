@@ -175,6 +175,18 @@ async def test_clearing_during_an_outage_drops_what_waited_and_releases_the_engi
     assert bench.steps() == [100]
 
 
+async def test_what_a_new_epoch_makes_while_the_batch_of_the_lost_one_is_on_its_way_goes_out(
+    bench: Bench,
+) -> None:
+    bench.put(1, 2)
+    while not bench.bus.attempts:
+        await asyncio.sleep(0)
+    bench.outbox.clear()
+    bench.put(3)
+    await bench.is_empty()
+    assert bench.steps() == [1, 2, 3]
+
+
 async def test_a_dead_gateways_tokens_are_dropped_and_its_entries_still_acknowledged(bench: Bench) -> None:
     bench.bus.trouble = BusUnavailable("away")
     bench.put(1)

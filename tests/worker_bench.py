@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -18,16 +19,21 @@ from worker.service.loaded import Loaded
 from worker.service.worker import serve
 
 INSTANCE = "toy@w0"
-LEASE_S = 0.6
+LEASE_S = 6.0  # longer than a busy machine can keep the renewal waiting
 
 
 class SlowToy(ToyModel):
-    """A step takes `step_s`, so that a test can act in mid-stream."""
+    """A step takes `step_s`, and does not end while `may_end` is clear: tests can act in mid-stream."""
 
-    step_s = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_s = 0.0
+        self.may_end = threading.Event()
+        self.may_end.set()
 
     def forward(self, *args: Any) -> Any:
         time.sleep(self.step_s)
+        assert self.may_end.wait(10), "a test forgot to let the step end"
         return super().forward(*args)
 
 
@@ -83,6 +89,22 @@ class Bench:
     async def is_draining(self) -> bool:
         return any(live.card.state == "draining" for live in await self.bus.workers())
 
+    async def lose_lease(self) -> int:
+        """As if it had run out. Returns the epoch that the worker takes then."""
+        before = await self.epoch()
+        lease = self.bus.names.lease("w0")
+        await self.bus.link.run(lambda client: client.delete(lease))
+        return await self.epoch_above(before)
+
+    async def epoch_above(self, before: int) -> int:
+        """The worker's next one."""
+
+        async def newer() -> int:
+            return next((live.epoch for live in await self.bus.workers() if live.epoch > before), 0)
+
+        epoch: int = await self.until(newer)
+        return epoch
+
     async def epoch(self) -> int:
         (live,) = await self.bus.workers()
         return live.epoch
@@ -134,8 +156,8 @@ class Bench:
             placed |= {delta.index + i: token for i, token in enumerate(delta.token_ids)}
         return [placed[i] for i in sorted(placed)]
 
-    def end(self, name: str) -> str | None:
-        return next((delta.finish_reason for delta in self.deltas(name) if delta.finish_reason), None)
+    def end(self, name: str, epoch: int | None = None) -> str | None:
+        return next((d.finish_reason for d in self.deltas(name, epoch) if d.finish_reason), None)
 
     async def until(self, true: Callable[[], Any], within_s: float = 10.0) -> Any:
         deadline = time.monotonic() + within_s
