@@ -20,6 +20,14 @@ from typing import Literal
 SCHEMA_VERSION = 1
 
 FinishReason = Literal["stop", "length", "error"]
+Precision = Literal["full", "int8", "int4", "int3"]
+Part = Literal["attention", "ffn"]
+MorphKind = Literal["swap", "resize"]
+MorphOutcome = Literal["running", "applied", "deferred", "stale", "conflict", "failed"]
+Mode = Literal["default", "accuracy", "performance", "manual"]
+
+PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")  # most bits first
+PARTS: tuple[Part, ...] = ("attention", "ffn")
 Number = int | float
 
 
@@ -63,6 +71,7 @@ class Submit:
     sampling: SamplingParams
     sent_token_ids: list[int] = field(default_factory=list)
     trace_id: str = ""
+    min_precision: Precision | Literal[""] = ""  # no layer may be below it while this runs; "": any will do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +93,47 @@ class Drain:
     epoch: int
 
 
-Command = Cancel | Drain  # morph commands join here: swap, resize, transform, deploy, retire
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """`control:{worker}`: hold these layers of an instance in `precision`.
+
+    Either `layers`, or `count`: so many more in the instance's order, skipping those that are there already;
+    with precision "full" it is the last swapped that goes back first. `wait_s`: how long to wait for pages
+    before the answer is `deferred`. Answered by MorphReports with this `id`, at most one of them an end.
+    """
+
+    id: str
+    epoch: int
+    instance: str
+    precision: Precision
+    layers: list[int] = field(default_factory=list)
+    count: int = 0
+    parts: list[Part] = field(default_factory=lambda: list(PARTS))
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """`control:{worker}`: have so many KV blocks, as whole pages allow. `wait_s` as in Swap."""
+
+    id: str
+    epoch: int
+    instance: str
+    blocks: int
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelMorph:
+    """`control:{worker}`: give up a morph that is still running; the old shape goes on serving."""
+
+    id: str
+    epoch: int
+    morph_id: str
+
+
+Morph = Swap | Resize  # transform, deploy and retire join here
+Command = Cancel | Drain | Swap | Resize | CancelMorph
 
 
 # --------------------------------------------------------------------------- worker -> gateway
@@ -126,6 +175,7 @@ class StepOutput:
     born_ns: int  # time.time_ns() when the step's tokens were known: for the road's latency
     fingerprint: str  # names the shape that served it
     deltas: list[Delta]
+    layers_below_full: int = 0  # of the instance, in this step; a layer counts if either part is swapped
 
 
 # --------------------------------------------------------------------------- registry: keys, no streams
@@ -146,6 +196,10 @@ class InstanceCard:
     tp: int = 1
     pp: int = 1
     workers: list[str] = field(default_factory=list)
+    variants: list[Precision] = field(default_factory=lambda: list(PRECISIONS[:1]))  # what its layers can be
+    order: list[int] = field(default_factory=list)  # in which layers are swapped; [0] goes first
+    order_name: str = ""  # "profile", "front-to-back", "back-to-front", "random"
+    min_blocks: int = 0  # a resize below it is refused: the longest sequence must fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +231,8 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    attention: str = "full"
-    ffn: str = "full"
+    attention: Precision = "full"
+    ffn: Precision = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +321,44 @@ class Metrics:
     window_seconds: float
     workers: list[WorkerMetrics]
     instances: list[InstanceMetrics]
+
+
+# --------------------------------------------------------------------------- policy and morphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The key `policy`: when the controller morphs, and how far. The thresholds of the paper's defaults
+    (MorphServe §4.1, D). Written by the admin API with the next revision, read by the controller."""
+
+    revision: int = 0
+    mode: Mode = "default"
+    kv_usage_high: float = 0.85  # 0..1; above it, or above the next, an instance is under pressure
+    queue_delay_high_s: float = 0.1
+    kv_usage_low: float = 0.5  # below both of these it is at ease
+    queue_delay_low_s: float = 0.02
+    windows: int = 3  # so many metrics in a row must agree
+    cooldown_s: float = 5.0  # between two morphs of one instance
+    step_layers: int = 0  # layers of one morph; 0: what the mode says
+    max_layers: int = 0  # at most so many below full; 0: what the mode says
+    precision: Precision = "int4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MorphReport:
+    """`events`: where a morph is. `ended_ms` with every state but running. `numbers`: bytes, seconds, pages,
+    blocks: what it took, or what was missing."""
+
+    id: str
+    kind: MorphKind
+    target: str  # the instance
+    worker: str
+    epoch: int
+    state: MorphOutcome
+    reason: str
+    started_ms: int
+    ended_ms: int | None = None
+    numbers: dict[str, Number] = field(default_factory=dict)
 
 
 # --------------------------------------------------------------------------- events

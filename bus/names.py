@@ -59,6 +59,11 @@ class Names:
         return f"{self.prefix}gateway:{gateway}"
 
     @property
+    def policy(self) -> str:
+        """The morph policy, one message; without it the defaults hold."""
+        return f"{self.prefix}policy"
+
+    @property
     def boot(self) -> str:
         """A marker set once per data set: when it is gone, the data is gone (FLUSHALL, empty replica)."""
         return f"{self.prefix}boot"
