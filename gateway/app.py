@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 
-from gateway.errors import ApiError, from_status, internal, invalid
+from gateway.errors import ApiError, from_status, internal, invalid, no_such_path, wrong_method
 from gateway.http.body import Message, Receive, Scope, Send
 from gateway.loops import Loops
 from gateway.openai.endpoint import Api, Chat, Completions, Endpoint
@@ -32,6 +32,11 @@ log = logging.getLogger("gateway")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+# W3C Trace Context, section 3.2: version, trace id, parent id, flags; neither id is all zeros, version ff is
+# none, and later versions may add fields.
+_TRACEPARENT: Final = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-((?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?"
+)
 
 
 def create_app(gateway: Gateway, on_death: Callable[[], None]) -> Front:
@@ -69,8 +74,8 @@ def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> Non
 
 
 class Front:
-    """Gives every request an id, the client's own where it sent one, and says it in the answer; takes the
-    calls straight to their endpoints and all else to FastAPI."""
+    """Gives every request an id, the client's own where it sent one, and says it in the answer; workers and
+    the log get the same. Takes the calls straight to their endpoints and all else to FastAPI."""
 
     def __init__(self, app: FastAPI, calls: Mapping[str, App]) -> None:
         self._app = app
@@ -104,9 +109,13 @@ def guarded(app: App) -> App:
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
-    for name, value in headers:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-            return value
+    """The client's own; else the trace and span of its traceparent, by which a tracing client finds the call
+    in our log; else a new one."""
+    given = dict(headers)
+    if _REQUEST_ID.fullmatch(own := given.get(b"x-request-id", b"")):
+        return own
+    if traced := _TRACEPARENT.fullmatch(given.get(b"traceparent", b"")):
+        return traced[1]
     return b"req-" + uuid.uuid4().hex.encode()
 
 
@@ -118,9 +127,14 @@ async def _api_error(_: Request, error: Any) -> Response:
     return _answer(error)
 
 
-async def _http_error(_: Request, error: Any) -> Response:
+async def _http_error(request: Request, error: Any) -> Response:
     """What routing refuses: 404, 405."""
-    return _answer(from_status(error.status_code, error.headers, str(error.detail)))
+    method, path, headers = request.method, request.scope["path"], error.headers or {}
+    if error.status_code == 404:
+        return _answer(no_such_path(method, path, public.ENDPOINTS + public.ADMIN_ENDPOINTS))
+    if error.status_code == 405 and "Allow" in headers:
+        return _answer(wrong_method(method, path, headers["Allow"]))
+    return _answer(from_status(error.status_code, headers, str(error.detail)))
 
 
 async def _validation_error(_: Request, error: Any) -> Response:
@@ -130,6 +144,7 @@ async def _validation_error(_: Request, error: Any) -> Response:
     return _answer(invalid(f"{param}: {first['msg']}", param))
 
 
-async def _unforeseen(_: Request, __: Exception) -> Response:
-    """The traceback is in the log (the server raises it again after this answer)."""
+async def _unforeseen(request: Request, __: Exception) -> Response:
+    """The traceback follows in the log (the server raises it again after this answer)."""
+    log.error("request %s failed: %s %r", request.state.request_id, request.method, request.scope["path"])
     return _answer(internal())

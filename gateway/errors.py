@@ -9,7 +9,8 @@ of a case are written once. openai-python maps the status to its exception class
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from http import HTTPStatus
 
 import msgspec
@@ -58,12 +59,16 @@ def unsupported(param: str, message: str) -> ApiError:
 def too_long(
     num_prompt_tokens: int, limit: int, num_output_tokens: int = 0, at_least: bool = False
 ) -> ApiError:
-    """The prompt, or the prompt with the tokens asked for, does not fit a context of `limit` tokens."""
+    """The prompt, or the prompt with the tokens asked for, does not fit a context of `limit` tokens. The
+    advice is what can help: one token of output must fit, so from `limit` on only a shorter prompt does."""
     has = f"at least {num_prompt_tokens}" if at_least else f"{num_prompt_tokens}"
     asked = f"the prompt has {has} tokens"
     if num_output_tokens:
         asked += f" and max_tokens is {num_output_tokens}, {num_prompt_tokens + num_output_tokens} in all"
-    message = f"this model's context holds {limit} tokens; {asked}. Shorten the prompt or lower max_tokens."
+    advice = f"Shorten the prompt to at most {limit - 1}."
+    if num_output_tokens and num_prompt_tokens < limit:
+        advice = f"Shorten the prompt, or lower max_tokens to at most {limit - num_prompt_tokens}."
+    message = f"this model's context holds {limit} tokens; {asked}. {advice}"
     return ApiError(400, message, code="context_length_exceeded", param="prompt")
 
 
@@ -71,6 +76,28 @@ def no_such_model(model: str, known: list[str]) -> ApiError:
     there = ", ".join(known) if known else "none"
     message = f"the model {model[:200]!r} does not exist; served are: {there}"
     return ApiError(404, message, param="model", code="model_not_found")
+
+
+def no_such_path(method: str, path: str, paths: Iterable[str]) -> ApiError:
+    """`paths` are those that exist."""
+    near = get_close_matches(path[:200], list(paths), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(paths)}"
+    message = f"there is nothing at {_request(method, path)}; {hint}"
+    return ApiError(404, message, code="not_found")
+
+
+def wrong_method(method: str, path: str, allow: str) -> ApiError:
+    """`allow`: the methods that the path takes."""
+    message = f"{_request(method, path)}: this path takes {allow} only"
+    return ApiError(405, message, code="method_not_allowed", headers={"allow": allow})
+
+
+def _request(method: str, path: str) -> str:
+    return f"{method[:20]} {path[:200]}"
+
+
+def wrong_media(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")
 
 
 def bad_key(message: str) -> ApiError:
@@ -126,12 +153,9 @@ def internal() -> ApiError:
 
 
 def from_status(status: int, headers: Mapping[str, str] | None = None, detail: str = "") -> ApiError:
-    """What routing itself answers: 404, 405 and the like."""
-    known = {404: "there is nothing at this path", 405: "this path does not take this method"}
-    message = known.get(status) or detail or HTTPStatus(status).phrase
+    """Whatever else the framework refuses."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    code = {404: "not_found", 405: "method_not_allowed"}.get(status)
-    return ApiError(status, message, kind=kind, code=code, headers=headers)
+    return ApiError(status, detail or HTTPStatus(status).phrase, kind=kind, headers=headers)
 
 
 def _seconds(value: float) -> str:

@@ -17,7 +17,7 @@ from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Placement
 from gateway.delivery.watch import Watch
 from gateway.errors import unavailable
-from gateway.http.auth import Keys
+from gateway.http.auth import ADMIN_HINT, API_HINT, Keys
 from gateway.http.limits import Admission, RateLimiter
 from gateway.http.streams import Streams
 from gateway.openai.intake import Intake
@@ -39,8 +39,8 @@ class Gateway:
         self.settings = settings
         self.bus = bus
         self.id = section.id or f"{socket.gethostname()}-{os.getpid()}"
-        self.keys = Keys(section.api_keys)
-        self.admin_keys = Keys(section.admin_keys)
+        self.keys = Keys(section.api_keys, API_HINT)
+        self.admin_keys = Keys(section.admin_keys, ADMIN_HINT)
         self.admission = Admission(section.max_queue, section.max_inflight)
         self.rate = RateLimiter(section.rate_limit_rpm, section.rate_limit_concurrent)
         self.stats = Stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -67,24 +68,24 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
-    ({"temperature": 2.5}, "temperature", "less than or equal to 2"),
-    ({"temperature": "1"}, "temperature", "valid number"),
-    ({"temperature": True}, "temperature", "valid number"),
-    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"temperature": 2.5}, "temperature", "temperature is 2.5; allowed is 0 to 2"),
+    ({"temperature": "1"}, "temperature", "temperature is '1'; it must be a number"),
+    ({"temperature": True}, "temperature", "temperature is true; it must be a number"),
+    ({"top_p": 0}, "top_p", "top_p is 0; allowed is more than 0 and at most 1"),
     ({"top_k": -2}, "top_k", "-1"),
     ({"top_k": 10**30}, "top_k", "2147483647"),
     ({"max_tokens": 10**30}, "max_tokens", "2147483647"),
     ({"seed": -(10**30)}, "seed", "-9223372036854775808"),
     ({"logit_bias": {"1" * 50: 1}}, "logit_bias." + "1" * 50, "2147483647"),
     ({"min_p": 1.5}, "min_p", "1"),
-    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 0}, "n", "n is 0; allowed is 1 to 128"),
     ({"n": 1.5}, "n", "integer"),
     ({"max_tokens": -1}, "max_tokens", "0"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"presence_penalty": 3}, "presence_penalty", "2"),
     ({"seed": 2**63}, "seed", "9223372036854775808"),
     ({"stop": ["a"] * 5}, "stop", "at most 4"),
-    ({"stop": [""]}, "stop[0]", "at least 1 character"),
+    ({"stop": [""]}, "stop[0]", "stop[0] is an empty string"),
     ({"logprobs": 21}, "logprobs", "20"),
     ({"logprobs": True}, "logprobs", "integer"),
     ({"logit_bias": {"3": 101}}, "logit_bias[3]", "100"),
@@ -98,19 +99,27 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1, "a"]}, "prompt", "prompt[1] is 'a'"),
     ({"prompt": [1] * 600}, "prompt", "600 tokens"),
     ({"prompt": [1, -4]}, "prompt", "prompt[1] is -4"),
-    ({"prompt": [5, 1000]}, "prompt", "token id 1000 is outside the vocabulary of 'demo': 0 to 999"),
+    (
+        {"prompt": [5, 1000]},
+        "prompt",
+        "prompt[1]: token id 1000 is outside the vocabulary of 'demo': 0 to 999",
+    ),
+    ({"prompt": [[5], [7, 8, 4000, 5000]]}, "prompt", "prompt[1][2]: token id 4000"),
+    ({"prompt": [[1000]]}, "prompt", "prompt[0][0]: token id 1000"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"n": 100, "max_tokens": 7}, "max_tokens", "700 tokens; one call may ask for 600"),
     ({"best_of": 2}, "best_of", "leave it out or send 1"),
     ({"suffix": "end"}, "suffix", "not supported"),
     ({"messages": []}, "messages", "/v1/chat/completions"),
     ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
-    ({"temprature": 1}, "temprature", "unknown"),
-    ({"model": ""}, "model", "at least 1 character"),
+    ({"temprature": 1}, "temprature", "unknown parameter 'temprature'; did you mean 'temperature'?"),
+    ({"maxTokens": 1}, "maxTokens", "did you mean 'max_tokens'?"),
+    ({"zzz": 1}, "zzz", "unknown parameter 'zzz'"),
+    ({"model": ""}, "model", "model is an empty string"),
 ]
 BAD_CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": []}, "messages", "at least 1 item"),
-    ({"messages": "hi"}, "messages", "valid list"),
+    ({"messages": []}, "messages", "messages is empty"),
+    ({"messages": "hi"}, "messages", "messages is 'hi'; it must be an array"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     (
@@ -120,12 +129,13 @@ BAD_CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user begins"),
     ({"max_completion_tokens": 10**30}, "max_completion_tokens", "2147483647"),
+    ({"mesages": []}, "mesages", "did you mean 'messages'?"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"functions": [{}]}, "functions", "not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"audio": {}}, "audio", "not supported"),
     ({"store": True}, "store", "not supported"),
-    ({"logprobs": 3}, "logprobs", "boolean"),
+    ({"logprobs": 3}, "logprobs", "true or false"),
     ({"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"max_completion_tokens": 9}, "max_completion_tokens", "send one"),
@@ -158,8 +168,10 @@ async def test_what_is_no_json_object_is_refused_with_the_reason(gate: Gate) -> 
         b'"text"': "string",
         b'{"model": "\xff"}': "UTF-8: byte 11 is 0xff",
         b'{"model": NaN}': "not valid JSON",
-        b"[" * 10_000: "not valid JSON",
-        b'{"prompt": "\\ud800"}': "not valid JSON",
+        b"[" * 8_000: "not valid JSON",
+        b"[" * 10_000: "more than 8192 objects and lists",
+        b'{"prompt": "\\ud800"}': "\\ud800 (byte 12) is half of a surrogate pair",
+        b'{"temperature": 1e999}': "temperature is 1e999, out of range",
     }
     async with http(gate) as client:
         for body, text in bodies.items():
@@ -167,6 +179,41 @@ async def test_what_is_no_json_object_is_refused_with_the_reason(gate: Gate) -> 
             assert text in error["message"], error
         form = {"content-type": "application/x-www-form-urlencoded"}
         error_of(await client.post("/v1/completions", content=b"a=b", headers=form), 415)
+
+
+async def test_a_compressed_body_is_refused_for_what_it_is(gate: Gate) -> None:
+    body = gzip.compress(json.dumps(GOOD).encode())
+    json_kind = {"content-type": "application/json"}
+    async with http(gate) as client:
+        zipped = json_kind | {"content-encoding": "gzip"}
+        error = error_of(await client.post("/v1/completions", content=body, headers=zipped), 415)
+        assert error["message"] == "content-encoding is 'gzip'; send the body uncompressed"
+        plain = json_kind | {"content-encoding": "identity"}
+        answer = await client.post("/v1/completions", content=json.dumps(GOOD), headers=plain)
+        assert answer.status_code == 200, answer.text
+
+
+async def test_what_is_not_there_is_refused_with_what_is(gate: Gate) -> None:
+    async with http(gate, "") as client:
+        for method, path, status, text in [
+            ("POST", "/chat/completions", 404, "POST /chat/completions; did you mean /v1/chat/completions?"),
+            ("POST", "/v1/completions/", 404, "did you mean /v1/completions?"),
+            ("GET", "/xyz", 404, "nothing at GET /xyz; there are: /v1/completions, /v1/chat/completions, "),
+            ("GET", "/v1/completions", 405, "GET /v1/completions: this path takes POST only"),
+            ("DELETE", "/v1/models", 405, "DELETE /v1/models: this path takes GET only"),
+        ]:
+            error = error_of(await client.request(method, path), status)
+            assert text in error["message"], error
+        long = error_of(await client.get("/" + "x" * 5000), 404)
+        assert len(long["message"]) < 500
+
+
+async def test_every_endpoint_that_the_root_names_is_there(gate: Gate) -> None:
+    async with gate.http() as client:
+        root = (await client.get("/")).json()
+        for path in root["endpoints"] + root["admin"]:
+            answer = await client.request("PATCH", path.replace("{worker}", "w0"))
+            assert answer.status_code == 405, path
 
 
 async def test_unknown_paths_methods_and_models_have_the_same_shape(gate: Gate) -> None:
@@ -202,8 +249,15 @@ async def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(gate: Ga
         error = error_of(await client.post("/v1/completions", json=GOOD | {"prompt": long}), 400)
         assert error["code"] == "context_length_exceeded"
         assert str(num_tokens) in error["message"] and "512" in error["message"]
+        assert "max_tokens" not in error["message"], "lowering it would not help"
+        for n in (1, 2):  # beyond the limit of the call, too; but the context is the narrower one
+            error = error_of(
+                await client.post("/v1/completions", json=GOOD | {"max_tokens": 10**9, "n": n}), 400
+            )
+            assert "holds 512 tokens" in error["message"] and "1000000000" in error["message"]
         error = error_of(await client.post("/v1/completions", json=GOOD | {"max_tokens": 511}), 400)
         assert error["code"] == "context_length_exceeded" and "511" in error["message"]
+        assert "lower max_tokens to at most 509" in error["message"]
         chat = CHAT | {"messages": [{"role": "user", "content": "\n" * 9000}]}
         assert error_of(await client.post("/v1/chat/completions", json=chat), 400)["param"] == "prompt"
     assert gate.worker.submits == []
@@ -219,7 +273,7 @@ async def test_bodies_over_the_limit_are_refused_with_and_without_a_length(gate:
     async with http(gate) as client:
         for content in (big, pieces()):
             answer = await client.post("/v1/completions", content=content)
-            assert "20000" in error_of(answer, 413)["message"]
+            assert "the limit is 20000 (gateway.max_body_bytes)" in error_of(answer, 413)["message"]
 
 
 async def test_keys_guard_the_api_and_other_keys_the_administration(gate: Gate) -> None:
@@ -242,6 +296,33 @@ async def test_keys_guard_the_api_and_other_keys_the_administration(gate: Gate) 
                 assert error_of(answer, 401)["code"] == "invalid_api_key"
     async with http(gate, "") as client:
         error_of(await client.post("/v1/completions", content=b"{"), 401)
+
+
+async def test_a_refused_key_learns_which_keys_are_asked_for_and_nothing_of_its_own(gate: Gate) -> None:
+    own = {"/v1/models": "gateway.api_keys", "/admin/state": "gateway.admin_keys"}
+    for path, others in [("/v1/models", "sk-admin"), ("/admin/state", "sk-one")]:
+        async with gate.http() as client:
+            none = error_of(await client.get(path), 401)["message"]
+            bearer = [{"authorization": f"Bearer {key}"} for key in (others, "sk-wrong")]
+            known, unknown = [error_of(await client.get(path, headers=one), 401) for one in bearer]
+        assert known == unknown
+        for message in (none, unknown["message"]):
+            assert "`Authorization: Bearer <key>`" in message and own[path] in message
+
+
+async def test_a_traced_call_is_known_by_its_trace_and_span(gate: Gate) -> None:
+    trace, span = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    good = f"00-{trace}-{span}-01"
+    bad = [f"ff-{trace}-{span}-01", f"00-{'0' * 32}-{span}-01", f"00-{trace}-01", good.upper()]
+    async with http(gate) as client:
+        answer = await client.post("/v1/completions", json=GOOD, headers={"traceparent": good})
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"] == gate.worker.submits[-1].trace_id == f"{trace}-{span}"
+        both = {"traceparent": good, "x-request-id": "mine"}
+        assert (await client.get("/health", headers=both)).headers["x-request-id"] == "mine"
+        for value in bad:
+            made = await client.get("/health", headers={"traceparent": value})
+            assert made.headers["x-request-id"].startswith("req-"), value
 
 
 async def test_a_model_without_a_chat_template_says_so(redis_settings: RedisSettings, tmp_path: Path) -> None:

@@ -11,21 +11,25 @@ import msgspec
 import pytest
 
 from gateway.errors import ApiError
-from gateway.openai.params import ChatBody, CompletionBody
+from gateway.openai.params import ChatBody, CompletionBody, SamplingBody
 from gateway.openai.parsing import parse, prompts
 from gateway.text.tokenizer import Tokenizer
 from tests import tiny_model
 
 MESSAGE = {"role": "user", "content": ""}
 HUGE: list[tuple[type[Any], dict[str, Any], str]] = [
-    (ChatBody, {"messages": [MESSAGE] * 2049}, "messages: list should have at most 2048 items"),
-    (ChatBody, {"messages": [MESSAGE] * 100_000}, "messages holds more than 8192 objects"),
+    (ChatBody, {"messages": [MESSAGE] * 2049}, "messages holds 2049 items; at most 2048 are allowed"),
+    (ChatBody, {"messages": [MESSAGE] * 100_000}, "the body holds more than 8192 objects and lists"),
     (ChatBody, {"messages": [1] * 1_000_000}, r"messages\[0\]"),
     (ChatBody, {"messages": [MESSAGE | {"content": [{"type": "text", "text": ""}] * 257}]}, "at most 256"),
     (ChatBody, {"messages": [MESSAGE | {f"x{i}": 1 for i in range(100_000)}]}, "an object of 100002 fields"),
-    (CompletionBody, {"metadata": {str(i): "" for i in range(17)}}, "metadata: should have at most 16 items"),
+    (
+        CompletionBody,
+        {"metadata": {str(i): "" for i in range(17)}},
+        "metadata holds 17 items; at most 16 are",
+    ),
     (CompletionBody, {"metadata": {str(i): 1 for i in range(100_000)}}, "an object of 100000 fields"),
-    (CompletionBody, {"logit_bias": {f"x{i}": 1 for i in range(1025)}}, "at most 1024 items"),
+    (CompletionBody, {"logit_bias": {f"x{i}": 1 for i in range(1025)}}, "holds 1025 items; at most 1024 are"),
     (CompletionBody, {"stop": [1] * 1_000_000}, "stop"),
     (CompletionBody, {f"x{i}": 1 for i in range(100_000)}, "100002 fields"),
     (CompletionBody, {"prompt": [[]] * 10_000}, "more than 8192"),
@@ -50,6 +54,103 @@ def test_bodies_nested_without_end_are_refused(depth: int) -> None:
     with pytest.raises(ApiError) as refusal:
         parse(CompletionBody, data)
     assert refusal.value.status == 400
+
+
+MILLION = 1_000_000
+DEAR: dict[str, bytes] = {
+    "lists": b"[]," * MILLION + b"[]",
+    "texts, then lists": b'"",' * MILLION + b"[]," * 9000 + b"[]",
+    "numbers, then lists": b"1," * MILLION + b"[]," * 9000 + b"[]",
+    "nested lists": b"[" * MILLION,
+    "objects": b"{}," * MILLION + b"{}",
+}
+
+
+@pytest.mark.parametrize("items", DEAR.values(), ids=DEAR.keys())
+def test_what_is_dear_to_decode_is_refused_without_it(items: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*_: Any, **__: Any) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(msgspec.json, "decode", decode)
+    with pytest.raises(ApiError, match="more than 8192 objects and lists; send fewer prompts"):
+        parse(CompletionBody, b'{"model":"m","prompt":[' + items + b"]}")
+
+
+@pytest.mark.parametrize("text", ["{[" * 100_000, '{"' * 100_000, '[\\"' * 100_000, "[\\" * 100_000])
+def test_brackets_in_a_text_are_text(text: str) -> None:
+    data = msgspec.json.encode({"model": "m", "prompt": text})
+    assert parse(CompletionBody, data).prompt == text
+    start = time.perf_counter()
+    with pytest.raises(ApiError, match="not valid JSON"):  # cut: nothing is looked at twice
+        parse(CompletionBody, data[:-2])
+    assert time.perf_counter() - start < 0.5
+
+
+TEXTS_CUT_AND_BROKEN: dict[bytes, str] = {
+    rb'"\ud800"}': r"\\ud800 \(byte 12\) is half of a surrogate pair",
+    rb'"abc \udc00 x"}': r"\\udc00 \(byte 16\)",
+    rb'"\ud83d\ude00 \\ud800 \ud800\u0041"}': r"\\ud800 \(byte 33\)",
+    rb'"\ud83d': "truncated",
+    rb'"\ud83d\ud': "truncated",
+    rb'"\ud83d\ude00': "truncated",
+    rb'"\\ud800': "truncated",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), TEXTS_CUT_AND_BROKEN.items())
+def test_half_a_surrogate_pair_is_named_with_its_place_and_a_cut_body_is_none(
+    text: bytes, message: str
+) -> None:
+    with pytest.raises(ApiError, match=message):
+        parse(CompletionBody, b'{"prompt": ' + text)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (b'{"seed": 1, "top_p": -1e999}', "top_p", "top_p is -1e999, out of range"),
+        (b'{"prompt": [1, 1e400]}', "prompt", "prompt holds a number out of range"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "n", "n is 9{40}..., out of range"),
+        (b"1e999", None, "the body holds a number out of range"),
+        (b'{"prompt": "1e999", "min_p": 1e999}', "min_p", "min_p is 1e999"),
+    ],
+)
+def test_a_number_that_no_float_holds_is_named_with_its_field(
+    body: bytes, param: str | None, message: str
+) -> None:
+    with pytest.raises(ApiError, match=message) as refusal:
+        parse(CompletionBody, body)
+    assert refusal.value.param == param
+
+
+def test_no_refusal_of_a_value_is_in_the_words_of_the_library() -> None:
+    values: list[Any] = [
+        None,
+        True,
+        -1,
+        10**9,
+        1.5,
+        "",
+        "x",
+        "x" * 1000,
+        [],
+        ["x"] * 3000,
+        [[]],
+        {},
+        {"x": {}},
+    ]
+    messages = []
+    kind: type[SamplingBody]
+    for kind in (CompletionBody, ChatBody):
+        good = {"model": "m"} | ({"prompt": "x"} if kind is CompletionBody else {"messages": [MESSAGE]})
+        for name in kind.model_fields:
+            for value in values:
+                try:
+                    parse(kind, msgspec.json.encode(good | {name: value}))
+                except ApiError as error:
+                    messages.append(error.message)
+    assert len(messages) > 200
+    assert [one for one in messages if "nput" in one or "should" in one] == []
 
 
 def test_token_ids_beyond_the_context_are_counted_and_not_looked_at() -> None:

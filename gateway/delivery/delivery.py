@@ -220,7 +220,8 @@ class Delivery:
     def _replay(self, flight: Flight, reason: str, detail: str, is_strike: bool) -> None:
         # One that had not begun counts, too: what kills a worker in its first step never begins.
         flight.strikes += is_strike and flight.is_sent
-        log.info("%s: attempt %d is void (%s): %s", flight.request_id, flight.attempt, reason, detail)
+        names = f"{flight.request_id} ({flight.trace_id})"
+        log.info("%s: attempt %d is void (%s): %s", names, flight.attempt, reason, detail)
         if (finish := flight.missed_finish()) is not None:
             self._finish(flight, finish)
             return

@@ -15,11 +15,17 @@ from gateway.errors import ApiError, bad_key
 
 Headers = Iterable[tuple[bytes, bytes]]
 
+HEADER = "Authorization: Bearer <key>"
+API_HINT = "; /v1 takes a key of gateway.api_keys, and those of /admin do not open it"
+ADMIN_HINT = "; /admin has keys of its own (gateway.admin_keys), and those of /v1 do not open it"
+
 
 class Keys:
-    """Holds digests, so that compared values have one length and no key lies about in memory."""
+    """Holds digests, so that compared values have one length and no key lies about in memory. `hint`: which
+    keys these are, for whoever sent another; the same for every wrong key, so that it tells nothing of it."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], hint: str = "") -> None:
+        self._hint = hint
         self._digests = [_digest(key.encode()) for key in keys]
 
     def __bool__(self) -> bool:
@@ -32,11 +38,11 @@ class Keys:
             return ""
         given = _bearer(headers)
         if given is None:
-            raise bad_key("no API key: send the header `Authorization: Bearer <key>`")
+            raise bad_key(f"no API key: send the header `{HEADER}`{self._hint}")
         digest = _digest(given)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
-            raise bad_key("this API key is not known here")
+            raise bad_key(f"the API key in the header `{HEADER}` is not known here{self._hint}")
         return digest.hex()[:16]
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from gateway.errors import ApiError, invalid
+from gateway.errors import ApiError, wrong_media
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -48,15 +48,20 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
 
 
 def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """JSON, or unsaid. Raises ApiError 415."""
+    """JSON, or unsaid, and as it is: a small compressed body can be a huge one. Raises ApiError 415."""
     for name, value in headers:
         if name == b"content-type":
             kind = value.partition(b";")[0].strip().lower()
             if kind not in (b"application/json", b"text/json") and not kind.endswith(b"+json"):
-                raise ApiError(415, f"content-type is {value.decode('latin-1')!r}; send application/json")
+                raise wrong_media(f"content-type is {_shown(value)}; send application/json")
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise wrong_media(f"content-encoding is {_shown(value)}; send the body uncompressed")
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:200].decode("latin-1"))
 
 
 def _too_large(size: int, limit: int) -> ApiError:
-    error = invalid(f"the body has {size} bytes or more; the limit is {limit}", code="body_too_large")
-    error.status = 413
-    return error
+    message = f"the body has {size} bytes or more; the limit is {limit} (gateway.max_body_bytes)"
+    return ApiError(413, message, code="body_too_large")

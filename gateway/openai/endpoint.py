@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from gateway.delivery.inflight import Flight
-from gateway.errors import JSON, ApiError, from_status
+from gateway.errors import JSON, ApiError, wrong_method
 from gateway.http.body import ClientLeft, Receive, Scope, Send, check_content_type, read_body
 from gateway.http.connection import EXTENSION, Link
 from gateway.http.limits import Slot
@@ -76,7 +76,7 @@ class Endpoint:
         gateway = self._gateway
         arrived = time.monotonic()
         if scope["method"] != "POST":
-            raise from_status(405, {"allow": "POST"})
+            raise wrong_method(scope["method"], scope["path"], "POST")
         try:
             key = gateway.keys.check(scope["headers"])
             gateway.refuse_if_closed()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bus.messages import InstanceCard, SamplingParams
@@ -75,7 +75,11 @@ class Intake:
     ) -> Order:
         """Raises ApiError 400."""
         context = self.context(card)
-        prompts = [await self._prompt(text, context, card, tokenizer) for text in texts]
+        is_batch = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list)
+        prompts = [
+            await self._prompt(text, f"prompt[{i}]" if is_batch else "prompt", context, card, tokenizer)
+            for i, text in enumerate(texts)
+        ]
         room = context - max(len(prompt.token_ids) for prompt in prompts)
         default = min(self._default_max_tokens, room)
         max_tokens = default if body.max_tokens is None else body.max_tokens
@@ -96,14 +100,14 @@ class Intake:
         return self._order(body, [Prompt(token_ids, None)], max_tokens, logprobs, False, card, tokenizer)
 
     async def _prompt(
-        self, given: str | list[int], context: int, card: InstanceCard, tokenizer: Tokenizer
+        self, given: str | list[int], where: str, context: int, card: InstanceCard, tokenizer: Tokenizer
     ) -> Prompt:
         if isinstance(given, str):
             _refuse_if_long(len(given), context, tokenizer)
             prompt = Prompt(await tokenizer.encode(given), given)
         else:
             prompt = Prompt(given, None)
-            _check_ids(given, card, "prompt")
+            _check_ids(given, card, where)
         _check_length(len(prompt.token_ids), context)
         return prompt
 
@@ -123,7 +127,8 @@ class Intake:
         card: InstanceCard,
         tokenizer: Tokenizer,
     ) -> Order:
-        _check_ids(body.logit_bias, card, "logit_bias")
+        _check_ids(list(body.logit_bias), card, "logit_bias")
+        _check_room(prompts, max_tokens, self.context(card))  # the narrower limit, so the one to say first
         num_sequences = len(prompts) * body.n
         if num_sequences * max_tokens > self._max_n_tokens:
             raise invalid(
@@ -156,9 +161,20 @@ def _check_length(num_tokens: int, context: int) -> None:
         raise too_long(num_tokens, context)
 
 
-def _check_ids(token_ids: Iterable[int], card: InstanceCard, param: str) -> None:
-    """`param`: where the client wrote them."""
-    highest = max(token_ids, default=0)
-    if highest >= card.vocab_size:
-        known = f"0 to {card.vocab_size - 1}"
-        raise invalid(f"token id {highest} is outside the vocabulary of {card.model!r}: {known}", param)
+def _check_room(prompts: list[Prompt], max_tokens: int, context: int) -> None:
+    for prompt in prompts:
+        if (num_tokens := len(prompt.token_ids)) + max_tokens > context:
+            raise too_long(num_tokens, context, max_tokens)
+
+
+def _check_ids(token_ids: Sequence[int], card: InstanceCard, where: str) -> None:
+    """`where` the client wrote them, in the body's own terms: prompt[2]."""
+    if max(token_ids, default=0) < card.vocab_size:  # at C's speed; which one, at ours
+        return
+    i = next(i for i, token_id in enumerate(token_ids) if token_id >= card.vocab_size)
+    param = where.partition("[")[0]
+    at = f"{where}[{i}]" if param == "prompt" else param
+    known = f"0 to {card.vocab_size - 1}"
+    raise invalid(
+        f"{at}: token id {token_ids[i]} is outside the vocabulary of {card.model!r}: {known}", param
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 4
@@ -21,7 +21,18 @@ MAX_PARTS = 256  # of one message
 
 MAX_COUNT = 2**31 - 1  # engines and the bus keep counts and ids in fixed widths
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+
+def _between(low: float, high: float, *, above: bool = False) -> AfterValidator:
+    """Both ends are allowed; `above`: all but the lower one. Field(ge=, le=) would do the same and name only
+    the end that was passed."""
+    allowed = f"more than {low} and at most {high}" if above else f"{low} to {high}"
+
+    def check(value: float) -> float:
+        if value < low or value > high or (above and value == low):
+            raise PydanticCustomError("range", "allowed is {allowed}", {"allowed": allowed})
+        return value
+
+    return AfterValidator(check)
 
 
 def _to_list(value: Any) -> Any:
@@ -35,14 +46,16 @@ def _integer_keys(value: Any) -> Any:
     return {int(key) if key.isascii() and key.isdecimal() else key: bias for key, bias in value.items()}
 
 
+TokenId = Annotated[int, _between(0, MAX_COUNT)]
+
+
 def _at_most(limit: int) -> BeforeValidator:
     """Of an object's fields. pydantic's own max_length looks at every field first, and a wrong one among
     half a million costs it seconds."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
-            message = "Input should have at most {limit} items, not {size}"
-            raise PydanticCustomError("too_long", message, {"limit": limit, "size": len(value)})
+            raise PydanticCustomError("too_long", "at most {max_length} items", {"max_length": limit})
         return value
 
     return BeforeValidator(check)
@@ -51,7 +64,7 @@ def _at_most(limit: int) -> BeforeValidator:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), FailFast(), BeforeValidator(_to_list)]
 LogitBias = Annotated[
-    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    dict[TokenId, Annotated[float, _between(-100, 100)]],
     BeforeValidator(_integer_keys),
     _at_most(MAX_LOGIT_BIAS),  # the last is the first to run
 ]
@@ -69,16 +82,16 @@ class SamplingBody(Body):
     """What both calls have in common."""
 
     model: Annotated[str, Field(min_length=1)]
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    temperature: Annotated[float, _between(0, 2)] = 1.0
+    top_p: Annotated[float, _between(0, 1, above=True)] = 1.0
+    top_k: Annotated[int, _between(-1, MAX_COUNT)] = 0
+    min_p: Annotated[float, _between(0, 1)] = 0.0
+    presence_penalty: Annotated[float, _between(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, _between(-2, 2)] = 0.0
     logit_bias: LogitBias = {}
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, _between(-(2**63), 2**63 - 1)] | None = None
     stop: Stops = []
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    n: Annotated[int, _between(1, MAX_N)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
@@ -92,8 +105,8 @@ class CompletionBody(SamplingBody):
     """`max_tokens` 0 with echo scores the prompt and generates nothing."""
 
     prompt: Any  # text, texts, token ids or lists of them: `parsing.prompts` tells and checks
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, _between(0, MAX_COUNT)] | None = None
+    logprobs: Annotated[int, _between(0, MAX_LOGPROBS)] | None = None
     echo: bool = False
 
 
@@ -116,10 +129,10 @@ class Message(Body):
 
 class ChatBody(SamplingBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    max_tokens: Annotated[int, _between(1, MAX_COUNT)] | None = None
+    max_completion_tokens: Annotated[int, _between(1, MAX_COUNT)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, _between(0, MAX_LOGPROBS)] | None = None
 
 
 # Values that ask for nothing beyond what is done anyway.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
@@ -16,6 +16,9 @@ async def with_key(request: Request, gateway: Here) -> None:
     """Raises ApiError 401."""
     gateway.keys.check(request.headers.raw)
 
+
+ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics")
+ADMIN_ENDPOINTS: Final = ("/admin/state", "/admin/events", "/admin/workers/{worker}/drain")
 
 router = APIRouter()
 Keyed = Annotated[None, Depends(with_key)]
@@ -62,15 +65,8 @@ async def metrics(gateway: Here) -> Response:
 async def root() -> dict[str, Any]:
     return {
         "name": "instar",
-        "endpoints": [
-            "/v1/completions",
-            "/v1/chat/completions",
-            "/v1/models",
-            "/health",
-            "/ready",
-            "/metrics",
-        ],
-        "admin": ["/admin/state", "/admin/events"],
+        "endpoints": ENDPOINTS,
+        "admin": ADMIN_ENDPOINTS,
         "docs": "docs/ and README.md of the project",
     }
 

@@ -1,0 +1,128 @@
+"""A request's bytes as a JSON object, and what is wrong with those that are none.
+
+A body may be of megabytes and hold the event loop for as long as it takes to look at it. So what makes it
+dear is counted before it is decoded: 1.4 million empty lists in 4 MB took 0.3 s to decode, and take 5 ms to
+refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import msgspec
+
+from gateway.errors import ApiError, bad_json, invalid
+from gateway.openai.problems import json_type
+
+MAX_FIELDS = 2048  # of one object
+MAX_OBJECTS = 8192  # in one body: more take the event loop away from the others
+MAX_DEPTH = 16
+
+# Possessive throughout, so that no body makes it look at a byte twice. "[" and "{" in texts do not count.
+_TOO_MANY: Final = re.compile(
+    rb'(?:(?:[^"\[{]++|"(?:[^"\\]++|\\.)*+(?:"|\\?\Z))*+[\[{]){%d}' % (MAX_OBJECTS + 1), re.DOTALL
+)
+# All up to the first half of a surrogate pair that is alone.
+_PAIRED: Final = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+", re.DOTALL
+)
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """The object without its nulls. Raises ApiError 400."""
+    if not data:
+        raise bad_json("the body is empty; a JSON object is needed")
+    if data.count(b"[") + data.count(b"{") > MAX_OBJECTS and _TOO_MANY.match(data):
+        raise bad_json(
+            f"the body holds more than {MAX_OBJECTS} objects and lists; "
+            "send fewer prompts or messages in one call"
+        )
+    try:
+        value = msgspec.json.decode(data)
+    except msgspec.ValidationError:  # without a type there is one that can fail: a number's range
+        raise _number_out_of_range(data) from None
+    except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
+        raise bad_json(_why_undecodable(data, error)) from None
+    if not isinstance(value, dict):
+        raise bad_json(f"the body is a JSON {json_type(value)}; an object is needed")
+    if len(value) > MAX_FIELDS:
+        raise bad_json(f"the body has {len(value)} fields; the limit is {MAX_FIELDS}")
+    clean = _Cleaner().clean
+    return {name: clean(v, name) for name, v in value.items() if v is not None}
+
+
+class _Cleaner:
+    """Takes the nulls out: clients dump whole message objects, with `null` for all they do not use. Refuses
+    bodies of a size or depth that only an attack has."""
+
+    def __init__(self) -> None:
+        self._num_objects = 0
+
+    def clean(self, value: Any, name: str, depth: int = 1) -> Any:
+        """`name`: of the field of the body it is in. Raises ApiError 400."""
+        if isinstance(value, dict):
+            self._count(1, name, depth)
+            if len(value) > MAX_FIELDS:
+                raise invalid(
+                    f"{name} holds an object of {len(value)} fields; the limit is {MAX_FIELDS}", name
+                )
+            return {key: self.clean(v, name, depth + 1) for key, v in value.items() if v is not None}
+        if isinstance(value, list) and value and isinstance(value[0], dict | list):
+            self._count(len(value), name, depth)
+            return [self.clean(item, name, depth + 1) for item in value]
+        return value
+
+    def _count(self, more: int, name: str, depth: int) -> None:
+        self._num_objects += more
+        if self._num_objects > MAX_OBJECTS:
+            raise invalid(f"{name} holds more than {MAX_OBJECTS} objects and lists", name)
+        if depth > MAX_DEPTH:
+            raise invalid(f"{name} is nested deeper than {MAX_DEPTH}", name)
+
+
+def _number_out_of_range(data: bytes) -> ApiError:
+    """Names the field; with its value where that is the number itself."""
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw]) if data.lstrip()[:1] == b"{" else {}
+    wrong = next((name for name, raw in fields.items() if not _is_in_range(raw)), None)
+    if wrong is None:
+        return bad_json("the body holds a number out of range: larger than a 64-bit float (1.8e308)")
+    value = bytes(fields[wrong])
+    what = f"{wrong[:200]} is {_cut(value)}," if value[:1] not in b"[{" else f"{wrong[:200]} holds a number"
+    return invalid(f"{what} out of range: larger than a 64-bit float (1.8e308)", wrong[:200])
+
+
+def _is_in_range(raw: msgspec.Raw) -> bool:
+    try:
+        msgspec.json.decode(raw)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _cut(value: bytes) -> str:
+    return value[:40].decode() + ("..." if len(value) > 40 else "")
+
+
+def _why_undecodable(data: bytes, error: Exception) -> str:
+    try:
+        data.decode()
+    except UnicodeDecodeError as bad:
+        return f"the body is not valid UTF-8: byte {bad.start} is 0x{data[bad.start]:02x}"
+    if (at := _lone_surrogate(data, error)) is not None:
+        escape = data[at : at + 6].decode(errors="replace")
+        return (
+            f"the body is not valid JSON: {escape} (byte {at}) is half of a surrogate pair and no character; "
+            "send both halves, or the character itself as UTF-8"
+        )
+    return f"the body is not valid JSON: {error}"
+
+
+def _lone_surrogate(data: bytes, error: Exception) -> int | None:
+    """Where it is, if that was the error. At the end of a text the decoder takes it for a cut body; in a cut
+    body no quote follows."""
+    if not any(hint in str(error) for hint in ("surrogate", "truncated")):
+        return None
+    matched = _PAIRED.match(data)
+    at = matched.end() if matched else len(data)
+    return at if b'"' in data[at + 6 :] else None
