@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from bus.codec import DecodeError, decode, encode
 from bus.errors import BusUnavailable
 from bus.link import Link
-from bus.messages import WorkerCard
+from bus.messages import Policy, WorkerCard
 
 log = logging.getLogger("bus")
 
@@ -39,6 +39,13 @@ return 0
 _UPDATE_CARD = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
     redis.call('SET', KEYS[2], ARGV[2])
+    return 1
+end
+return 0
+"""
+_EXCHANGE = """
+if (redis.call('GET', KEYS[1]) or '') == ARGV[1] then
+    redis.call('SET', KEYS[1], ARGV[2])
     return 1
 end
 return 0
@@ -180,6 +187,25 @@ class Registry:
         found = await self.link.run(lambda client: client.mget(keys))
         return {gateway for gateway, lease in zip(asked, found, strict=True) if lease is not None}
 
+    # ------------------------------------------------------------------------------------- the policy
+
+    async def read_policy(self) -> Policy:
+        """The morph policy; its defaults (revision 0) where none was written. What cannot be read means
+        manual: nothing morphs by itself until a policy is written again, as revision 1."""
+        return _policy(await self._stored_policy())
+
+    async def write_policy(self, policy: Policy) -> bool:
+        """Compare and set: `policy.revision` must be the stored one's plus 1. False: another revision is
+        there (read it, and ask again)."""
+        before = await self._stored_policy()
+        if policy.revision != _policy(before).revision + 1:
+            return False
+        return bool(await self.link.script(_EXCHANGE, [self.names.policy], [before, encode(policy)]))
+
+    async def _stored_policy(self) -> bytes:
+        found: Any = await self.link.run(lambda client: client.get(self.names.policy))
+        return bytes(found or b"")
+
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
@@ -199,3 +225,13 @@ def _card(worker: str, data: bytes | None) -> WorkerCard | None:
     except DecodeError as error:
         log.debug("the card of %s is unreadable: %s", worker, error)
         return None
+
+
+def _policy(data: bytes) -> Policy:
+    if not data:
+        return Policy()
+    try:
+        return decode(data, Policy)
+    except DecodeError as error:
+        log.debug("the policy is unreadable: %s", error)
+        return Policy(mode="manual")

@@ -9,6 +9,7 @@ import pytest
 
 from bus.client import Bus, RedisProblem
 from bus.leftovers import lease_of, remove_streams, remove_worker, without_owner
+from bus.messages import Policy
 from bus.names import Names
 from tests.bus_samples import card, step_output
 
@@ -153,3 +154,28 @@ async def test_leftovers_of_other_clusters_on_the_same_server_are_not_seen(bus: 
     await bus.link.run(lambda client: client.xadd("elsewhere:tokens:g", {b"m": b""}))
     assert await without_owner(bus) == {}
     await bus.link.run(lambda client: client.delete("elsewhere:tokens:g"))
+
+
+async def test_a_policy_is_written_only_as_the_revision_after_the_stored_one(bus: Bus) -> None:
+    assert await bus.read_policy() == Policy()
+    first, second = Policy(revision=1, mode="accuracy"), Policy(revision=2, mode="performance")
+    assert not await bus.write_policy(second)
+    assert await bus.write_policy(first)
+    assert not await bus.write_policy(replace(first, mode="performance"))
+    assert await bus.read_policy() == first
+    assert await bus.write_policy(second)
+    assert await bus.read_policy() == second
+
+
+async def test_of_two_writers_of_one_revision_one_wins(bus: Bus) -> None:
+    wishes = [Policy(revision=1, windows=1 + n) for n in range(8)]
+    written = await asyncio.gather(*(bus.write_policy(wish) for wish in wishes))
+    assert sum(written) == 1
+    assert await bus.read_policy() == wishes[written.index(True)]
+
+
+async def test_an_unreadable_policy_means_manual_and_can_be_replaced(bus: Bus) -> None:
+    await bus.link.run(lambda client: client.set(bus.names.policy, b"junk"))
+    assert (await bus.read_policy()).mode == "manual"
+    assert await bus.write_policy(Policy(revision=1))
+    assert (await bus.read_policy()).mode == "default"
