@@ -200,6 +200,7 @@ class InstanceCard:
     order: list[int] = field(default_factory=list)  # in which layers are swapped; [0] goes first
     order_name: str = ""  # "profile", "front-to-back", "back-to-front", "random"
     min_blocks: int = 0  # a resize below it is refused: the longest sequence must fit
+    layer_pages: dict[Precision, int] = field(default_factory=dict)  # of its largest layer in each variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +303,7 @@ class InstanceMetrics:
     generation_tokens_per_second: float
     preemptions_per_second: float
     last: InstanceTelemetry  # unsmoothed, for /metrics and /admin/state
+    queue_delay_seconds: float = 0.0  # the p95 above or the age of the queue's head, whichever is longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,8 +371,9 @@ class Event:
     """`events`: every decision and every morph: what, why, and the numbers it saw.
 
     Kinds so far: worker_joined, worker_lost, worker_left, epoch_changed, bus_restarted, dead_letter,
-    request_replayed. `worker_lost` and `worker_left` carry `epoch` in numbers: gateways replay what that
-    epoch had. `epoch_changed` carries `epoch` and `previous_epoch`: what the latter had is void.
+    request_replayed, morph_decided. `worker_lost` and `worker_left` carry `epoch` in numbers: gateways replay
+    what that epoch had. `epoch_changed` carries `epoch` and `previous_epoch`: what the latter had is void.
+    `morph_decided` carries the `morph_id` that the MorphReports of its outcome will have.
     """
 
     kind: str
@@ -379,6 +382,7 @@ class Event:
     reason: str
     at_ms: int
     numbers: dict[str, Number] = field(default_factory=dict)
+    morph_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ import time
 from contextlib import suppress
 
 from bus.client import Bus, BusFull, BusUnavailable, Restart
+from bus.clock import MessageClock
 from bus.messages import Metrics, WorkerTelemetry
 from bus.service import run_until
 from bus.settings import MonitorSettings, Settings
-from monitor.clock import MessageClock
 from monitor.smoothing import Smoother
 
 log = logging.getLogger("monitor")

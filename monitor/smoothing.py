@@ -135,6 +135,7 @@ def _instance(history: _History, last: InstanceTelemetry) -> InstanceMetrics:
     first, seconds = _window_start(history, last.id)
     average = history.gauges[last.id]
     queue = window_of(last, first, lambda report: report.queue_seconds)
+    queue_p95 = histogram.quantile(queue, 0.95)
     ttft = window_of(last, first, lambda report: report.time_to_first_token)
     tpot = window_of(last, first, lambda report: report.time_per_output_token)
     return InstanceMetrics(
@@ -148,7 +149,7 @@ def _instance(history: _History, last: InstanceTelemetry) -> InstanceMetrics:
         kv_used=average.kv_used,
         # without a block nothing fits: full, not empty
         kv_usage=min(1.0, average.kv_used / last.kv_blocks) if last.kv_blocks else 1.0,
-        queue_seconds_p95=histogram.quantile(queue, 0.95),
+        queue_seconds_p95=queue_p95,
         ttft_p50=histogram.quantile(ttft, 0.5),
         ttft_p95=histogram.quantile(ttft, 0.95),
         tpot_p50=histogram.quantile(tpot, 0.5),
@@ -157,6 +158,9 @@ def _instance(history: _History, last: InstanceTelemetry) -> InstanceMetrics:
         generation_tokens_per_second=rate(last.generation_tokens, first.generation_tokens, seconds),
         preemptions_per_second=rate(last.preemptions, first.preemptions, seconds),
         last=last,
+        # while nobody is admitted no wait ends, so none is observed: the longer the jam, the less the
+        # percentile sees of it. The head's age does.
+        queue_delay_seconds=max(queue_p95 or 0.0, last.oldest_wait_seconds),
     )
 
 

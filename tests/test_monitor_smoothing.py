@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bus import histogram
+from bus.clock import MessageClock
 from bus.messages import InstanceMetrics, WorkerTelemetry
-from monitor.clock import MessageClock
 from monitor.smoothing import Smoother
 from tests.bus_samples import telemetry
 
@@ -61,6 +62,27 @@ def test_percentiles_are_of_the_window_and_absent_is_not_zero() -> None:
     for at_s in range(2, 8):
         monitor.observe(at_s, telemetry(ttft=(*old, 0.03, 0.03)))
     assert only_instance(monitor, 7).ttft_p95 is None
+
+
+def test_the_delay_of_a_jammed_queue_is_the_age_of_its_head() -> None:
+    monitor = smoother()
+    monitor.observe(0, telemetry())
+    assert only_instance(monitor, 0).queue_delay_seconds == 0
+    monitor.observe(1, with_instance(telemetry(), waiting=3, oldest_wait_seconds=0.9))
+    jammed = only_instance(monitor, 1)
+    assert (jammed.queue_seconds_p95, jammed.queue_delay_seconds) == (None, 0.9)
+
+
+def test_the_delay_of_a_moving_queue_is_its_percentile_where_that_is_longer() -> None:
+    monitor = smoother()
+    queued = histogram.Accumulator(histogram.TIME_TO_FIRST_TOKEN_BOUNDS)
+    monitor.observe(0, with_instance(telemetry(), queue_seconds=queued.snapshot()))
+    for _ in range(20):
+        queued.observe(2.0)
+    monitor.observe(1, with_instance(telemetry(), queue_seconds=queued.snapshot(), oldest_wait_seconds=0.1))
+    moving = only_instance(monitor, 1)
+    assert moving.queue_delay_seconds == moving.queue_seconds_p95
+    assert moving.queue_delay_seconds > 1
 
 
 def test_one_report_has_gauges_and_no_rates_yet() -> None:
