@@ -1,7 +1,8 @@
 """Kernels of the worker: one public call each, one face per kind of device behind it.
 
 Letters: T tokens of the step, H hidden size, Hq and Hkv query and KV heads, D head dimension, B blocks of
-the KV cache, bt tokens of a block, I width of the FFN, K and N inputs and outputs of a product.
+the KV cache, bt tokens of a block, I width of the FFN, K and N inputs and outputs of a product, U units of a
+quantised weight.
 dtypes: float32, bfloat16, float16; sums, softmax and norms are float32 inside. The last dimension of
 every tensor is contiguous unless a call says otherwise; the other strides are free.
 
@@ -21,27 +22,35 @@ from kernels.calls import (
     linear,
     linear_t,
     paged_attention,
+    quantized_linear,
     rms_norm,
     rotary,
     silu_mul,
     store_kv,
 )
 from kernels.plan import AttentionPlan
+from kernels.quantized import QuantizedWeight, dequantize, pack, quantize_rtn, unpack
 from kernels.registry import use_face
 from kernels.setup import configure, warm_up
 
 __all__ = [
     "AttentionPlan",
+    "QuantizedWeight",
     "add_rms_norm",
     "configure",
     "copy_blocks",
+    "dequantize",
     "linear",
     "linear_t",
+    "pack",
     "paged_attention",
+    "quantize_rtn",
+    "quantized_linear",
     "rms_norm",
     "rotary",
     "silu_mul",
     "store_kv",
+    "unpack",
     "use_face",
     "warm_up",
 ]

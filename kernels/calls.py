@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.plan import AttentionPlan
+from kernels.quantized import QuantizedWeight
 from kernels.registry import pick
 
 
@@ -48,6 +49,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K] times weight [K, N]; returns [T, N]. For weights stored with their inputs outermost."""
     result: torch.Tensor = pick("linear_t", x)(x, weight)
+    return result
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, K] times the matrix [N, K] that `weight` stands for, transposed, plus bias [N]; returns [T, N].
+
+    Where the weight has an input_scale, x is multiplied by it first. Split by outputs, output n of unit u is
+    column u * Nu + n. Raises ValueError where x or bias do not fit the weight.
+    """
+    if x.dim() != 2 or x.shape[1] != weight.num_inputs:
+        raise ValueError(f"x is {list(x.shape)}; the weight takes [tokens, {weight.num_inputs}]")
+    if bias is not None and bias.shape != (weight.num_outputs,):
+        raise ValueError(f"bias is {list(bias.shape)}; the weight has {weight.num_outputs} outputs")
+    result: torch.Tensor = pick("quantized_linear", x)(x, weight, bias)
     return result
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.plan import AttentionPlan
+from kernels.quantized import QuantizedWeight, dequantize
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -38,6 +39,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.matmul(x, weight)
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    x32 = x.float() if weight.input_scale is None else x.float() * weight.input_scale.float()
+    return torch.nn.functional.linear(x32, dequantize(weight), None if bias is None else bias.float()).to(
+        x.dtype
+    )
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:

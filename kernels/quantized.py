@@ -1,0 +1,156 @@
+"""Weights in few bits: what a quantised matrix is, and the plain way to make one and to read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kernels.packing import BITS, TILE, check_bits, pack, packed_size, unpack
+
+__all__ = ["BITS", "TILE", "QuantizedWeight", "Split", "dequantize", "pack", "quantize_rtn", "unpack"]
+
+Split = Literal["outputs", "inputs"]
+GROUP_STEP = 32  # a group is whole halves of a tile
+SPLITS = ("outputs", "inputs")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Packed codes of a matrix with N outputs and K inputs, in U equal units.
+
+    w[n, k] = scale * (code - zero), with one scale and one zero for each `group` inputs of one output.
+
+    ===========  ===============================  =========================================================
+    field        shape and dtype                  meaning
+    ===========  ===============================  =========================================================
+    codes        uint8 [U, Nu, Ku * bits / 8]     packed (`kernels.packing`); last dimension contiguous
+    scales       float16 [U, Nu, Ku / group]      last dimension contiguous
+    zeros        uint8 [U, Nu, Ku / group]        last dimension contiguous
+    bits         8, 4 or 3
+    group        a multiple of 32 that divides Ku
+    split        "outputs" or "inputs"            what a unit has a part of
+    input_scale  float [K] or None                what inputs are multiplied by first (AWQ, Lin et al. 2024)
+    ===========  ===============================  =========================================================
+
+    A unit is the finest tensor-parallel shard. Split by outputs, unit u has outputs [u * Nu, (u + 1) * Nu)
+    and all inputs: N = U * Nu, K = Ku. Split by inputs, it has inputs [u * Ku, (u + 1) * Ku) and all outputs:
+    N = Nu, K = U * Ku. The outer strides are free, so units may lie anywhere in a larger buffer, and any run
+    of units is itself a QuantizedWeight. Memory of zeros is a matrix of zeros.
+
+    Raises ValueError for shapes, dtypes or strides that do not fit.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    bits: int
+    group: int
+    split: Split = "outputs"
+    input_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_units(self) -> int:
+        return int(self.codes.shape[0])
+
+    @property
+    def unit_outputs(self) -> int:
+        """Nu."""
+        return int(self.codes.shape[1])
+
+    @property
+    def unit_inputs(self) -> int:
+        """Ku."""
+        return int(self.codes.shape[2] * 8 // self.bits)
+
+    @property
+    def num_outputs(self) -> int:
+        """N."""
+        return self.unit_outputs * (self.num_units if self.split == "outputs" else 1)
+
+    @property
+    def num_inputs(self) -> int:
+        """K."""
+        return self.unit_inputs * (self.num_units if self.split == "inputs" else 1)
+
+
+def check_group(group: int, inputs: int) -> None:
+    """Raises ValueError unless groups of this size are whole halves of tiles and fill a unit's inputs."""
+    if group <= 0 or group % GROUP_STEP or inputs % group:
+        raise ValueError(
+            f"groups of {group} do not fit {inputs} inputs of a unit; a group is a multiple of {GROUP_STEP} "
+            f"that divides them"
+        )
+
+
+def _check(w: QuantizedWeight) -> None:
+    check_bits(w.bits)
+    if w.split not in SPLITS:
+        raise ValueError(f"a weight split by {w.split!r}; it is split by {' or '.join(map(repr, SPLITS))}")
+    for name, dtype in (("codes", torch.uint8), ("scales", torch.float16), ("zeros", torch.uint8)):
+        part: torch.Tensor = getattr(w, name)
+        if part.dtype != dtype or part.dim() != 3 or (part.shape[2] > 1 and part.stride(2) != 1):
+            raise ValueError(
+                f"{name} are {part.dtype} {list(part.shape)} with strides {part.stride()}; they must be "
+                f"{dtype} [units, outputs, ...] with a contiguous last dimension"
+            )
+    if w.codes.shape[2] % packed_size(TILE, w.bits):
+        raise ValueError(
+            f"{w.codes.shape[2]} bytes of codes to an output are no whole tiles: {w.bits}-bit codes of "
+            f"{TILE} inputs have {packed_size(TILE, w.bits)} bytes"
+        )
+    check_group(w.group, w.unit_inputs)
+    expected = (w.num_units, w.unit_outputs, w.unit_inputs // w.group)
+    for name, part in (("scales", w.scales), ("zeros", w.zeros)):
+        if part.shape != expected:
+            raise ValueError(
+                f"{name} are {list(part.shape)}; codes in groups of {w.group} need {list(expected)}"
+            )
+    if w.input_scale is not None and w.input_scale.shape != (w.num_inputs,):
+        raise ValueError(f"input_scale is {list(w.input_scale.shape)}; the weight has {w.num_inputs} inputs")
+
+
+def quantize_rtn(w: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Asymmetric round-to-nearest of w float [N, K] between the least and the largest of each group.
+
+    Returns codes uint8 [N, K], scales float16 [N, ceil(K / group)], zeros uint8 [N, ceil(K / group)]; the
+    last group may be short. Zero is always one of a group's values, so zeros stay zero, and a group of zeros
+    has codes, scale and zero 0. Raises ValueError for unfit bits or groups, and for weights that are not
+    finite or whose scale float16 cannot hold.
+    """
+    check_bits(bits)
+    inputs = w.shape[1]
+    padding = -inputs % group if group > 0 else 0
+    check_group(group, inputs + padding)
+    values = torch.nn.functional.pad(w.float(), (0, padding)).unflatten(1, (-1, group))
+    top = 2**bits - 1
+    least, largest = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
+    # Codes are chosen for the scale that will be stored; half a unit in float16's last place is 0.12 codes
+    # of 255, so with the exact scale the largest codes would be off by that.
+    scales = ((largest - least) / top).half()
+    if not bool(scales.isfinite().all()):
+        worst = float((largest - least).max())
+        raise ValueError(
+            f"weights spread over {worst:g} in a group cannot be quantised to {bits} bits: a float16 "
+            f"scale holds {65504 * top} at most; they must be finite"
+        )
+    steps = scales.float()[..., None]
+    inverse = torch.where(steps > 0, 1 / steps, 0)
+    zeros = (-least[..., None] * inverse).round().clamp(0, top)
+    codes = ((values * inverse).round() + zeros).clamp(0, top)
+    codes = codes.flatten(1)[:, :inputs].to(torch.uint8).contiguous()
+    return codes, scales, zeros[..., 0].to(torch.uint8)
+
+
+def dequantize(weight: QuantizedWeight) -> torch.Tensor:
+    """w float32 [N, K] as the codes say it; input_scale is not in it."""
+    codes = unpack(weight.codes, weight.bits).unflatten(-1, (-1, weight.group)).float()
+    values = (codes - weight.zeros[..., None].float()) * weight.scales[..., None].float()
+    values = values.flatten(-2)  # [U, Nu, Ku]
+    if weight.split == "outputs":
+        return values.flatten(0, 1)
+    return values.transpose(0, 1).flatten(1)
