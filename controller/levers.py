@@ -1,0 +1,122 @@
+"""The levers of one instance, cheapest first: what each would do now, or None. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from bus.messages import PRECISIONS, Morph, Number, Precision, Resize, Swap
+from controller.modes import Rules
+from controller.track import Lever
+from controller.view import View
+
+WAIT_S = 1.0  # for pages, before a worker answers `deferred`: a running step may be about to free some
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One morph of one instance, why, and the numbers that were seen."""
+
+    instance: str
+    worker: str
+    epoch: int
+    lever: Lever
+    reason: str
+    blocks: int = 0  # of a resize: the new total
+    count: int = 0  # of a swap: layers
+    precision: Precision = "full"
+    numbers: dict[str, Number] = field(default_factory=dict)
+
+    def command(self, morph_id: str) -> Morph:
+        if self.lever == "resize":
+            return Resize(
+                id=morph_id, epoch=self.epoch, instance=self.instance, blocks=self.blocks, wait_s=WAIT_S
+            )
+        return Swap(
+            id=morph_id,
+            epoch=self.epoch,
+            instance=self.instance,
+            precision=self.precision,
+            count=self.count,
+            wait_s=WAIT_S,
+        )
+
+    def because(self, cause: str, seen: dict[str, Number]) -> Decision:
+        return replace(self, reason=f"{cause}: {self.reason}", numbers=seen | self.numbers)
+
+
+def take_free_pages(view: View, rules: Rules) -> Decision | None:
+    """Pages that nobody uses become blocks; it costs nothing."""
+    gained = view.blocks_of(view.pages_spare)
+    if gained < 1:
+        return None
+    blocks = view.kv_blocks + gained
+    return Decision(
+        instance=view.instance,
+        worker=view.worker,
+        epoch=view.epoch,
+        lever="resize",
+        reason=f"{view.pages_spare} pages are free, for {gained} more KV blocks",
+        blocks=blocks,
+        numbers={"blocks_after": blocks, "pages_spare": view.pages_spare},
+    )
+
+
+def swap_down(view: View, rules: Rules) -> Decision | None:
+    """Layers in fewer bits; their pages become blocks."""
+    precision = _coarsest(view.variants, rules.precision)
+    count = min(rules.step_layers, rules.max_layers - view.layers_below_full)
+    if precision is None or count < 1:
+        return None
+    pages = view.layer_pages.get("full", 0) - view.layer_pages.get(precision, 0)
+    return Decision(
+        instance=view.instance,
+        worker=view.worker,
+        epoch=view.epoch,
+        lever="swap_down",
+        reason=f"{_layers(count)} more to {precision} ({view.layers_below_full} of at most "
+        f"{rules.max_layers} below full)",
+        count=count,
+        precision=precision,
+        numbers={
+            "count": count,
+            "max_layers": rules.max_layers,
+            "blocks_after": view.kv_blocks + view.blocks_of(count * pages),
+        },
+    )
+
+
+def swap_up(view: View, rules: Rules) -> Decision | None:
+    """Layers back to full, as many of a step as leave the KV use below the high threshold."""
+    for count in range(min(rules.step_layers, view.layers_below_full), 0, -1):
+        blocks = view.kv_blocks - view.blocks_for(count * _pages_of_return(view) - view.pages_spare)
+        usage = view.kv_used / blocks if blocks > 0 else math.inf
+        if blocks >= view.min_blocks and usage < rules.kv_usage_after:
+            return Decision(
+                instance=view.instance,
+                worker=view.worker,
+                epoch=view.epoch,
+                lever="swap_up",
+                reason=f"{_layers(count)} of {view.layers_below_full} back to full; KV use will be "
+                f"{usage:.2f} of {blocks} blocks, below {rules.kv_usage_after:g}",
+                count=count,
+                numbers={"count": count, "blocks_after": blocks, "kv_usage_after": round(usage, 4)},
+            )
+    return None
+
+
+def _pages_of_return(view: View) -> int:
+    """At most so many pages does one layer's way back take. 0 where the card does not tell: the worker
+    decides then."""
+    quantised = [pages for variant, pages in view.layer_pages.items() if variant != "full"]
+    return max(0, view.layer_pages.get("full", 0) - min(quantised, default=0))
+
+
+def _coarsest(variants: tuple[Precision, ...], wished: Precision) -> Precision | None:
+    """The wished precision, or the next one with more bits that the instance has below full."""
+    allowed = PRECISIONS[1 : PRECISIONS.index(wished) + 1]
+    return next((precision for precision in reversed(allowed) if precision in variants), None)
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count > 1)}"

@@ -1,0 +1,112 @@
+"""What the policy sees of one instance: metrics, pages and card in one place. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from bus.client import LiveWorker
+from bus.messages import InstanceCard, InstanceMetrics, Metrics, Precision, WorkerMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One instance in one window. Pages are its worker's, blocks its own, seconds seconds."""
+
+    instance: str
+    worker: str
+    epoch: int
+    age_s: float = 0.0  # of the worker's report behind the metrics
+    kv_blocks: int
+    kv_used: float
+    kv_usage: float  # 0..1
+    waiting: float = 0.0
+    waiting_blocks: int = 0  # what the queue needs to be admitted, spares for its decodes included
+    blocks_free: int = 0
+    queue_delay_s: float = 0.0
+    preemptions_per_s: float = 0.0
+    num_layers: int
+    layers_below_full: int = 0
+    variants: tuple[Precision, ...] = ("full",)
+    min_blocks: int = 0
+    pages_free: int = 0
+    pages_per_block: float = 0.0  # 0: unknown
+    layer_pages: Mapping[Precision, int] = field(default_factory=dict)  # empty: unknown
+
+    @property
+    def kv_delay_s(self) -> float:
+        """The queueing delay where blocks are what is missing. A queue that fits into the free blocks waits
+        for a step or for a place in the batch: more blocks would not shorten it."""
+        return self.queue_delay_s if self.waiting_blocks > self.blocks_free else 0.0
+
+    @property
+    def pages_spare(self) -> int:
+        """Free pages beyond those the worker keeps so that a layer can always be swapped down: as many as
+        the largest quantised variant of a layer takes. 0 where that is unknown."""
+        quantised = [self.layer_pages.get(variant) for variant in self.variants if variant != "full"]
+        known = [pages for pages in quantised if pages is not None]
+        if len(known) < len(quantised):
+            return 0
+        return max(0, self.pages_free - max(known, default=0))
+
+    def blocks_of(self, pages: float) -> int:
+        """KV blocks that so many pages hold; the cache grows by a page in every layer."""
+        if pages <= 0 or not self.pages_per_block:
+            return 0
+        return int(pages // self.num_layers * self.num_layers / self.pages_per_block)
+
+    def blocks_for(self, pages: float) -> int:
+        """KV blocks that must go for so many pages, at least."""
+        if pages <= 0 or not self.pages_per_block:
+            return 0
+        return math.ceil(math.ceil(pages / self.num_layers) * self.num_layers / self.pages_per_block)
+
+
+def views_of(metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0) -> list[View]:
+    """A view of every instance that serves and whose metrics are of its worker's own epoch. `lag_s`: the
+    age of the metrics themselves."""
+    reports = {report.worker: report for report in metrics.workers}
+    found = {(instance.worker, instance.id): instance for instance in metrics.instances}
+    views = []
+    for card in (live.card for live in workers if live.card.state == "serving"):
+        total_blocks = sum(one.last.kv_blocks for one in metrics.instances if one.worker == card.id)
+        for instance in _led(card.id, card.instances):
+            seen, report = found.get((card.id, instance.id)), reports.get(card.id)
+            if seen and report and seen.epoch == report.epoch == card.epoch:
+                views.append(_view(instance, seen, report, total_blocks, lag_s))
+    return views
+
+
+def _led(worker: str, instances: Iterable[InstanceCard]) -> Iterator[InstanceCard]:
+    """The first of an instance's workers takes its commands."""
+    return (one for one in instances if not one.workers or one.workers[0] == worker)
+
+
+def _view(
+    card: InstanceCard, seen: InstanceMetrics, report: WorkerMetrics, total_blocks: int, lag_s: float
+) -> View:
+    last = seen.last
+    waiting_blocks = math.ceil(last.waiting_tokens / card.block_tokens) + last.waiting + last.running
+    return View(
+        instance=seen.id,
+        worker=seen.worker,
+        epoch=seen.epoch,
+        age_s=report.age_seconds + lag_s,
+        kv_blocks=last.kv_blocks,
+        kv_used=seen.kv_used,
+        kv_usage=seen.kv_usage,
+        waiting=seen.waiting,
+        waiting_blocks=waiting_blocks if last.waiting else 0,
+        blocks_free=last.kv_blocks - last.kv_used,
+        queue_delay_s=seen.queue_delay_seconds,
+        preemptions_per_s=seen.preemptions_per_second,
+        num_layers=card.num_layers,
+        layers_below_full=sum(shape.attention != "full" or shape.ffn != "full" for shape in last.layers),
+        variants=tuple(card.variants),
+        min_blocks=card.min_blocks,
+        pages_free=report.pages.free,
+        # exact for a worker of one instance; of several it is their average, and the worker knows better
+        pages_per_block=report.pages.kv / total_blocks if total_blocks else 0.0,
+        layer_pages=card.layer_pages,
+    )
