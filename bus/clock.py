@@ -7,6 +7,11 @@ from collections import deque
 WINDOW_S = 60.0  # clocks drift and are set; what was seen before says nothing any more
 
 
+def seconds_of(entry_id: str) -> float:
+    """When the entry was added, on Redis' clock."""
+    return int(entry_id.partition("-")[0]) / 1000
+
+
 class MessageClock:
     """Entry ids carry Redis' time. An entry is read a little after it was added, or (a backlog) much after,
     never before: the largest difference seen lately between its time and ours is the best estimate."""
@@ -17,7 +22,7 @@ class MessageClock:
 
     def observe(self, entry_id: str, local_s: float) -> float:
         """An entry was read at `local_s` (monotonic). Returns the entry's own time in seconds."""
-        at_s = int(entry_id.partition("-")[0]) / 1000
+        at_s = seconds_of(entry_id)
         ahead_s = at_s - local_s
         while self._ahead and self._ahead[-1][1] <= ahead_s:
             self._ahead.pop()

@@ -1,1 +1,1 @@
-"""Decides for the cluster. Today: who is alive, and the putting away of what the dead leave behind."""
+"""Decides for the cluster: who is alive, what the dead leave behind is put away, and what morphs when."""

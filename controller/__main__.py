@@ -1,4 +1,4 @@
-"""`python -m controller`: watches the workers' leases and says who joined, left and died."""
+"""`python -m controller`: says who joined, left and died, and morphs the models of those that live."""
 
 import sys
 

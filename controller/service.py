@@ -1,4 +1,4 @@
-"""Observe, decide, apply, confirm: the controller's loop over the registry of workers."""
+"""The controller's process: its loop over the registry of workers, beside the one that morphs them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bus.leftovers import remove_worker
 from bus.service import run_until
 from bus.settings import ControllerSettings, Settings
 from controller.liveness import Decision, Known, Picture, Sighting, decide
+from controller.morphing import Morpher
 from controller.reaper import Reaper, Sweeper, led_by
 
 log = logging.getLogger("controller")
@@ -23,9 +24,9 @@ EXPIRY_MARGIN_S = 0.02
 
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     """Until `stop` is set. Raises RedisProblem."""
-    controller = Controller(settings.controller, bus)
-    log.info("watching leases")
-    await run_until(stop, controller.run())
+    controller, morpher = Controller(settings.controller, bus), Morpher(settings.monitor, bus)
+    log.info("watching leases and metrics")
+    await run_until(stop, controller.run(), morpher.decide(), morpher.confirm())
 
 
 class Controller:

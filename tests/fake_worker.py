@@ -13,7 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bus.client import Bus, BusUnavailable
-from bus.messages import Cancel, Delta, Drain, InstanceCard, StepOutput, Submit, TokenLogprobs, WorkerCard
+from bus.messages import (
+    PRECISIONS,
+    Cancel,
+    CancelMorph,
+    Command,
+    Delta,
+    Drain,
+    InstanceCard,
+    Morph,
+    MorphOutcome,
+    MorphReport,
+    Resize,
+    StepOutput,
+    Submit,
+    Swap,
+    TokenLogprobs,
+    WorkerCard,
+)
 
 LEASE_S = 0.8
 Reply = Callable[[Submit], list[int]]
@@ -23,7 +40,8 @@ Mangle = Callable[[StepOutput], list[StepOutput]]
 class FakeWorker:
     """`reply(submit)`: all tokens it would make, cut at max_tokens; a last one from `stop_token_ids` ends
     with "stop". `gate`: clear it to hold requests before their first step. `token_s`: pause between
-    steps; `stop_at`: no token from this index on (it hangs there). `mangle` changes what is published."""
+    steps; `stop_at`: no token from this index on (it hangs there). `mangle` changes what is published.
+    `outcome`: of every morph it is told to make, after a report that it runs; None: no word about any."""
 
     def __init__(
         self, bus: Bus, folder: Path, reply: Reply, *, worker: str = "w0", model: str = "demo"
@@ -51,6 +69,9 @@ class FakeWorker:
         self.submits: list[Submit] = []
         self.cancelled: set[str] = set()
         self.drained = False
+        self.outcome: MorphOutcome | None = "applied"
+        self.morphs: list[Morph] = []
+        self.cancelled_morphs: list[str] = []
 
     async def start(self, state: str = "serving") -> FakeWorker:
         await self.bus.wait_up()
@@ -71,6 +92,11 @@ class FakeWorker:
             dtype="float32",
             block_tokens=16,
             workers=[self.id],
+            variants=list(PRECISIONS),
+            order=[0, 1],
+            order_name="front-to-back",
+            min_blocks=8,
+            layer_pages={"full": 20, "int8": 10, "int4": 6, "int3": 5},
         )
         return WorkerCard(
             id=self.id,
@@ -152,13 +178,47 @@ class FakeWorker:
             del self._runs[request_id]
 
     async def _obey(self) -> None:
-        async with self.bus.reader(self.bus.names.control(self.id), Cancel, Drain, start="0") as reader:
+        commands = (Cancel, Drain, Swap, Resize, CancelMorph)
+        async with self.bus.reader(self.bus.names.control(self.id), *commands, start="0") as reader:
             async for batch in reader:
                 for _, command in batch:
-                    if isinstance(command, Drain):
-                        self.drained = True
-                    elif command.epoch == self.epoch:
-                        self._cancel(command)
+                    await self._carry_out(command)
+
+    async def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Drain):
+            self.drained = True
+        elif isinstance(command, Swap | Resize):
+            await self._morph(command)
+        elif command.epoch != self.epoch:
+            return
+        elif isinstance(command, CancelMorph):
+            self.cancelled_morphs.append(command.morph_id)
+        else:
+            self._cancel(command)
+
+    async def _morph(self, command: Morph) -> None:
+        self.morphs.append(command)
+        if command.epoch != self.epoch:
+            await self.report(command, "stale")
+        elif self.outcome:
+            await self.report(command, "running")
+            await self.report(command, self.outcome)
+
+    async def report(self, command: Morph, state: MorphOutcome, **numbers: float) -> None:
+        now_ms = time.time_ns() // 1_000_000
+        report = MorphReport(
+            id=command.id,
+            kind="swap" if isinstance(command, Swap) else "resize",
+            target=command.instance,
+            worker=self.id,
+            epoch=self.epoch,
+            state=state,
+            reason=f"the test says {state}",
+            started_ms=now_ms,
+            ended_ms=None if state == "running" else now_ms,
+            numbers=dict(numbers),
+        )
+        await self.bus.publish(self.bus.names.events, report)
 
     def _cancel(self, command: Cancel) -> None:
         for request_id in command.request_ids:
