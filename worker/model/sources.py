@@ -53,16 +53,20 @@ class Checkpoint:
                     _check_tensor(file, path, source)
 
     def fill(self, target: torch.Tensor, source: Source) -> None:
-        # Opened for each tensor: its pages of the file leave this process's memory when it is closed, so
-        # the peak is the weights plus one tensor. Opening costs less than a millisecond.
-        path = self._file_of[source.tensor]
+        stored = self.read(source.tensor)
+        target.copy_(stored.T if source.is_transposed else stored)
+
+    def read(self, tensor: str, rows: slice | None = None) -> torch.Tensor:
+        """A tensor or some of its rows, in the checkpoint's dtype. Raises ModelError."""
+        # Opened for each tensor: its pages of the file leave this process's memory with the last tensor of
+        # it, so the peak is the weights plus one tensor. Opening costs less than a millisecond.
+        path = self._file_of[tensor]
         with _open(path) as file:
             try:
-                stored = file.get_tensor(source.tensor)
+                stored: torch.Tensor = file.get_slice(tensor)[rows] if rows else file.get_tensor(tensor)
             except SafetensorError as error:
-                raise ModelError(f"{path}: tensor {source.tensor}: {error}") from error
-            target.copy_(stored.T if source.is_transposed else stored)
-            del stored
+                raise ModelError(f"{path}: tensor {tensor}: {error}") from error
+            return stored
 
 
 class RandomWeights:
