@@ -10,7 +10,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from bus.client import BusFull, BusUnavailable, Restart
-from bus.messages import Event, Metrics, StepOutput
+from bus.messages import Event, Metrics, MorphReport, StepOutput
+from bus.pending import as_numbers
 from gateway.state import BUS_PATIENCE_S, Gateway
 from gateway.text import tokenizer
 
@@ -21,6 +22,7 @@ POLL_S = 2.0  # the controller's events tell of most changes at once
 POLL_BUSY_S = 0.4  # while requests are in flight: a dead worker's are replayed the sooner
 TICK_S = 0.25
 TRIM_S = 1.0
+HISTORY_BATCH = 1000
 SLICE = 32  # deltas: half a millisecond
 
 
@@ -107,18 +109,42 @@ class Loops:
                 self._delivery.table.metrics_arrived()
 
     async def _read_events(self) -> None:
-        async with self._bus.reader(self._bus.names.events, Event) as reader:
+        async with self._bus.reader(self._bus.names.events, Event, MorphReport) as reader:
+            with contextlib.suppress(BusUnavailable):
+                await reader.open()
+                await self._recall(until=reader.position)
             async for batch in reader:
-                for _, event in batch:
-                    self._on_event(event)
-                    self._gateway.events.publish(event)
+                for _, told in batch:
+                    if isinstance(told, Event):
+                        self._on_event(told)
+                    self._note(told)
+
+    async def _recall(self, until: str) -> None:
+        """What was told before this process: it is shown, not acted upon."""
+        stream = self._bus.names.events
+        async with self._bus.reader(stream, Event, MorphReport, start="0-0", count=HISTORY_BATCH) as reader:
+            while reader.position != until and (batch := await reader.read()):
+                for entry_id, told in batch:
+                    if as_numbers(entry_id) <= as_numbers(until):
+                        self._note(told, is_history=True)
+
+    def _note(self, told: Event | MorphReport, *, is_history: bool = False) -> None:
+        """For those who ask and those who listen."""
+        if isinstance(told, Event):
+            self._gateway.morphs.on_event(told)
+            self._gateway.events.publish(told)
+        else:
+            self._gateway.events.publish_morph(self._gateway.morphs.on_report(told, is_history=is_history))
 
     def _on_event(self, event: Event) -> None:
         """Of a changed epoch the poll knows more: whether the process died."""
         epoch = event.numbers.get("epoch")
         if event.kind in ("worker_lost", "worker_left") and epoch is not None:
             self._watch.on_worker_gone(event.subject, int(epoch), event.kind)
-        if event.kind.startswith(("worker_", "epoch_")):
+            self._gateway.morphs.worker_gone(
+                event.subject, int(epoch), "left" if event.kind == "worker_left" else "died"
+            )
+        if event.kind.startswith(("worker_", "epoch_", "policy_")):
             self._poll_now.set()
 
     async def _publish_events(self) -> None:
@@ -157,6 +183,8 @@ class Loops:
         self._gateway.cluster.update(await self._bus.workers(), time.monotonic())
         self._gateway.models.preload()
         self._watch.on_poll()
+        self._gateway.morphs.sweep(self._gateway.cluster.workers, 2 * self._gateway.settings.worker.lease_s)
+        self._gateway.policy = await self._bus.read_policy()
 
     async def _renew_lease(self) -> None:
         while True:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 
 from bus.client import Bus
+from bus.messages import Policy
 from bus.settings import Settings
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.delivery import Delivery
@@ -23,6 +24,7 @@ from gateway.http.streams import Streams
 from gateway.openai.intake import Intake
 from gateway.openai.models import Models
 from gateway.operations.broadcast import Broadcast
+from gateway.operations.morphs import Morphs
 from gateway.operations.stats import Stats
 
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
@@ -46,6 +48,8 @@ class Gateway:
         self.stats = Stats()
         self.streams = Streams(section.keepalive_s)
         self.events = Broadcast()
+        self.morphs = Morphs()
+        self.policy = Policy()  # as last read
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)
         self.intake = Intake(

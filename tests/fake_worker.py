@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bus.client import Bus, BusUnavailable
 from bus.messages import (
+    PRECISION_FLOOR,
     PRECISIONS,
     Cancel,
     CancelMorph,
@@ -31,6 +32,7 @@ from bus.messages import (
     TokenLogprobs,
     WorkerCard,
 )
+from tests.fake_shape import NUM_LAYERS, FakeShape
 
 LEASE_S = 0.8
 Reply = Callable[[Submit], list[int]]
@@ -41,7 +43,9 @@ class FakeWorker:
     """`reply(submit)`: all tokens it would make, cut at max_tokens; a last one from `stop_token_ids` ends
     with "stop". `gate`: clear it to hold requests before their first step. `token_s`: pause between
     steps; `stop_at`: no token from this index on (it hangs there). `mangle` changes what is published.
-    `outcome`: of every morph it is told to make, after a report that it runs; None: no word about any."""
+    `outcome`, with `numbers`: of every morph it is told to make, after a report that it runs; None: no word
+    about any. `morph_gate`: clear it to hold morphs before their end. Requests whose floor its `shape` does
+    not keep are refused."""
 
     def __init__(
         self, bus: Bus, folder: Path, reply: Reply, *, worker: str = "w0", model: str = "demo"
@@ -52,7 +56,9 @@ class FakeWorker:
         self.epoch = 0
         self.pid = os.getpid()  # of each start another
         self.max_model_len, self.vocab_size, self.fingerprint = 512, 1000, "fp-full-tp1"
+        self.variants = list(PRECISIONS)
         self.behave(reply)
+        self._morphs: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._step = 0
@@ -69,7 +75,11 @@ class FakeWorker:
         self.submits: list[Submit] = []
         self.cancelled: set[str] = set()
         self.drained = False
+        self.shape = FakeShape()
         self.outcome: MorphOutcome | None = "applied"
+        self.numbers: dict[str, float] = {}
+        self.morph_gate = asyncio.Event()
+        self.morph_gate.set()
         self.morphs: list[Morph] = []
         self.cancelled_morphs: list[str] = []
 
@@ -88,12 +98,12 @@ class FakeWorker:
             model_path=str(self.folder),
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
-            num_layers=2,
+            num_layers=NUM_LAYERS,
             dtype="float32",
             block_tokens=16,
             workers=[self.id],
-            variants=list(PRECISIONS),
-            order=[0, 1],
+            variants=self.variants,
+            order=list(range(NUM_LAYERS)),
             order_name="front-to-back",
             min_blocks=8,
             layer_pages={"full": 20, "int8": 10, "int4": 6, "int3": 5},
@@ -111,7 +121,7 @@ class FakeWorker:
 
     async def die(self) -> None:
         """As by kill -9: nothing more is said, the lease runs out by itself."""
-        doomed = [*self._tasks, *self._runs.values()]
+        doomed = [*self._tasks, *self._runs.values(), *self._morphs.values()]
         for task in doomed:
             task.cancel()
         await asyncio.gather(*doomed, return_exceptions=True)
@@ -135,6 +145,7 @@ class FakeWorker:
             born_ns=time.time_ns(),
             fingerprint=self.fingerprint,
             deltas=list(deltas),
+            layers_below_full=self.shape.num_below_full,
         )
         for output in self.mangle(step):
             await self.bus.publish(self.bus.names.tokens(gateway), output)
@@ -193,6 +204,8 @@ class FakeWorker:
             return
         elif isinstance(command, CancelMorph):
             self.cancelled_morphs.append(command.morph_id)
+            if morph := self._morphs.get(command.morph_id):
+                morph.cancel()
         else:
             self._cancel(command)
 
@@ -202,7 +215,16 @@ class FakeWorker:
             await self.report(command, "stale")
         elif self.outcome:
             await self.report(command, "running")
-            await self.report(command, self.outcome)
+            self._morphs[command.id] = asyncio.create_task(self._finish(command, self.outcome))
+
+    async def _finish(self, command: Morph, outcome: MorphOutcome) -> None:
+        try:
+            await self.morph_gate.wait()
+        except asyncio.CancelledError:
+            outcome = "failed"
+        if outcome == "applied":
+            self.shape.apply(command)
+        await self.report(command, outcome, **self.numbers)
 
     async def report(self, command: Morph, state: MorphOutcome, **numbers: float) -> None:
         now_ms = time.time_ns() // 1_000_000
@@ -233,6 +255,10 @@ class FakeWorker:
     async def _run(self, submit: Submit) -> None:
         await self.gate.wait()
         sent = len(submit.sent_token_ids)
+        if submit.min_precision and self.shape.is_below(submit.min_precision):
+            error = f"{PRECISION_FLOOR} {self.instance} has layers below {submit.min_precision}"
+            await self.publish(submit.gateway, self._delta(submit, sent, [], "error", error))
+            return
         tokens = self.reply(submit)[: submit.sampling.max_tokens]
         await self.publish(submit.gateway, self._delta(submit, sent, []))
         for index in range(sent, len(tokens), self.tokens_per_step):
@@ -249,7 +275,14 @@ class FakeWorker:
         finish = None if not is_last else "stop" if is_stop else "length"
         return self._delta(submit, index, made, finish)
 
-    def _delta(self, submit: Submit, index: int, token_ids: list[int], finish: str | None = None) -> Delta:
+    def _delta(
+        self,
+        submit: Submit,
+        index: int,
+        token_ids: list[int],
+        finish: str | None = None,
+        error: str | None = None,
+    ) -> Delta:
         num_top = submit.sampling.logprobs
         is_first = index == 0 and bool(token_ids)
         scored = submit.sampling.prompt_logprobs is not None and is_first
@@ -259,6 +292,7 @@ class FakeWorker:
             index=index,
             token_ids=token_ids,
             finish_reason=finish,  # type: ignore[arg-type]
+            error=error,
             logprobs=None if num_top is None else [score(token, num_top) for token in token_ids],
             prompt_logprobs=prompt_scores(submit) if scored else None,
         )

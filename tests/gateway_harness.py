@@ -149,4 +149,4 @@ async def _answers(gate: Gate) -> None:
 
 def metrics_of(worker: FakeWorker, **numbers: int) -> Metrics:
     """A monitor's picture of one worker."""
-    return metrics_samples.metrics_of(worker.instance, worker.epoch, **numbers)
+    return metrics_samples.metrics_of(worker.instance, worker.epoch, layers=worker.shape.layers, **numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from bus.messages import (
     Histogram,
@@ -24,10 +25,13 @@ def metrics_of(
     kv_blocks: int = 64,
     kv_used: int = 0,
     steps: int = 0,
+    layers: list[LayerShape] | None = None,
 ) -> Metrics:
     """Just made. `instance` is "{model}@{worker}"; `steps` since its start."""
     worker = instance.partition("@")[2]
     last = _telemetry(instance, running, waiting, kv_blocks, kv_used, steps)
+    if layers is not None:
+        last = replace(last, layers=layers)
     pages = PageCounts(budget=100, weights=60, kv=30, free=10)
     report = WorkerMetrics(worker=worker, epoch=epoch, busy=0.5, pages=pages, age_seconds=0.0)
     return Metrics(

@@ -61,7 +61,9 @@ async def test_the_state_has_the_shapes_others_rely_on(gate: Gate) -> None:
     assert worker["pages"] == {"budget": 100, "weights": 60, "kv": 30, "free": 10} and worker["busy"] == 0.5
     assert instance["kv"] == {"blocks": 64, "used": 16, "block_tokens": 16}
     assert (instance["running"], instance["waiting"]) == (2, 1)
-    assert instance["layers"] == [{"attention": "full", "ffn": "full"}]
+    assert (
+        instance["layers"] == [{"attention": "full", "ffn": "full"}] * 2 and not instance["layers_below_full"]
+    )
     assert state["metrics"]["instances"][0]["kv_usage"] == 0.25
 
 

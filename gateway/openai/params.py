@@ -22,7 +22,7 @@ MAX_PARTS = 256  # of one message
 MAX_COUNT = 2**31 - 1  # engines and the bus keep counts and ids in fixed widths
 
 
-def _between(low: float, high: float, *, above: bool = False) -> AfterValidator:
+def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
     """Both ends are allowed; `above`: all but the lower one. Field(ge=, le=) would do the same and name only
     the end that was passed."""
     allowed = f"more than {low} and at most {high}" if above else f"{low} to {high}"
@@ -46,7 +46,7 @@ def _integer_keys(value: Any) -> Any:
     return {int(key) if key.isascii() and key.isdecimal() else key: bias for key, bias in value.items()}
 
 
-TokenId = Annotated[int, _between(0, MAX_COUNT)]
+TokenId = Annotated[int, between(0, MAX_COUNT)]
 
 
 def _at_most(limit: int) -> BeforeValidator:
@@ -64,7 +64,7 @@ def _at_most(limit: int) -> BeforeValidator:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), FailFast(), BeforeValidator(_to_list)]
 LogitBias = Annotated[
-    dict[TokenId, Annotated[float, _between(-100, 100)]],
+    dict[TokenId, Annotated[float, between(-100, 100)]],
     BeforeValidator(_integer_keys),
     _at_most(MAX_LOGIT_BIAS),  # the last is the first to run
 ]
@@ -82,16 +82,16 @@ class SamplingBody(Body):
     """What both calls have in common."""
 
     model: Annotated[str, Field(min_length=1)]
-    temperature: Annotated[float, _between(0, 2)] = 1.0
-    top_p: Annotated[float, _between(0, 1, above=True)] = 1.0
-    top_k: Annotated[int, _between(-1, MAX_COUNT)] = 0
-    min_p: Annotated[float, _between(0, 1)] = 0.0
-    presence_penalty: Annotated[float, _between(-2, 2)] = 0.0
-    frequency_penalty: Annotated[float, _between(-2, 2)] = 0.0
+    temperature: Annotated[float, between(0, 2)] = 1.0
+    top_p: Annotated[float, between(0, 1, above=True)] = 1.0
+    top_k: Annotated[int, between(-1, MAX_COUNT)] = 0
+    min_p: Annotated[float, between(0, 1)] = 0.0
+    presence_penalty: Annotated[float, between(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, between(-2, 2)] = 0.0
     logit_bias: LogitBias = {}
-    seed: Annotated[int, _between(-(2**63), 2**63 - 1)] | None = None
+    seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
     stop: Stops = []
-    n: Annotated[int, _between(1, MAX_N)] = 1
+    n: Annotated[int, between(1, MAX_N)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
@@ -105,8 +105,8 @@ class CompletionBody(SamplingBody):
     """`max_tokens` 0 with echo scores the prompt and generates nothing."""
 
     prompt: Any  # text, texts, token ids or lists of them: `parsing.prompts` tells and checks
-    max_tokens: Annotated[int, _between(0, MAX_COUNT)] | None = None
-    logprobs: Annotated[int, _between(0, MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, between(0, MAX_COUNT)] | None = None
+    logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     echo: bool = False
 
 
@@ -129,10 +129,10 @@ class Message(Body):
 
 class ChatBody(SamplingBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
-    max_tokens: Annotated[int, _between(1, MAX_COUNT)] | None = None
-    max_completion_tokens: Annotated[int, _between(1, MAX_COUNT)] | None = None
+    max_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
+    max_completion_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, _between(0, MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
 
 
 # Values that ask for nothing beyond what is done anyway.

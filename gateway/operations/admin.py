@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response, StreamingResponse
 
 from bus.client import BusFull, BusUnavailable
 from bus.messages import Drain, InstanceCard, WorkerCard
+from gateway.delivery.precision import layers_below_full
 from gateway.errors import ApiError, unavailable
 from gateway.http.auth import check_admin
 from gateway.openai.formats import to_json
@@ -33,6 +34,8 @@ async def allowed(request: Request, gateway: Here) -> None:
     check_admin(gateway.admin_keys, request.headers.raw, host, loopback_only=loopback_only)
 
 
+SHOWN_MORPHS: Final = 32
+
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 
 
@@ -43,9 +46,9 @@ async def state(gateway: Here) -> Response:
         "workers": [_worker(gateway, card) for card in cluster.workers.values()],
         "instances": [_instance(gateway, worker, card) for worker, card in cluster.instances()],
         "metrics": _metrics(gateway),
-        "policy": {"mode": "manual"},
+        "policy": asdict(gateway.policy),
         "deployments": [],
-        "morphs": [],
+        "morphs": [entry.as_json() for entry in gateway.morphs.recent(SHOWN_MORPHS)],
         "gateway": _gateway(gateway),
     }
     return Response(to_json(body), media_type="application/json")
@@ -118,6 +121,13 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
         },
         "dtype": card.dtype,
         "max_model_len": card.max_model_len,
+        "num_layers": card.num_layers,
+        "layers_below_full": layers_below_full(last.layers) if last else None,
+        "variants": card.variants,
+        "order": card.order,
+        "order_name": card.order_name,
+        "min_blocks": card.min_blocks,
+        "layer_pages": card.layer_pages,
     }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 
 from bus.messages import Event
+from gateway.operations.morphs import Entry
 
 KEEPALIVE_S = 10.0
 
@@ -24,7 +26,14 @@ class Broadcast:
         self._keep = keep
 
     def publish(self, event: Event) -> None:
-        data = b"event: %b\ndata: %b\n\n" % (event.kind.encode(), msgspec.json.encode(event))
+        self._publish(event.kind, event)
+
+    def publish_morph(self, entry: Entry) -> None:
+        """A report of a worker, as the event `morph` with what GET /admin/morphs/{id} says."""
+        self._publish("morph", entry.as_json())
+
+    def _publish(self, kind: str, body: Any) -> None:
+        data = b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(body))
         self._recent.append(data)
         self._put(data)
 

@@ -17,6 +17,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from bus.messages import InstanceMetrics
+from gateway.delivery.precision import layers_below_full
+from gateway.operations.morphs import Morphs
 from gateway.operations.stats import Distribution, ModelStats
 from gateway.state import Gateway
 
@@ -56,6 +58,7 @@ class _Page(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from _own("instar_", self._gateway)
+        yield from _morphs("instar_", self._gateway.morphs)
         yield from _models("instar_", self._gateway.stats.models)
         instances = list(_fresh(self._gateway))
         yield from _instances("instar_", instances)
@@ -93,6 +96,21 @@ def _own(prefix: str, gateway: Gateway) -> Iterator[Metric]:
     for reason, count in sorted(stats.rejections.items()):
         rejections.add_metric([reason], count)
     yield rejections
+
+
+def _morphs(prefix: str, morphs: Morphs) -> Iterator[Metric]:
+    """Of the whole cluster, as reported while this gateway listened: each gateway says the same."""
+    ended = CounterMetricFamily(
+        f"{prefix}morphs", "Morphs that ended, by outcome.", labels=["kind", "outcome"]
+    )
+    for (kind, outcome), count in sorted(morphs.outcomes.items()):
+        ended.add_metric([kind, outcome], count)
+    seconds = HistogramMetricFamily(
+        f"{prefix}morph_seconds", "From a morph's start to its end, whatever the outcome.", labels=["kind"]
+    )
+    for kind, distribution in sorted(morphs.seconds.items()):
+        seconds.add_metric([kind], _buckets(distribution), distribution.total)
+    yield from (ended, seconds)
 
 
 def _models(prefix: str, models: dict[str, ModelStats]) -> Iterator[Metric]:
@@ -137,6 +155,9 @@ def _instances(prefix: str, instances: Iterable[Fresh]) -> Iterator[Metric]:
     )
     total = GaugeMetricFamily(f"{prefix}kv_blocks_total", "KV blocks: changes while serving.", labels=ENGINE)
     used = GaugeMetricFamily(f"{prefix}kv_blocks_used", "KV blocks in use.", labels=ENGINE)
+    below = GaugeMetricFamily(
+        f"{prefix}layers_below_full", "Layers of which a half is below full precision.", labels=ENGINE
+    )
     config = GaugeMetricFamily(
         f"{prefix}cache_config_info", "As now.", labels=[*ENGINE, "block_size", "num_gpu_blocks"]
     )
@@ -148,9 +169,10 @@ def _instances(prefix: str, instances: Iterable[Fresh]) -> Iterator[Metric]:
         usage.add_metric(labels, last.kv_used / last.kv_blocks if last.kv_blocks else 0.0)
         total.add_metric(labels, last.kv_blocks)
         used.add_metric(labels, last.kv_used)
+        below.add_metric(labels, layers_below_full(last.layers))
         config.add_metric([*labels, str(block_tokens), str(last.kv_blocks)], 1)
         preemptions.add_metric(labels, last.preemptions)
-    yield from (running, waiting, usage, total, used, config, preemptions)
+    yield from (running, waiting, usage, total, used, below, config, preemptions)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -18,7 +18,15 @@ async def with_key(request: Request, gateway: Here) -> None:
 
 
 ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics")
-ADMIN_ENDPOINTS: Final = ("/admin/state", "/admin/events", "/admin/workers/{worker}/drain")
+ADMIN_ENDPOINTS: Final = (
+    "/admin/state",
+    "/admin/events",
+    "/admin/policy",
+    "/admin/instances/{instance}/swap",
+    "/admin/instances/{instance}/resize",
+    "/admin/morphs/{morph}",
+    "/admin/workers/{worker}/drain",
+)
 
 router = APIRouter()
 Keyed = Annotated[None, Depends(with_key)]

@@ -1,0 +1,151 @@
+"""/admin: morphs and their policy by hand. An order is answered 202 with its morph; `?wait=true` waits."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Final
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from bus.client import BusFull, BusUnavailable
+from bus.messages import CancelMorph, Event, Resize, Swap
+from gateway.errors import ApiError, bad_json, unavailable
+from gateway.http.body import ClientLeft, check_content_type, read_body
+from gateway.openai.formats import to_json
+from gateway.operations import orders
+from gateway.operations import policy as policies
+from gateway.operations.admin import Here, allowed
+from gateway.operations.morphs import Entry
+from gateway.state import Gateway
+
+WAIT_S: Final = 30.0  # longest answer to ?wait=true; ask again for longer
+
+router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
+
+
+@router.post("/instances/{instance}/swap")
+async def swap(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
+    """Hold layers in another precision. 404 for an instance, 400 for a layer or precision there is not."""
+    body = orders.parse(orders.SwapBody, await _body(request, gateway))
+    place = orders.find(gateway.cluster, instance)
+    entry = await _send(gateway, place, orders.swap(place, body, uuid.uuid4().hex))
+    return await _told(entry, wait)
+
+
+@router.post("/instances/{instance}/resize")
+async def resize(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
+    """Have so many KV blocks. 404 for an instance there is not."""
+    body = orders.parse(orders.ResizeBody, await _body(request, gateway))
+    place = orders.find(gateway.cluster, instance)
+    entry = await _send(gateway, place, orders.resize(place, body, uuid.uuid4().hex))
+    return await _told(entry, wait)
+
+
+@router.get("/morphs/{morph_id}")
+async def morph(morph_id: str, gateway: Here, wait: bool = False) -> Response:
+    """How far it is: 200, with `?wait=true` when it has ended or after WAIT_S."""
+    entry = _entry(gateway, morph_id)
+    if wait:
+        await entry.wait(WAIT_S)
+    return _json(entry.as_json())
+
+
+@router.delete("/morphs/{morph_id}")
+async def cancel(morph_id: str, gateway: Here, wait: bool = False) -> Response:
+    """Give it up: the old shape goes on serving. 409 for one that has ended."""
+    entry = _entry(gateway, morph_id)
+    if not entry.is_running:
+        message = f"morph {morph_id} has ended: {entry.state}; to undo it, order the way back"
+        raise ApiError(409, message, param="morph", code="morph_ended")
+    command = CancelMorph(id=uuid.uuid4().hex, epoch=entry.epoch, morph_id=entry.id)
+    with _bus_or_503():
+        await gateway.bus.publish(gateway.bus.names.control(entry.worker), command)
+    return await _told(entry, wait)
+
+
+@router.get("/policy")
+async def get_policy(gateway: Here) -> Response:
+    with _bus_or_503():
+        gateway.policy = await gateway.bus.read_policy()
+    return _json(asdict(gateway.policy))
+
+
+@router.put("/policy")
+async def put_policy(request: Request, gateway: Here) -> Response:
+    """Changes the fields that are given. 400 for what is out of range or order, 409 for an old revision."""
+    body = orders.parse(policies.PolicyBody, await _body(request, gateway))
+    with _bus_or_503():
+        before, after = await policies.write(gateway.bus, body)
+    gateway.policy = after
+    told = policies.differences(before, after)
+    gateway.tell("policy_changed", "policy", told, {"revision": float(after.revision)})
+    return _json(asdict(after))
+
+
+async def _body(request: Request, gateway: Gateway) -> bytes:
+    settings, headers = gateway.settings.gateway, request.headers.raw
+    check_content_type(headers)
+    try:
+        return await read_body(
+            headers, request.receive, max_bytes=settings.max_body_bytes, timeout_s=settings.header_timeout_s
+        )
+    except ClientLeft as error:  # nothing was ordered; nobody reads this answer
+        raise bad_json("the body is incomplete") from error
+
+
+async def _send(gateway: Gateway, place: orders.Place, command: Swap | Resize) -> Entry:
+    """The order and the event that tells of it, both or neither. Raises ApiError 503."""
+    bus, worker = gateway.bus, place.worker.id
+    decided = f"ordered by hand: {orders.in_words(command)}"
+    entry = gateway.morphs.ordered(command, worker, decided)
+    event = Event(
+        kind="morph_decided",
+        source="gateway",
+        subject=command.instance,
+        reason=decided,
+        at_ms=time.time_ns() // 1_000_000,
+        morph_id=command.id,
+    )
+    batch = bus.batch()
+    batch.publish(bus.names.control(worker), command)
+    batch.publish(bus.names.events, event)
+    try:
+        with _bus_or_503():
+            await batch.send()
+    except ApiError:
+        gateway.morphs.unsent(entry)
+        raise
+    return entry
+
+
+def _entry(gateway: Gateway, morph_id: str) -> Entry:
+    entry = gateway.morphs.get(morph_id)
+    if entry is None:
+        latest = ", ".join(one.id for one in gateway.morphs.recent(3)) or "none"
+        message = f"no morph {morph_id[:200]!r}; the latest are: {latest}"
+        raise ApiError(404, message, param="morph", code="morph_not_found")
+    return entry
+
+
+async def _told(entry: Entry, wait: bool) -> Response:
+    """202 while it runs."""
+    if wait:
+        await entry.wait(WAIT_S)
+    return _json(entry.as_json(), 202 if entry.is_running else 200)
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(to_json(body), status, media_type="application/json")
+
+
+@contextmanager
+def _bus_or_503() -> Iterator[None]:
+    try:
+        yield
+    except (BusUnavailable, BusFull) as error:
+        raise unavailable(f"the bus cannot be reached: {error}") from error

@@ -1,0 +1,196 @@
+"""The book of morphs: those under way and the last that ended, whoever ordered them.
+
+Workers report on the events stream, so every gateway knows every morph of the cluster. A worker that dies
+answers nothing any more: its morphs are then taken for failed, until a report says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from bus.messages import Event, Morph, MorphKind, MorphOutcome, MorphReport, Number, Resize, WorkerCard
+from gateway.operations.stats import LATENCY, Distribution
+
+KEPT: Final = 256  # that ended
+UNHEARD_S: Final = 90.0  # longer than a worker's watchdog lets a step take: then the order was lost
+# From a swap of one small layer to one of a large model.
+SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, *LATENCY)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One morph. Times are seconds since 1970, except `ordered_at`, of this process's monotonic clock."""
+
+    id: str
+    kind: MorphKind
+    target: str
+    worker: str
+    epoch: int
+    started: float
+    ordered_at: float
+    state: MorphOutcome = "running"
+    reason: str = ""
+    numbers: dict[str, Number] = field(default_factory=dict)
+    ended: float | None = None
+    decided: str = ""  # why it was ordered, and what
+    patience_s: float = UNHEARD_S
+    is_heard: bool = False  # its worker reported
+    is_assumed: bool = False  # its end was not reported: its worker is gone
+    lost_since: float | None = None  # its worker is not there
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
+    async def wait(self, within_s: float) -> None:
+        """Until it has ended, or that long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self.has_ended.wait()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "target": self.target,
+            "worker": self.worker,
+            "epoch": self.epoch,
+            "state": self.state,
+            "reason": self.reason,
+            "decided": self.decided,
+            "numbers": self.numbers,
+            "started": self.started,
+            "ended": self.ended,
+        }
+
+
+class Morphs:
+    """Owner of the entries. `outcomes` and `seconds` count what ended while this process listened."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.outcomes: Counter[tuple[MorphKind, MorphOutcome]] = Counter()
+        self.seconds: dict[MorphKind, Distribution] = {}
+        self._entries: dict[str, Entry] = {}  # in the order in which they were heard of
+        self._decided: dict[str, str] = {}
+        self._clock = clock
+
+    def get(self, morph_id: str) -> Entry | None:
+        return self._entries.get(morph_id)
+
+    def recent(self, num: int) -> list[Entry]:
+        """What runs, and the last that ended up to `num` in all; the latest last."""
+        entries = list(self._entries.values())
+        ended = [entry for entry in entries if not entry.is_running]
+        shown = set(ended[max(0, len(ended) - max(0, num - (len(entries) - len(ended)))) :])
+        return [entry for entry in entries if entry.is_running or entry in shown]
+
+    # ------------------------------------------------------------------------------------- what is told
+
+    def ordered(self, command: Morph, worker: str, decided: str) -> Entry:
+        """By hand, here. It may have been reported already: its worker is quick."""
+        kind: MorphKind = "resize" if isinstance(command, Resize) else "swap"
+        entry = self._entries.get(command.id) or self._enter(
+            command.id, kind, command.instance, worker, command.epoch, time.time()
+        )
+        entry.patience_s = UNHEARD_S + command.wait_s
+        entry.decided = decided
+        return entry
+
+    def unsent(self, entry: Entry) -> None:
+        """The bus did not take the order. Where it did after all, the worker's report enters it again."""
+        self._entries.pop(entry.id, None)
+
+    def on_report(self, report: MorphReport, *, is_history: bool = False) -> Entry:
+        entry = self._entries.get(report.id) or self._enter(
+            report.id, report.kind, report.target, report.worker, report.epoch, report.started_ms / 1000
+        )
+        entry.is_heard = True
+        if not entry.is_running and not (entry.is_assumed and report.state != "running"):
+            return entry  # it ended before: a report that was written twice, or late
+        entry.started, entry.is_assumed = report.started_ms / 1000, False
+        entry.state, entry.reason, entry.numbers = report.state, report.reason, dict(report.numbers)
+        if report.state != "running":
+            ended_ms = report.started_ms if report.ended_ms is None else report.ended_ms
+            self._end(entry, ended_ms / 1000)
+            if not is_history:
+                self._count(entry)
+        return entry
+
+    def on_event(self, event: Event) -> None:
+        """Of decisions: why."""
+        if event.kind == "morph_decided" and event.morph_id:
+            if entry := self._entries.get(event.morph_id):
+                entry.decided = event.reason
+                return
+            while len(self._decided) >= KEPT:
+                del self._decided[next(iter(self._decided))]
+            self._decided[event.morph_id] = event.reason
+
+    def worker_gone(self, worker: str, epoch: int, how: str) -> None:
+        """This incarnation, and those before it, will not report any more."""
+        for entry in self._running():
+            if entry.worker == worker and entry.epoch <= epoch:
+                self._assume_failed(entry, f"{worker} (epoch {entry.epoch}) {how} before it answered")
+
+    def sweep(self, workers: dict[str, WorkerCard], lost_after_s: float) -> None:
+        """The registry was read: whose worker is gone, or another one, or never took the order?"""
+        now = self._clock()
+        for entry in self._running():
+            card = workers.get(entry.worker)
+            if card is not None and card.epoch != entry.epoch:
+                self.worker_gone(entry.worker, entry.epoch, f"became epoch {card.epoch}")
+                continue
+            if card is not None:
+                entry.lost_since = None
+            elif entry.lost_since is None:
+                entry.lost_since = now
+            elif now - entry.lost_since > lost_after_s:
+                self.worker_gone(entry.worker, entry.epoch, "is gone")
+                continue
+            if not entry.is_heard and now - entry.ordered_at > entry.patience_s:
+                self._assume_failed(entry, f"{entry.worker} did not take the order; give it again")
+
+    # ------------------------------------------------------------------------------------- the entries
+
+    def _running(self) -> Iterable[Entry]:
+        return [entry for entry in self._entries.values() if entry.is_running]
+
+    def _enter(
+        self, morph_id: str, kind: MorphKind, target: str, worker: str, epoch: int, started: float
+    ) -> Entry:
+        entry = Entry(
+            id=morph_id,
+            kind=kind,
+            target=target,
+            worker=worker,
+            epoch=epoch,
+            started=started,
+            ordered_at=self._clock(),
+            decided=self._decided.pop(morph_id, ""),
+        )
+        self._entries[morph_id] = entry
+        ended = [one.id for one in self._entries.values() if not one.is_running]
+        for old in ended[: max(0, len(ended) - KEPT)]:
+            del self._entries[old]
+        return entry
+
+    def _assume_failed(self, entry: Entry, reason: str) -> None:
+        entry.state, entry.reason, entry.is_assumed = "failed", reason, True
+        self._end(entry, time.time())
+
+    def _end(self, entry: Entry, at: float) -> None:
+        entry.ended = at
+        entry.has_ended.set()
+
+    def _count(self, entry: Entry) -> None:
+        self.outcomes[entry.kind, entry.state] += 1
+        new = self.seconds.get(entry.kind) or Distribution(SECONDS)
+        self.seconds[entry.kind] = new
+        new.observe(max(0.0, (entry.ended or entry.started) - entry.started))

@@ -1,0 +1,131 @@
+"""What an operator may order, from a body's bytes to a command. Every refusal names what there is instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Annotated, Final, TypeVar
+
+from pydantic import Field, ValidationError
+
+from bus.messages import PARTS, InstanceCard, Part, Precision, Resize, Swap, WorkerCard
+from gateway.delivery.cluster import Cluster
+from gateway.errors import ApiError, invalid, unavailable
+from gateway.openai.json_body import json_object
+from gateway.openai.params import MAX_COUNT, Body, between
+from gateway.openai.problems import first_problem
+
+MAX_LAYERS: Final = 4096  # named in one order
+MAX_WAIT_S: Final = 600.0
+
+B = TypeVar("B", bound=Body)
+
+Seconds = Annotated[float, between(0, MAX_WAIT_S)]
+Layer = Annotated[int, between(0, MAX_COUNT)]
+Count = Annotated[int, between(1, MAX_COUNT)]
+
+
+class SwapBody(Body):
+    """Either `layers` or `count`. `wait_s`: how long the worker may wait for pages before it answers
+    `deferred`."""
+
+    precision: Precision
+    layers: Annotated[list[Layer], Field(min_length=1, max_length=MAX_LAYERS)] | None = None
+    count: Count | None = None
+    parts: Annotated[list[Part], Field(min_length=1, max_length=len(PARTS))] | None = None  # None: both
+    wait_s: Seconds = 0.0
+
+
+class ResizeBody(Body):
+    blocks: Count
+    wait_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An instance that can be morphed, and the worker that leads it."""
+
+    worker: WorkerCard
+    card: InstanceCard
+
+
+def parse(kind: type[B], data: bytes) -> B:
+    """Raises ApiError 400: no JSON object, an unknown field, a value of the wrong type or range."""
+    fields = json_object(data)
+    for name in fields:
+        if name not in kind.model_fields:
+            raise invalid(
+                f"unknown field {name[:200]!r}; {meant(name, kind.model_fields)}", name[:200], "unknown_field"
+            )
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise first_problem(error) from None
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?`, or all that there is."""
+    names = list(known)
+    near = get_close_matches(name[:200], names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+
+
+def find(cluster: Cluster, instance: str) -> Place:
+    """Raises ApiError 404 for an instance that is not there, 503 for one that is still loading."""
+    places = {card.id: Place(worker, card) for worker, card in cluster.instances()}
+    place = places.get(instance)
+    if place is None:
+        message = f"no instance {instance[:200]!r}; {meant(instance, places)}"
+        raise ApiError(404, message, param="instance", code="instance_not_found")
+    if place.worker.state == "loading":
+        raise unavailable(f"{instance} is still loading ({place.worker.progress or 'no progress told yet'})")
+    return place
+
+
+def swap(place: Place, body: SwapBody, morph_id: str) -> Swap:
+    """Raises ApiError 400."""
+    card = place.card
+    if (body.layers is None) == (body.count is None):
+        raise invalid("send either layers (a list of their numbers) or count (how many more)", "layers")
+    if body.precision not in card.variants:
+        raise invalid(
+            f"precision is {body.precision!r}, which {card.id} has no variant for; "
+            f"its layers can be: {', '.join(card.variants)} (worker.variants)",
+            "precision",
+        )
+    for layer in body.layers or []:
+        if layer >= card.num_layers:
+            raise invalid(f"layers names {layer}; {card.id} has layers 0 to {card.num_layers - 1}", "layers")
+    if body.count is not None and body.count > card.num_layers:
+        raise invalid(f"count is {body.count}; {card.id} has {card.num_layers} layers", "count")
+    return Swap(
+        id=morph_id,
+        epoch=place.worker.epoch,
+        instance=card.id,
+        precision=body.precision,
+        layers=sorted(set(body.layers or [])),
+        count=body.count or 0,
+        parts=[part for part in PARTS if body.parts is None or part in body.parts],
+        wait_s=body.wait_s,
+    )
+
+
+def resize(place: Place, body: ResizeBody, morph_id: str) -> Resize:
+    """Whether the blocks can be had is for the worker to say: it knows its pages."""
+    return Resize(
+        id=morph_id,
+        epoch=place.worker.epoch,
+        instance=place.card.id,
+        blocks=body.blocks,
+        wait_s=body.wait_s,
+    )
+
+
+def in_words(command: Swap | Resize) -> str:
+    """What was ordered, for people."""
+    if isinstance(command, Resize):
+        return f"{command.blocks} KV blocks"
+    which = f"layers {', '.join(map(str, command.layers))}" if command.layers else f"{command.count} more"
+    only = "" if len(command.parts) == len(PARTS) else f", {command.parts[0]} only"
+    return f"{which} to {command.precision}{only}"

@@ -1,0 +1,32 @@
+"""The shape of a fake worker: layers and blocks that are numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from bus.messages import PRECISIONS, LayerShape, Morph, Precision, Resize
+
+NUM_LAYERS = 2
+
+
+@dataclass(slots=True)
+class FakeShape:
+    layers: list[LayerShape] = field(default_factory=lambda: [LayerShape() for _ in range(NUM_LAYERS)])
+    blocks: int = 64
+
+    @property
+    def num_below_full(self) -> int:
+        return sum(layer != LayerShape() for layer in self.layers)
+
+    def is_below(self, floor: Precision) -> bool:
+        halves = {half for layer in self.layers for half in (layer.attention, layer.ffn)}
+        return any(PRECISIONS.index(half) > PRECISIONS.index(floor) for half in halves)
+
+    def apply(self, command: Morph) -> None:
+        if isinstance(command, Resize):
+            self.blocks = command.blocks
+            return
+        for layer in command.layers or range(command.count):
+            self.layers[layer] = replace(
+                self.layers[layer], **dict.fromkeys(command.parts, command.precision)
+            )
