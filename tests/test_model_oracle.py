@@ -11,7 +11,7 @@ import torch
 
 from tests.model_folders import FAMILIES, Runner, make_oracle
 from worker.model import Model, Shard
-from worker.model.transformer import Attention, FeedForward
+from worker.model.halves import attention, feed_forward
 
 # Float32 on both sides; only the order of sums differs.
 EXACT = {"rtol": 1e-4, "atol": 1e-4}
@@ -168,12 +168,12 @@ def test_the_sum_over_the_shards_is_the_whole_layer(saved: Folder, size: int) ->
     parts = []
     for rank in range(size):
         kv = torch.zeros(128, config.num_kv_heads // size, *runner.kv.block_shape[1:])
-        attention = Attention(config, stored.attention.tensors, Shard(rank, size), config.sliding_windows[1])
-        parts.append(attention(x, plan, kv, model._transformer.cos_sin))
+        part = attention(config, stored.attention.tensors, Shard(rank, size), config.sliding_windows[1])
+        parts.append(part(x, plan, kv, model._transformer.cos_sin))
         heads = Shard(rank, size).part(config.num_kv_heads, "KV heads")
         torch.testing.assert_close(kv, whole_kv[:, heads], **EXACT)
     torch.testing.assert_close(sum(parts), whole, **EXACT)
-    shards = [FeedForward(config, stored.feed_forward.tensors, Shard(r, size))(x) for r in range(size)]
+    shards = [feed_forward(config, stored.feed_forward.tensors, Shard(r, size))(x) for r in range(size)]
     torch.testing.assert_close(sum(shards), layer.feed_forward(x), **EXACT)
     runner.close()
 

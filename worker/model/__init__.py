@@ -1,8 +1,8 @@
 """Models: a Hugging Face folder becomes weights in the page pool and a forward pass over them.
 
 `load_model` is the way in; `config` reads the folder, `families` says what differs between architectures,
-`layout` where every weight lies, `sources` where its values come from, `weights` fills the ranges,
-`transformer` runs them.
+`layout` and `quantized_layout` say where every weight lies, `sources` where its values come from, `weights`
+fills the ranges, `halves` makes of a variant's tensors what a layer runs, `transformer` runs them.
 """
 
 from worker.model.config import ModelConfig, read_config

@@ -36,6 +36,7 @@ class Param:
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     offset_bytes: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,25 @@ class RangePlan:
         sizes = (*shape[1:-1], row_size, 1) if len(shape) > 1 else (1,)
         strides = tuple(math.prod(sizes[i:]) for i in range(len(sizes)))
         offset = -(-self.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self.params[name] = Param(shape, strides, offset)
+        self.params[name] = Param(shape, strides, offset, dtype)
         self.nbytes = offset + math.prod(shape[:1]) * strides[0] * dtype.itemsize
         self.sources.extend(sources)
+
+    def repeated(self, times: int, each_bytes: int) -> RangePlan:
+        """`times` of it, one every `each_bytes`: parameters get a first dimension that counts them."""
+        return RangePlan(
+            self.name,
+            {
+                name: Param(
+                    (times, *param.shape),
+                    (each_bytes // param.dtype.itemsize, *param.strides),
+                    param.offset_bytes,
+                    param.dtype,
+                )
+                for name, param in self.params.items()
+            },
+            nbytes=times * each_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +122,7 @@ class ModelPlan:
     layers: list[tuple[RangePlan, RangePlan]]  # (attention, FFN)
     head: RangePlan
     dtype: torch.dtype
+    max_tp: int
 
     def ranges(self) -> Iterator[RangePlan]:
         yield self.embedding
@@ -140,7 +158,7 @@ def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp:
         (_attention(config, dtype, i), _feed_forward(config, dtype, i, padded))
         for i in range(config.num_layers)
     ]
-    return ModelPlan(embedding, layers, head, dtype)
+    return ModelPlan(embedding, layers, head, dtype, max_tp)
 
 
 def degrees(config: ModelConfig, max_tp: int) -> list[int]:

@@ -7,14 +7,16 @@ from typing import Literal
 
 import torch
 
+from bus.messages import LayerShape
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool
 from worker.model.config import ModelConfig, read_config
 from worker.model.errors import ModelError
-from worker.model.layout import plan_model
+from worker.model.halves import Half, attention, feed_forward
+from worker.model.layout import ModelPlan, plan_model
 from worker.model.shard import Shard
-from worker.model.sources import Checkpoint, RandomWeights
-from worker.model.transformer import Attention, FeedForward, Layer, Transformer
+from worker.model.sources import Checkpoint, RandomWeights, Weights
+from worker.model.transformer import Attention, Layer, Transformer
 from worker.model.weights import LayerWeights, ModelWeights, Progress, WeightBytes, load_weights
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -24,13 +26,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Model:
     """Weights in the pool and the transformer over them. One thread runs it."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, dtype: torch.dtype, shard: Shard) -> None:
-        self.config, self.dtype, self.shard = config, dtype, shard
+    def __init__(
+        self, config: ModelConfig, plan: ModelPlan, weights: ModelWeights, source: Weights, shard: Shard
+    ) -> None:
+        self.config, self.plan, self.dtype, self.shard = config, plan, plan.dtype, shard
+        self.source = source
         self._weights = weights
         embedding, head = weights.embedding.tensors["embedding"], weights.head.tensors
         self._transformer = Transformer(
             config,
-            [_layer(config, layer, i, shard) for i, layer in enumerate(weights.layers)],
+            [
+                Layer(
+                    attention(config, layer.attention.tensors, shard, config.sliding_windows[i]),
+                    feed_forward(config, layer.feed_forward.tensors, shard),
+                )
+                for i, layer in enumerate(weights.layers)
+            ],
             embedding=embedding,
             norm=head["norm"],
             head=head.get("head", embedding),
@@ -39,6 +50,30 @@ class Model:
     @property
     def size(self) -> WeightBytes:
         return self._weights.size
+
+    @property
+    def layers(self) -> list[Layer]:
+        """What the next step runs."""
+        return self._transformer.layers
+
+    @property
+    def weights(self) -> list[LayerWeights]:
+        """Of every layer, in full precision."""
+        return self._weights.layers
+
+    def shape(self) -> list[LayerShape]:
+        """The precision of each layer's halves, now."""
+        return [
+            LayerShape(attention=layer.attention.precision, ffn=layer.feed_forward.precision)
+            for layer in self.layers
+        ]
+
+    def install(self, layer: int, half: Half) -> None:
+        """Between two steps: the next one runs `half` in place of the layer's attention or FFN."""
+        if isinstance(half, Attention):
+            self.layers[layer].attention = half
+        else:
+            self.layers[layer].feed_forward = half
 
     def forward(
         self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
@@ -50,7 +85,7 @@ class Model:
         return self._transformer.forward(token_ids, plan, kv.layers, logit_rows)
 
     def release(self) -> None:
-        """Give all pages back. The model cannot run any more."""
+        """Give all pages back; its variants must have given theirs. The model cannot run any more."""
         del self._transformer
         self._weights.release()
 
@@ -80,13 +115,6 @@ def load_model(
             f"{config.folder}: dtype {dtype} is not supported; these are: {', '.join(map(str, DTYPES))}"
         )
     plan = plan_model(config, dtype, pool.page_bytes, max_tp)
-    source = RandomWeights(seed) if load_format == "dummy" else Checkpoint(config.folder)
+    source: Weights = RandomWeights(seed) if load_format == "dummy" else Checkpoint(config.folder)
     weights = load_weights(config, plan, pool, source, progress)
-    return Model(config, weights, dtype, Shard())
-
-
-def _layer(config: ModelConfig, weights: LayerWeights, i: int, shard: Shard) -> Layer:
-    return Layer(
-        Attention(config, weights.attention.tensors, shard, config.sliding_windows[i]),
-        FeedForward(config, weights.feed_forward.tensors, shard),
-    )
+    return Model(config, plan, weights, source, Shard())

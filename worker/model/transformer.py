@@ -7,16 +7,16 @@ Touvron et al. 2023); grouped-query attention, SwiGLU and rotary embeddings are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from bus.messages import Precision
 from kernels import (
     AttentionPlan,
     add_rms_norm,
     linear,
-    linear_t,
     paged_attention,
     rms_norm,
     rotary,
@@ -24,33 +24,37 @@ from kernels import (
     store_kv,
 )
 from worker.model.config import ModelConfig
-from worker.model.shard import Shard
-
-Product = tuple[torch.Tensor, torch.Tensor | None]  # weight [N, K], bias [N]
-
-# With more padding than this, computing it costs more than a second product does (measured: one product
-# instead of two saves 3 % at T = 1 and at T = 64, on two cores).
-_MAX_COMPUTED_PADDING = 0.03
+from worker.model.products import Product
 
 
 class Attention:
     """One layer's attention for one rank; at size > 1 the group's sum of the outputs is the layer's."""
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, torch.Tensor], shard: Shard, sliding_window: int
+        self,
+        config: ModelConfig,
+        norms: Mapping[str, torch.Tensor],
+        qkv: Sequence[Product],
+        o: Product,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        sliding_window: int,
+        precision: Precision = "full",
     ) -> None:
-        heads = shard.part(config.num_heads, "attention heads")
-        kv_heads = shard.part(config.num_kv_heads, "KV heads")
-        num_heads, num_kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
+        """norms: input_norm and post_norm, q_norm and k_norm where the family has them. qkv: one product
+        that makes queries, keys and values in this order, or three. The numbers of heads are this rank's."""
+        self.precision: Precision = precision
+        self.qkv, self.o = list(qkv), o
         self._split = (num_heads, num_kv_heads, num_kv_heads)
         self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
         self.eps, self.sliding_window = config.rms_norm_eps, sliding_window
-        self.input_norm, self.post_norm = weights["input_norm"], weights["post_norm"]
-        self.q_norm, self.k_norm = weights.get("q_norm"), weights.get("k_norm")
-        self.qkv = _qkv_products(config, weights, heads, kv_heads)
-        columns = slice(heads.start * self.head_dim, heads.stop * self.head_dim)
-        self.o = weights["o"] if shard.size == 1 else weights["o"][:, columns]
-        self.o_bias = weights.get("o_bias") if shard.rank == 0 else None
+        self.input_norm, self.post_norm = norms["input_norm"], norms["post_norm"]
+        self.q_norm, self.k_norm = norms.get("q_norm"), norms.get("k_norm")
+
+    @property
+    def products(self) -> list[Product]:
+        return [*self.qkv, self.o]
 
     def __call__(
         self,
@@ -69,12 +73,11 @@ class Attention:
         store_kv(k, v, cache, plan.slot_mapping)
         mixed = paged_attention(q, cache, plan, self.scale, sliding_window=self.sliding_window)
         mixed = mixed.view(mixed.shape[0], -1)
-        return linear(mixed if rows is None else mixed[rows], self.o, self.o_bias)
+        return self.o(mixed if rows is None else mixed[rows])
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D]; views of one buffer where one product makes them all."""
-        tokens = x.shape[0]
-        made = [linear(x, weight, bias).view(tokens, -1, self.head_dim) for weight, bias in self.qkv]
+        made = [product(x).view(x.shape[0], -1, self.head_dim) for product in self.qkv]
         q, k, v = made if len(made) == 3 else made[0].split_with_sizes(self._split, 1)
         return q, k, v
 
@@ -82,27 +85,35 @@ class Attention:
 class FeedForward:
     """One layer's SwiGLU for one rank; at size > 1 the group's sum of the outputs is the layer's."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], shard: Shard) -> None:
-        gate_up, down = weights["gate_up"], weights["down"]
-        padded = down.shape[0]
-        rows = shard.part(padded, "padded FFN rows")
-        if shard.size == 1:
-            rows = slice(0, config.intermediate_size)  # nothing needs the padding
-        self.size = rows.stop - rows.start
-        self.down = down[rows]
-        is_one_product = shard.size == 1 and padded <= (1 + _MAX_COMPUTED_PADDING) * self.size
-        self.gate_up = gate_up.flatten(0, 1) if is_one_product else None
-        self.up_at = padded
-        self.gate, self.up = gate_up[0, rows], gate_up[1, rows]
+    def __init__(
+        self,
+        gate_up: Sequence[Product],
+        down: Product,
+        *,
+        size: int,
+        up_at: int = 0,
+        units: int = 1,
+        precision: Precision = "full",
+    ) -> None:
+        """gate_up: two products of `size` outputs, or one that makes for each of `units` the gate's `size`
+        outputs and, `up_at` columns after their first, as many of up. down reads units * size inputs."""
+        self.precision: Precision = precision
+        self.gate_up, self.down = list(gate_up), down
+        self._size, self._up, self._units = size, slice(up_at, up_at + size), units
+
+    @property
+    def products(self) -> list[Product]:
+        return [*self.gate_up, self.down]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""
-        if self.gate_up is None:
-            gate, up = linear(x, self.gate), linear(x, self.up)
+        if len(self.gate_up) == 2:
+            gate, up = self.gate_up[0](x), self.gate_up[1](x)
         else:
-            both = linear(x, self.gate_up)
-            gate, up = both[:, : self.size], both[:, self.up_at : self.up_at + self.size]
-        return linear_t(silu_mul(gate, up), self.down)
+            both = self.gate_up[0](x)
+            both = both.view(both.shape[0] * self._units, both.shape[1] // self._units)
+            gate, up = both[:, : self._size], both[:, self._up]
+        return self.down(silu_mul(gate, up).view(x.shape[0], self._units * self._size))
 
 
 @dataclass(slots=True)
@@ -153,17 +164,3 @@ class Transformer:
             next_norm = self.norm if i == last else self.layers[i + 1].attention.input_norm
             x = add_rms_norm(x, residual, next_norm, self.eps)
         return linear(x, self.head).float()
-
-
-def _qkv_products(
-    config: ModelConfig, weights: Mapping[str, torch.Tensor], heads: slice, kv_heads: slice
-) -> list[Product]:
-    """One product for a rank that has all heads; else three, as its rows do not lie together."""
-    weight, bias = weights["qkv"], weights.get("qkv_bias")
-    if heads.stop - heads.start == config.num_heads:
-        return [(weight, bias)]
-    products: list[Product] = []
-    for start, part in ((0, heads), (config.q_size, kv_heads), (config.q_size + config.kv_size, kv_heads)):
-        rows = slice(start + part.start * config.head_dim, start + part.stop * config.head_dim)
-        products.append((weight[rows], None if bias is None else bias[rows]))
-    return products

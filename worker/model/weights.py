@@ -101,7 +101,7 @@ class _Loader:
         self, owner: str, pool: PagePool, source: Weights, plan: ModelPlan, progress: Progress | None
     ) -> None:
         self._owner, self._pool, self._source = owner, pool, source
-        self._dtype, self._total, self._done = plan.dtype, plan.weight_bytes, 0
+        self._total, self._done = plan.weight_bytes, 0
         self._progress = progress
         self._made: list[VirtualRange] = []
 
@@ -109,10 +109,7 @@ class _Loader:
         memory = self._pool.reserve(part.nbytes, kind="weights", owner=f"{self._owner} {part.name}")
         self._made.append(memory)
         memory.map(0, memory.num_pages)  # padding needs no filling: a new page is zeros
-        tensors = {
-            name: memory.tensor(self._dtype, param.shape, param.strides, param.offset_bytes)
-            for name, param in part.params.items()
-        }
+        tensors = tensors_of(memory, part)
         for source in part.sources:
             target = source.target(tensors)
             self._source.fill(target, source)
@@ -124,6 +121,25 @@ class _Loader:
     def undo(self) -> None:
         for memory in self._made:
             memory.release()
+
+
+def tensors_of(memory: VirtualRange, plan: RangePlan) -> Tensors:
+    """Views of a range whose pages are mapped."""
+    return {
+        name: memory.tensor(param.dtype, param.shape, param.strides, param.offset_bytes)
+        for name, param in plan.params.items()
+    }
+
+
+def tensors_in(buffer: torch.Tensor, plan: RangePlan) -> Tensors:
+    """The same views of uint8 [plan.nbytes] anywhere."""
+    return {
+        name: buffer[param.offset_bytes :][: (plan.nbytes - param.offset_bytes) // size * size]
+        .view(param.dtype)
+        .as_strided(param.shape, param.strides)
+        for name, param in plan.params.items()
+        for size in [param.dtype.itemsize]
+    }
 
 
 def _check_budget(config: ModelConfig, plan: ModelPlan, pool: PagePool, pages: int) -> None:

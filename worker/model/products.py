@@ -1,0 +1,65 @@
+"""What a layer multiplies by: a dense matrix or a quantised one, behind one call.
+
+A product takes x [T, K] to [T, N]. Which kind it is, only who made it knows.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from kernels import QuantizedWeight, linear, linear_t, quantized_linear
+
+
+class Product(Protocol):
+    """x [T, num_inputs] times a matrix, plus a bias if it has one: [T, num_outputs]."""
+
+    @property
+    def num_inputs(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class DenseProduct:
+    """Times weight [N, K] transposed, plus bias [N]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.weight.shape[1])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class TransposedProduct:
+    """Times weight [K, N]."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.weight.shape[0])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_t(x, self.weight)
+
+
+class QuantizedProduct:
+    """Times a quantised weight, plus bias [N]. Where the weight's inputs were padded to whole tiles, x is."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    @property
+    def num_inputs(self) -> int:
+        return self.weight.num_inputs
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        missing = self.weight.num_inputs - x.shape[1]
+        return quantized_linear(F.pad(x, (0, missing)) if missing else x, self.weight, self.bias)

@@ -1,0 +1,99 @@
+"""Where the weights of a quantised half lie: pure arithmetic, as `layout` is for full precision.
+
+The FFN lies unit by unit, a unit being the shard of the largest tensor-parallel degree: every shard of any
+degree is a run of units and ends on a page, and groups never straddle one. The intermediate dimension is
+padded so that units are equal and whole tiles of codes. Norms and biases are small: they stay full and are
+copied into the attention's range, so that a half is one range in any variant.
+
+::
+
+    FFN range         unit 0 | unit 1 | ...        each padded to whole pages
+    unit              gate codes [Iu, H] | up codes [Iu, H] | their scales, zeros | down codes [H, Iu] | ...
+    attention range   qkv codes [Hq*D + 2*Hkv*D, H] | scales, zeros | o codes [H, Hq*D] | ... | biases, norms
+
+Codes are `kernels.packing`'s; scales are float16 and zeros uint8, one for each group of inputs. With
+activation-aware scales, `input_scale` float32 is beside each product's zeros (every unit's gate and up have
+one of their own). o stays dense where a head shard of the largest degree is no whole number of tiles.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from bus.messages import Precision
+from kernels.packing import TILE, packed_size
+from kernels.quantized import GROUP_STEP
+from worker.model.config import ModelConfig
+from worker.model.layout import ModelPlan, RangePlan, degrees
+
+BITS: dict[Precision, int] = {"int8": 8, "int4": 4, "int3": 3}
+GROUP = 64  # inputs that share a scale, where nothing else says how many
+
+
+def plan_quantized(
+    config: ModelConfig,
+    plan: ModelPlan,
+    page_bytes: int,
+    precision: Precision,
+    *,
+    group: int = GROUP,
+    has_input_scale: bool = False,
+) -> tuple[RangePlan, RangePlan]:
+    """(attention, FFN) of any layer in int8, int4 or int3; the layers are alike.
+
+    group: inputs that share a scale in the weights to come; where a unit needs finer groups, its are of the
+    largest size that divides both. Raises ValueError unless it is a multiple of 32.
+    """
+    if group < 1 or group % GROUP_STEP:
+        raise ValueError(f"groups of {group}: a group is a multiple of {GROUP_STEP}")
+    units = degrees(config, plan.max_tp)[-1]
+    product = _Products(BITS[precision], group, has_input_scale)
+    return (
+        _attention(config, plan, units, product, f"attention {precision}"),
+        _feed_forward(config, units, page_bytes, product, f"FFN {precision}"),
+    )
+
+
+class _Products:
+    """Adds quantised matrices to a plan."""
+
+    def __init__(self, bits: int, group: int, has_input_scale: bool) -> None:
+        self._bits, self._group, self._has_input_scale = bits, group, has_input_scale
+
+    def add(self, plan: RangePlan, name: str, outputs: int, inputs: int) -> None:
+        group = math.gcd(self._group, inputs)
+        plan.add(f"{name}.codes", (outputs, packed_size(inputs, self._bits)), torch.uint8)
+        plan.add(f"{name}.scales", (outputs, inputs // group), torch.float16)
+        plan.add(f"{name}.zeros", (outputs, inputs // group), torch.uint8)
+        if self._has_input_scale:
+            plan.add(f"{name}.input_scale", (inputs,), torch.float32)
+
+
+def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Products, name: str) -> RangePlan:
+    plan = RangePlan(name)
+    products.add(plan, "qkv", config.q_size + 2 * config.kv_size, whole_tiles(config.hidden_size))
+    # A rank takes its heads' columns out of o: they must begin and end with a tile, and with a group.
+    if units == 1 or config.q_size // units % TILE == 0:
+        products.add(plan, "o", config.hidden_size, whole_tiles(config.q_size))
+    kept, _ = full.layers[0]
+    for name, param in kept.params.items():
+        if name != "qkv" and f"{name}.codes" not in plan.params:
+            plan.add(name, param.shape, param.dtype)
+    return plan
+
+
+def _feed_forward(
+    config: ModelConfig, units: int, page_bytes: int, products: _Products, name: str
+) -> RangePlan:
+    unit_inputs = whole_tiles(-(-config.intermediate_size // units))
+    unit = RangePlan(name)
+    products.add(unit, "gate_up", 2 * unit_inputs, whole_tiles(config.hidden_size))
+    products.add(unit, "down", config.hidden_size, unit_inputs)
+    return unit.repeated(units, -(-unit.nbytes // page_bytes) * page_bytes)
+
+
+def whole_tiles(inputs: int) -> int:
+    """Rounded up to what codes are packed in."""
+    return -(-inputs // TILE) * TILE
