@@ -16,6 +16,7 @@ import torch
 
 import kernels
 from kernels import AttentionPlan, reference
+from tests.quantized_checks import quantized_checks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Two roundings of the last bit of values around 1; the interpreter truncates to bfloat16 instead of rounding.
@@ -70,6 +71,7 @@ def checks(face: str, device: str) -> Iterator[Check]:
     for check, dtype in itertools.product(ROW_CHECKS, DTYPES):
         name = check.__name__.removeprefix("check_").replace("_", " ")
         yield f"{name}, {dtype}", partial(check, face, device, dtype)
+    yield from quantized_checks(face, device, assert_close)
 
 
 def check_attention(face: str, device: str, case: AttentionCase, dtype: torch.dtype) -> None:

@@ -28,7 +28,8 @@ def _first_writable(*folders: Path) -> Path:
 def _cache_folder() -> str:
     """One folder per state of the sources. Numba itself compares only the file of the function it loads:
     after an edit of a helper in another file it would go on with the old code."""
-    sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.py")))
+    paths = [*sorted(HERE.glob("*.py")), HERE.parent / "packing.py"]
+    sources = b"".join(path.read_bytes() for path in paths)
     name = f"kernels-{hashlib.sha256(sources).hexdigest()[:12]}"
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return str(_first_writable(HERE / "__pycache__" / name, users / "instar" / name))

@@ -17,7 +17,7 @@ import torch
 from kernels import reference
 from kernels.cpu.attention_call import aligned
 from kernels.cpu.compiled import compiled
-from kernels.cpu.simd import LANES, address_of, read_i64
+from kernels.cpu.simd import LANES, address_of, read_i64, vsplat, vstore
 from kernels.cpu.team import Kernel, next_item
 from kernels.cpu.tile import tile, transpose
 
@@ -27,8 +27,8 @@ ITEM_OUTPUTS = 48  # of one work item: whole tiles of any height below, and whol
 
 
 @compiled
-def _products(rows, depth, w, w_row, x, lanes, out):
-    """out[n, :] = w[n] . x for `rows` outputs; x [depth, lanes], out [rows, lanes]; whole vectors of lanes.
+def multiply_rows(rows, depth, w, w_row, x, lanes, out):
+    """out[n, :] += w[n] . x for `rows` outputs; x [depth, lanes], out [rows, lanes]; whole vectors of lanes.
 
     The fewer vectors wide a tile is the taller it is: each fills the registers.
     """
@@ -41,18 +41,43 @@ def _products(rows, depth, w, w_row, x, lanes, out):
         for n in range(0, whole, height):
             a, b, c = w + n * w_row, x + lane * 4, out + n * line + lane * 4
             if vectors == 4:
-                tile(6, 4, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+                tile(6, 4, 1, F32, F32, depth, a, w_row, 4, b, line, c, line)
             elif vectors == 3:
-                tile(8, 3, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+                tile(8, 3, 1, F32, F32, depth, a, w_row, 4, b, line, c, line)
             elif vectors == 2:
-                tile(12, 2, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+                tile(12, 2, 1, F32, F32, depth, a, w_row, 4, b, line, c, line)
             else:
-                tile(24, 1, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+                tile(24, 1, 1, F32, F32, depth, a, w_row, 4, b, line, c, line)
         for column in range(lane, lane + vectors * LANES, LANES):
             for n in range(whole, rows):
                 a, b, c = w + n * w_row, x + column * 4, out + n * line + column * 4
-                tile(1, 1, 0, F32, F32, depth, a, w_row, 4, b, line, c, line)
+                tile(1, 1, 1, F32, F32, depth, a, w_row, 4, b, line, c, line)
         lane += vectors * LANES
+
+
+@compiled
+def clear(floats, count):
+    """Zeros in `count` floats, whole vectors."""
+    for i in range(0, count, LANES):
+        vstore(F32, floats + i * 4, vsplat(F32(0.0)))
+
+
+@compiled
+def turn_in(x, x_row, tokens, inputs, turned, lanes):
+    """turned [inputs, lanes] = x [tokens, inputs] transposed; the lanes past the tokens repeat the last."""
+    for t in range(0, tokens, LANES):
+        for k in range(0, inputs, LANES):
+            place = turned + (k * lanes + t) * 4
+            transpose(x + t * x_row + k * 4, x_row, tokens - t, place, lanes * 4, LANES)
+
+
+@compiled
+def turn_back(sums, lanes, rows, tokens, out, out_row):
+    """out [tokens, rows] = sums [rows, lanes] transposed; rows are whole vectors."""
+    for t in range(0, tokens, LANES):
+        for n in range(0, rows, LANES):
+            source = sums + (n * lanes + t) * 4
+            transpose(source, lanes * 4, LANES, out + t * out_row + n * 4, out_row, tokens - t)
 
 
 def _multiply(kind):
@@ -67,18 +92,13 @@ def _multiply(kind):
         return
     buffer, turned = aligned((inputs + ITEM_OUTPUTS) * lanes)
     sums = turned + inputs * lanes * 4
-    for t in range(0, tokens, LANES):
-        for k in range(0, inputs, LANES):
-            place = turned + (k * lanes + t) * 4
-            transpose(x + t * x_row + k * 4, x_row, tokens - t, place, lanes * 4, LANES)
+    turn_in(x, x_row, tokens, inputs, turned, lanes)
     while item >= 0:
         first = item * ITEM_OUTPUTS
         rows = min(ITEM_OUTPUTS, outputs - first)
-        _products(rows, inputs, w + first * w_row, w_row, turned, lanes, sums)
-        for t in range(0, tokens, LANES):
-            for n in range(0, rows, LANES):
-                place = out + t * out_row + (first + n) * 4
-                transpose(sums + (n * lanes + t) * 4, lanes * 4, LANES, place, out_row, tokens - t)
+        clear(sums, rows * lanes)
+        multiply_rows(rows, inputs, w + first * w_row, w_row, turned, lanes, sums)
+        turn_back(sums, lanes, rows, tokens, out + first * 4, out_row)
         item = next_item(p)
     buffer[0] = 0  # keeps the buffer alive to here
 

@@ -32,7 +32,7 @@ LANES = 16
 KINDS = {torch.float32: types.float32, torch.float16: types.int16, torch.bfloat16: types.uint16}
 
 F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 ELEMENTS = {types.float32: F32, types.int16: F16, types.uint16: I16}
 
 

@@ -1,0 +1,174 @@
+"""Products with quantised weights on the CPU, all in float32: short floats are converted on the way, since
+torch's products of them are no faster (bench/LOG.md).
+
+Up to FEW tokens the time goes into reading and decoding weights: ROWS outputs at a time, their codes decoded
+in registers, dotted with every token, and thrown away. With more it goes into multiplying: a piece of
+ITEM_OUTPUTS outputs by PIECE_TILES tiles is decoded into a core's cache and multiplied there with
+BLOCK_TOKENS tokens, as `kernels.cpu.products` does. Neither keeps an unpacked weight.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
+
+from __future__ import annotations
+
+import torch
+
+from kernels import reference
+from kernels.cpu.attention_call import aligned
+from kernels.cpu.codes import make_levels
+from kernels.cpu.compiled import compiled
+from kernels.cpu.products import ITEM_OUTPUTS, clear, multiply_rows, turn_back, turn_in
+from kernels.cpu.quantized_call import BYTES, LAYOUT, levels_row, read_weight, words_of
+from kernels.cpu.quantized_tile import decode, dots
+from kernels.cpu.simd import LANES, address_of, read_i64
+from kernels.cpu.team import Kernel, next_item
+from kernels.packing import TILE
+from kernels.quantized import QuantizedWeight
+
+FEW = 15  # tokens
+ROWS = 4  # outputs worked on together: with 4 tokens their sums fill half the registers
+ITEM_WEIGHTS = 65536  # behind one item of few tokens: some 6 us for each four of them
+PIECE_TILES = 16  # 48 outputs by 1024 inputs in float32 and 64 tokens of these fit half a second-level cache
+BLOCK_TOKENS = 64
+
+
+@compiled
+def _read_levels(w, unit, row, count, levels):
+    """Levels of `count` rows from `row` on of a unit."""
+    for r in range(row, row + count):
+        scales = w.scales + unit * w.scales_unit + r * w.scales_row
+        zeros = w.zeros + unit * w.zeros_unit + r * w.zeros_row
+        make_levels(scales, zeros, w.groups, levels, levels_row(w) // 2)
+        levels += levels_row(w)
+
+
+# --------------------------------------------------------------------------- few tokens
+
+
+@compiled
+def _dots_of_rows(w, unit, row, levels, x, x_row, tokens, out, out_row):
+    """out[t, 0..ROWS) for all tokens and rows [row, row + ROWS) of the outputs' unit."""
+    for piece in range(w.in_units):
+        _read_levels(w, unit + piece, row, ROWS, levels)
+        codes = w.codes + (unit + piece) * w.codes_unit + row * w.codes_row
+        column = x + piece * w.tiles * TILE * 4
+        t = 0
+        while t < tokens:
+            a, c = column + t * x_row, out + t * out_row
+            if tokens - t >= 4:
+                dots(ROWS, 4, w, codes, levels, a, x_row, c, out_row, piece)
+                t += 4
+            elif tokens - t >= 2:
+                dots(ROWS, 2, w, codes, levels, a, x_row, c, out_row, piece)
+                t += 2
+            else:
+                dots(ROWS, 1, w, codes, levels, a, x_row, c, out_row, piece)
+                t += 1
+
+
+def _multiply_few(kind):
+    """Words: the weight; x and its row stride, out and its row stride, tokens, rows of an item.
+
+    Where a unit's rows are no multiple of ROWS, the last ROWS of them overlap those before; all of these are
+    in one item, since sums that grow piece by piece must not be another thread's too.
+    """
+    p = address_of(kind)
+    w = read_weight(p + 16)
+    q = p + 16 + BYTES
+    x, x_row, out, out_row = read_i64(q), read_i64(q + 8), read_i64(q + 16), read_i64(q + 24)
+    tokens, step = read_i64(q + 32), read_i64(q + 40)
+    items = (w.rows - ROWS) // step + 1  # of a unit
+    buffer, levels = aligned(ROWS * levels_row(w) // 4)
+    item = next_item(p)
+    while item >= 0:
+        unit, part = item // items, item % items
+        end = w.rows if part == items - 1 else (part + 1) * step
+        for begin in range(part * step, end, ROWS):
+            row = min(begin, w.rows - ROWS)
+            place = out + (unit * w.rows + row) * 4
+            _dots_of_rows(w, unit, row, levels, x, x_row, tokens, place, out_row)
+        item = next_item(p)
+    buffer[0] = 0  # keeps the buffer alive to here
+
+
+# --------------------------------------------------------------------------- more tokens
+
+
+@compiled
+def _multiply_rows(w, unit, row, count, x, lanes, sums, levels, weights):
+    """sums [count, lanes] for rows [row, row + count) of the outputs' unit; x [K, lanes]."""
+    clear(sums, count * lanes)
+    line = min(PIECE_TILES, w.tiles) * TILE * 4
+    for piece in range(unit, unit + w.in_units):
+        _read_levels(w, piece, row, count, levels)
+        codes = w.codes + piece * w.codes_unit + row * w.codes_row
+        for tile in range(0, w.tiles, PIECE_TILES):
+            tiles = min(PIECE_TILES, w.tiles - tile)
+            for r in range(count):
+                decode(
+                    w, codes + r * w.codes_row, levels + r * levels_row(w), tile, tiles, weights + r * line
+                )
+            multiply_rows(count, tiles * TILE, weights, line, x, lanes, sums)
+            x += tiles * TILE * lanes * 4
+
+
+def _multiply_many(kind):
+    """Words: as of _multiply_few, rows of an item left out. Items: blocks of tokens, in them ITEM_OUTPUTS
+    outputs each."""
+    p = address_of(kind)
+    w = read_weight(p + 16)
+    q = p + 16 + BYTES
+    x, x_row, out, out_row = read_i64(q), read_i64(q + 8), read_i64(q + 16), read_i64(q + 24)
+    tokens = read_i64(q + 32)
+    item = next_item(p)
+    if item < 0:
+        return
+    inputs = w.in_units * w.tiles * TILE
+    widest = min(BLOCK_TOKENS, (tokens + LANES - 1) // LANES * LANES)
+    of_a_row = min(PIECE_TILES, w.tiles) * TILE + levels_row(w) // 4
+    buffer, turned = aligned((inputs + ITEM_OUTPUTS) * widest + ITEM_OUTPUTS * of_a_row)
+    sums = turned + inputs * widest * 4
+    levels = sums + ITEM_OUTPUTS * widest * 4
+    weights = levels + ITEM_OUTPUTS * levels_row(w)
+    of_a_unit = (w.rows + ITEM_OUTPUTS - 1) // ITEM_OUTPUTS
+    block, present, lanes = -1, 0, 0
+    while item >= 0:
+        if item // (w.out_units * of_a_unit) != block:
+            block = item // (w.out_units * of_a_unit)
+            present = min(BLOCK_TOKENS, tokens - block * BLOCK_TOKENS)
+            lanes = (present + LANES - 1) // LANES * LANES
+            turn_in(x + block * BLOCK_TOKENS * x_row, x_row, present, inputs, turned, lanes)
+        chunk = item % (w.out_units * of_a_unit)
+        unit, row = chunk // of_a_unit, chunk % of_a_unit * ITEM_OUTPUTS
+        count = min(ITEM_OUTPUTS, w.rows - row)
+        _multiply_rows(w, unit, row, count, turned, lanes, sums, levels, weights)
+        place = out + block * BLOCK_TOKENS * out_row + (unit * w.rows + row) * 4
+        turn_back(sums, lanes, count, present, place, out_row)
+        item = next_item(p)
+    buffer[0] = 0  # keeps the buffer alive to here
+
+
+# --------------------------------------------------------------------------- the call
+
+FEW_TOKENS = Kernel(_multiply_few, LAYOUT + "q" * 6)
+MANY_TOKENS = Kernel(_multiply_many, LAYOUT + "q" * 5)
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if weight.unit_outputs < ROWS or not x.shape[0]:
+        return reference.quantized_linear(x, weight, bias)
+    x32 = x.float() if weight.input_scale is None else x.float() * weight.input_scale
+    x32 = x32 if x32.stride(1) == 1 else x32.contiguous()
+    tokens, w = x.shape[0], words_of(weight)
+    out = torch.empty(tokens, weight.num_outputs)
+    words = (*w, x32.data_ptr(), x32.stride(0) * 4, out.data_ptr(), out.stride(0) * 4, tokens)
+    if tokens <= FEW or weight.unit_outputs % LANES:
+        step = max(ROWS, ITEM_WEIGHTS // (weight.num_inputs * -(-tokens // 4)) // ROWS * ROWS)
+        FEW_TOKENS(torch.float32, w.out_units * ((w.rows - ROWS) // step + 1), *words, step)
+    else:
+        blocks = -(-tokens // BLOCK_TOKENS)
+        MANY_TOKENS(torch.float32, blocks * w.out_units * -(-w.rows // ITEM_OUTPUTS), *words)
+    out = out if bias is None else out.add_(bias)
+    return out.to(x.dtype)

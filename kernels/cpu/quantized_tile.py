@@ -1,0 +1,164 @@
+"""The micro-kernels of quantised products, written out by a small code generator: dot products of codes that
+never leave the registers, and rows of codes decoded for `kernels.cpu.tile`."""
+
+# mypy: allow-untyped-decorators
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.cpu.codes import Levels, plus, times
+from kernels.cpu.quantized_call import Weight
+from kernels.cpu.simd import F32, I8, I32, I64, LANES, call, constant, fused_multiply_add, load, store, wide
+from kernels.packing import BITS, TILE
+
+QUARTERS = TILE // LANES  # vectors to a tile
+
+
+class Coding(NamedTuple):
+    """What the code of a loop depends on."""
+
+    bits: int
+    is_halved: int
+
+
+def _field(builder: Any, w: Any, name: str) -> Any:
+    return builder.extract_value(w, Weight._fields.index(name))
+
+
+def _for_the_coding(builder: Any, w: Any, emit: Callable[[Coding], None]) -> None:
+    """Code for every coding, of which the weight's runs."""
+    for coding in itertools.starmap(Coding, itertools.product(BITS, (0, 1))):
+        same = [
+            builder.icmp_signed("==", _field(builder, w, name), ir.Constant(I64, value))
+            for name, value in coding._asdict().items()
+        ]
+        with builder.if_then(builder.and_(*same)):
+            emit(coding)
+
+
+def _levels_row(builder: Any, w: Any) -> tuple[Any, Any]:
+    """Bytes of a row of levels, and of its scales alone; as `quantized_call.levels_row`."""
+    vectors = builder.lshr(plus(builder, _field(builder, w, "groups"), LANES - 1), ir.Constant(I64, 4))
+    return times(builder, vectors, 2 * LANES * 4), times(builder, vectors, LANES * 4)
+
+
+def _halves(builder: Any, coding: Coding, w: Any, tile: Any, levels: Any) -> list[Levels]:
+    """Levels of both halves of a tile of the row whose levels are at this byte address."""
+    _, width = _levels_row(builder, w)
+    halves = []
+    for half in range(1 + coding.is_halved):
+        index = plus(builder, times(builder, tile, 2), half)
+        # In 32 bits: a division of 64 takes three times as long.
+        divisor = builder.trunc(_field(builder, w, "group_halves"), I32)
+        group = builder.zext(builder.udiv(builder.trunc(index, I32), divisor), I64)
+        place = builder.add(levels, times(builder, group, 4))
+        halves.append(Levels(builder, coding.bits, place, builder.add(place, width)))
+    return halves if coding.is_halved else halves * 2
+
+
+@intrinsic
+def dots(
+    typingctx: Any,
+    num_rows: Any,
+    num_tokens: Any,
+    w: Any,
+    codes: Any,
+    levels: Any,
+    x: Any,
+    x_row: Any,
+    out: Any,
+    out_row: Any,
+    is_added: Any,
+) -> Any:
+    """out[t, r] (+)= w[r] . x[t] over the inputs of a unit, for num_rows rows and num_tokens tokens.
+
+    The first two are literals: the sums stay in num_rows * num_tokens registers. Byte addresses and strides:
+    codes and levels (as `make_levels` writes them) of the first row; x[t] and out[t] float32, contiguous.
+    """
+    if not isinstance(num_rows, types.IntegerLiteral):
+        return None  # numba asks a second time with the literals forgotten
+    rows, tokens = num_rows.literal_value, num_tokens.literal_value
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        w, codes, levels, x, x_row, out, out_row, is_added = args[2:]
+        sums = [cgutils.alloca_once(builder, wide(F32)) for _ in range(rows * tokens)]
+        for register in sums:
+            builder.store(constant(F32, 0.0), register)
+        row_bytes, (levels_bytes, _) = _field(builder, w, "codes_row"), _levels_row(builder, w)
+
+        def add_products(coding: Coding) -> None:
+            with cgutils.for_range(builder, _field(builder, w, "tiles")) as loop:
+                tile = builder.add(codes, times(builder, loop.index, 8 * coding.bits))
+                tiles = [builder.add(tile, times(builder, row_bytes, r)) for r in range(rows)]
+                places = [builder.add(levels, times(builder, levels_bytes, r)) for r in range(rows)]
+                halves = [_halves(builder, coding, w, loop.index, place) for place in places]
+                for place in tiles:  # rows are too short for the hardware to see where they go on
+                    _prefetch(builder, builder.add(place, times(builder, row_bytes, rows)))
+                column = builder.add(x, times(builder, loop.index, TILE * 4))
+                columns = [builder.add(column, times(builder, x_row, t)) for t in range(tokens)]
+                for quarter, r in itertools.product(range(QUARTERS), range(rows)):
+                    weights = halves[r][quarter // 2].weights(builder, tiles[r], quarter)
+                    for t in range(tokens):
+                        values = load(builder, types.float32, plus(builder, columns[t], quarter * LANES * 4))
+                        register = sums[r * tokens + t]
+                        total = fused_multiply_add(builder, weights, values, builder.load(register))
+                        builder.store(total, register)
+
+        _for_the_coding(builder, w, add_products)
+        adds = builder.icmp_signed("!=", is_added, ir.Constant(I64, 0))
+        for r, t in itertools.product(range(rows), range(tokens)):
+            place = builder.add(plus(builder, out, 4 * r), times(builder, out_row, t))
+            _write_sum(builder, builder.load(sums[r * tokens + t]), place, adds)
+        return context.get_dummy_value()
+
+    return types.void(num_rows, num_tokens, w, *(types.int64,) * 7), emit
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    read, keep, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, I8), read, keep, data)
+
+
+def _pointer(builder: Any, address: Any, element: Any) -> Any:
+    return builder.inttoptr(address, element.as_pointer())
+
+
+def _write_sum(builder: Any, lanes: Any, address: Any, adds: Any) -> None:
+    place = _pointer(builder, address, F32)
+    start = builder.select(adds, builder.load(place), ir.Constant(F32, 0.0))
+    total = call(builder, "llvm.vector.reduce.fadd.v16f32", F32, start, lanes, fastmath=("reassoc",))
+    builder.store(total, place)
+
+
+@intrinsic
+def decode(
+    typingctx: Any, w: Any, codes: Any, levels: Any, first_tile: Any, num_tiles: Any, target: Any
+) -> Any:
+    """Weights of num_tiles tiles of one row, as float32 at byte address target; codes and levels are the
+    row's, from its first tile on."""
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        w, codes, levels, first_tile, num_tiles, target = args
+
+        def write(coding: Coding) -> None:
+            with cgutils.for_range(builder, num_tiles) as loop:
+                index = builder.add(first_tile, loop.index)
+                halves = _halves(builder, coding, w, index, levels)
+                tile = builder.add(codes, times(builder, index, 8 * coding.bits))
+                place = builder.add(target, times(builder, loop.index, TILE * 4))
+                for quarter in range(QUARTERS):
+                    weights = halves[quarter // 2].weights(builder, tile, quarter)
+                    store(builder, types.float32, plus(builder, place, quarter * LANES * 4), weights)
+
+        _for_the_coding(builder, w, write)
+        return context.get_dummy_value()
+
+    return types.void(w, *(types.int64,) * 5), emit

@@ -1,0 +1,111 @@
+"""Products with quantised weights against their oracle: every number of bits, group, split, dtype and a few
+numbers of units and tokens. Plain functions, as in `tests.kernel_checks`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import get_args
+
+import torch
+
+import kernels
+from kernels.packing import BITS
+from kernels.quantized import QuantizedWeight, Split
+from tests.quantized_weights import quantized
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GROUPS = (32, 64, 96, 192)  # half a tile, a tile, no whole tiles, all inputs of a unit
+INPUTS = 192
+OUTPUTS = (48, 50, 3)  # of a unit; whole vectors on the CPU, and what is none
+TOKENS = (0, 1, 3, 6, 15, 16, 70)
+
+AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def quantized_checks(
+    face: str, device: str, assert_close: AssertClose
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(what should hold, a call that raises AssertionError when it does not)."""
+    is_interpreted = face == "cuda" and device == "cpu"  # thousands of times slower: the corners only
+    for bits, group, split in itertools.product(BITS, GROUPS, get_args(Split)):
+        for dtype in DTYPES:
+            if is_interpreted and (dtype == torch.float16 or group == 192):
+                continue
+            tokens = (1, 17) if is_interpreted else TOKENS
+            check = partial(check_quantized, face, device, assert_close, bits, group, split, dtype, tokens)
+            yield f"product with {bits} bits in groups of {group}, split by {split}, {dtype}", check
+    yield "product with bits: many tokens", partial(check_many_tokens, face, device, assert_close)
+
+
+def check_quantized(
+    face: str,
+    device: str,
+    assert_close: AssertClose,
+    bits: int,
+    group: int,
+    split: Split,
+    dtype: torch.dtype,
+    tokens: tuple[int, ...],
+) -> None:
+    for units, outputs in ((1, OUTPUTS[0]), (3, OUTPUTS[1]), (2, OUTPUTS[2])):
+        weight, _ = quantized(
+            units=units,
+            unit_outputs=outputs,
+            unit_inputs=INPUTS,
+            bits=bits,
+            group=group,
+            split=split,
+            is_scaled=units != 1,
+        )
+        for count in tokens:
+            check_product(face, device, assert_close, weight, dtype, count)
+
+
+def check_product(
+    face: str,
+    device: str,
+    assert_close: AssertClose,
+    weight: QuantizedWeight,
+    dtype: torch.dtype,
+    tokens: int,
+    size: float = 0.5,
+) -> None:
+    """size: of most results; the tolerance is that of 1."""
+    random = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, weight.num_inputs + 8, generator=random)[:, 8:]  # rows lie apart
+    x = (x * size / weight.num_inputs**0.5).to(dtype)
+    bias = torch.randn(weight.num_outputs, generator=random).to(dtype)
+    scaled = x.double() if weight.input_scale is None else x.double() * weight.input_scale.double()
+    expected = scaled @ kernels.dequantize(weight).double().t()
+    there = _moved(weight, device)
+    with kernels.use_face(face):
+        result = kernels.quantized_linear(x.to(device), there)
+        with_bias = kernels.quantized_linear(x.to(device), there, bias.to(device))
+    assert result.dtype == with_bias.dtype == dtype
+    assert result.shape == with_bias.shape == expected.shape
+    if tokens:
+        assert_close(result, expected)
+        assert_close(with_bias, expected + bias.double())
+
+
+def check_many_tokens(face: str, device: str, assert_close: AssertClose) -> None:
+    """A prefill: several blocks of tokens, several pieces of the inputs."""
+    for bits, split in itertools.product(BITS, get_args(Split)):
+        weight, _ = quantized(
+            units=2, unit_outputs=112, unit_inputs=1088, bits=bits, group=64, split=split, is_scaled=True
+        )
+        tokens = 33 if face == "cuda" and device == "cpu" else 300
+        # A sum of 2000 products in float32 is off by 50 roundings or so, not by two.
+        check_product(face, device, assert_close, weight, torch.float32, tokens, size=0.1)
+
+
+def _moved(weight: QuantizedWeight, device: str) -> QuantizedWeight:
+    """To the device with its strides."""
+    codes, scales, zeros = (
+        torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=device).copy_(part)
+        for part in (weight.codes, weight.scales, weight.zeros)
+    )
+    input_scale = None if weight.input_scale is None else weight.input_scale.to(device)
+    return QuantizedWeight(codes, scales, zeros, weight.bits, weight.group, weight.split, input_scale)
