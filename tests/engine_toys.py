@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bus.messages import Delta, SamplingParams
+from bus.messages import Delta, LayerShape, SamplingParams
 from kernels.plan import AttentionPlan
 from worker.core import Limits, Request
 from worker.engine.engine import Engine
@@ -68,6 +68,9 @@ class ToyModel:
         self.fail_on: int | None = None
         self.num_tokens: list[int] = []
 
+    def shape(self) -> list[LayerShape]:
+        return [LayerShape()] * 2
+
     def forward(
         self, token_ids: torch.Tensor, plan: AttentionPlan, kv: ToyCache, logit_rows: torch.Tensor
     ) -> torch.Tensor:
@@ -93,7 +96,7 @@ def toy_instance(
     limits = Limits(num_seqs, tokens, model_len, block_tokens)
     cache = ToyCache(num_blocks, block_tokens)
     device = torch.device("cpu")
-    return Instance("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, num_layers=2, device=device)
+    return Instance("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device)
 
 
 def toy_engine(**changes: Any) -> tuple[Engine, Instance]:

@@ -183,7 +183,7 @@ def test_the_canary_finds_weights_that_are_not_numbers(saved: Saved) -> None:
     case = Case(saved.folder)
     run_canary(case.instance)
     assert case.instance.stats.generation_tokens == 0
-    case.model._transformer.layers[1].attention.o.fill_(float("nan"))
+    case.model.weights[1].attention.tensors["o"].fill_(float("nan"))
     with pytest.raises(ModelError, match="weights are damaged"):
         run_canary(case.instance)
     case.close()

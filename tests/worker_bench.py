@@ -15,6 +15,7 @@ from bus.messages import Delta, InstanceCard, PageCounts, SamplingParams, StepOu
 from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.engine_toys import VOCAB, ToyModel, toy_engine
 from worker.engine.instance import Instance
+from worker.morph.executor import MorphExecutor
 from worker.service.loaded import Loaded
 from worker.service.worker import serve
 
@@ -61,7 +62,7 @@ class Bench:
             pages=lambda: PageCounts(budget=4, weights=1, kv=2, free=1),
             device="cpu",
             page_bytes=65536,
-            fingerprint="tp1-full",
+            morphs=MorphExecutor("w0", {}),
         )
 
     async def start(self, **changes: Any) -> None:

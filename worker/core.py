@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
-from bus.messages import SamplingParams, TokenLogprobs
+from bus.messages import Precision, SamplingParams, TokenLogprobs
 
 
 class BlockPool(Protocol):
@@ -32,6 +32,7 @@ class Request:
     sampling: SamplingParams
     sent_token_ids: list[int] = field(default_factory=list)
     attempt: int = 1
+    min_precision: Precision | Literal[""] = ""  # no layer may be below it while this runs; "": any will do
     gateway: str = ""  # opaque to the engine: comes back with the results
 
 

@@ -54,6 +54,10 @@ class Batch:
             self._free_rows.append(seq.row)
             seq.row = -1
 
+    def reread_blocks(self, seq: Sequence) -> None:
+        """Its blocks were moved: the next step's table takes all of them anew."""
+        self._num_blocks[seq.row] = 0
+
     def append(self, rows: Ints, lengths: Ints, token_ids: Ints) -> None:
         """Token `token_ids[i]` comes after the first `lengths[i]` tokens of `rows[i]`."""
         self._tokens[rows, lengths] = token_ids

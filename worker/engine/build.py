@@ -123,7 +123,6 @@ def make_instance(instance_id: str, model: Model, cache: KVCache, limits: Limits
         cache,
         limits,
         vocab_size=config.vocab_size,
-        num_layers=config.num_layers,
         device=cache.pool.backend.device,
     )
 

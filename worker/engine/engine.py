@@ -28,6 +28,8 @@ class StepResult:
     step: int
     born_ns: int
     outputs: list[Output]
+    fingerprint: str  # of the shape that it ran in, as the next
+    layers_below_full: int
 
 
 class Engine:
@@ -74,7 +76,16 @@ class Engine:
         results = []
         for instance in self.instances.values():
             if instance.has_work and (outputs := self._step(instance)):
-                results.append(StepResult(instance.id, instance.num_steps, time.time_ns(), outputs))
+                results.append(
+                    StepResult(
+                        instance=instance.id,
+                        step=instance.num_steps,
+                        born_ns=time.time_ns(),
+                        outputs=outputs,
+                        fingerprint=instance.fingerprint,
+                        layers_below_full=instance.layers_below_full,
+                    )
+                )
         return results
 
     def _step(self, instance: Instance) -> list[Output]:

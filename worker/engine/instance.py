@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from bus.messages import Delta, FinishReason, TokenLogprobs
+from bus.messages import Delta, FinishReason, LayerShape, Precision, TokenLogprobs
 from kernels.plan import AttentionPlan
 from worker.core import BlockPool, Chunk, Limits, Request, Sequence, StepPlan
 from worker.engine.admission import refusal, why_finished
@@ -18,6 +18,7 @@ from worker.engine.batch import Batch, StepInputs
 from worker.engine.logprobs import token_logprobs
 from worker.engine.sampler import Sampled, Sampler
 from worker.engine.scheduler import Scheduler
+from worker.engine.shape import below_floor, fingerprint, is_below, layers_below_full
 from worker.engine.stats import Stats
 
 # A silence longer than this is broken: a gateway that hears nothing for long takes a request for lost.
@@ -38,6 +39,9 @@ class RunnableModel(Protocol):
         self, token_ids: torch.Tensor, plan: AttentionPlan, kv: Any, logit_rows: torch.Tensor
     ) -> torch.Tensor: ...
 
+    def shape(self) -> list[LayerShape]:
+        """The precision of each layer's halves, now."""
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -56,12 +60,11 @@ class Instance:
         limits: Limits,
         *,
         vocab_size: int,
-        num_layers: int,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id, self.model, self.kv, self.limits = instance_id, model, kv, limits
-        self.vocab_size, self.num_layers = vocab_size, num_layers
+        self.vocab_size = vocab_size
         self.scheduler = Scheduler(limits, kv.allocator)
         self.batch = Batch(limits, device)
         self.sampler = Sampler(limits.max_num_seqs, vocab_size, device)
@@ -71,6 +74,7 @@ class Instance:
         self._sequences: dict[str, Sequence] = {}
         self._looked_at = 0.0  # for those who are silent
         self._unsent: list[Output] = []  # ends that needed no step
+        self.reshaped()
 
     @property
     def has_work(self) -> bool:
@@ -82,7 +86,7 @@ class Instance:
         if request.id in self._sequences:
             raise ValueError(f"request {request.id} is already running")
         seq = Sequence(request, self._clock() if arrived is None else arrived)
-        if reason := refusal(request, self.limits, self.vocab_size):
+        if reason := refusal(request, self.limits, self.vocab_size) or self._below_floor(request):
             self._unsent.append(self._end(seq, "error", error=reason))
         elif request.sent_token_ids and (finished := why_finished(seq, self.limits)):
             self._unsent.append(self._end(seq, finished))
@@ -91,6 +95,21 @@ class Instance:
                 seq.prompt_logprobs.append(None)
             self._sequences[request.id] = seq
             self.scheduler.add(seq)
+
+    def reshaped(self) -> None:
+        """A layer changed its precision: from the next step on this is the shape that serves."""
+        self.shape = self.model.shape()
+        self.fingerprint, self.layers_below_full = fingerprint(self.shape), layers_below_full(self.shape)
+
+    def num_held_above(self, precision: Precision) -> int:
+        """How many requests are here that must not run in `precision`."""
+        floors = (seq.request.min_precision for seq in self._sequences.values())
+        return sum(floor != "" and is_below(precision, floor) for floor in floors)
+
+    def renumber_blocks(self, moved: Mapping[int, int]) -> None:
+        """The KV cache moved blocks (old id -> new id), between two steps."""
+        for seq in self.scheduler.renumber(moved):
+            self.batch.reread_blocks(seq)
 
     def oldest_wait_seconds(self) -> float:
         """How long the head of the queue has been here; 0.0 without a queue."""
@@ -137,6 +156,9 @@ class Instance:
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
         assert len(self._sequences) == len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    def _below_floor(self, request: Request) -> str | None:
+        return below_floor(self.shape, request.min_precision) if request.min_precision else None
 
     # ----------------------------------------------------------------------------- the step's parts
 

@@ -16,6 +16,7 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from worker.core import BlockPool, Limits, Sequence, StepPlan
 
@@ -56,6 +57,13 @@ class Scheduler:
         block_tokens = self.limits.block_tokens
         for chunk in plan.chunks:
             chunk.seq.advance(chunk.num_tokens, block_tokens)
+
+    def renumber(self, moved: Mapping[int, int]) -> list[Sequence]:
+        """KV blocks were moved (old id -> new id). Returns the sequences that held one of them."""
+        holders = [seq for seq in self.running if not moved.keys().isdisjoint(seq.block_ids)]
+        for seq in holders:
+            seq.block_ids = [moved.get(block, block) for block in seq.block_ids]
+        return holders
 
     # ----------------------------------------------------------------------------- the four passes
 

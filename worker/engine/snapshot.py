@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.messages import InstanceTelemetry, LayerShape
+from bus.messages import InstanceTelemetry
 from worker.engine.instance import Instance
 
 
@@ -17,7 +17,7 @@ def instance_telemetry(instance: Instance) -> InstanceTelemetry:
         waiting_tokens=sum(len(seq.token_ids) for seq in scheduler.waiting),
         kv_blocks=blocks.capacity,
         kv_used=blocks.capacity - blocks.num_free,
-        layers=[LayerShape()] * instance.num_layers,
+        layers=instance.shape,
         prompt_tokens=stats.prompt_tokens,
         generation_tokens=stats.generation_tokens,
         preemptions=scheduler.num_preemptions,

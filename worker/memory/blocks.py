@@ -54,6 +54,23 @@ class BlockAllocator:
         """Blocks in use at or above `capacity`: what must move before shrinking to it."""
         return [block for block in range(capacity, self.capacity) if self._in_use[block]]
 
+    def moves_below(self, capacity: int) -> list[tuple[int, int]]:
+        """(from, to) for every block in use at or above `capacity`: the lowest free ones below it are the
+        targets. Changes nothing. Raises OutOfBlocks if they do not all find one."""
+        live = self.live_from(capacity)
+        targets = heapq.nsmallest(len(live), (block for block in self._free if block < capacity))
+        if len(targets) < len(live):
+            raise OutOfBlocks(len(live), len(targets), capacity)
+        return list(zip(live, targets, strict=True))
+
+    def relocate(self, moves: Sequence[tuple[int, int]]) -> None:
+        """What was in each first block of `moves_below` is in the second one now; the first is free."""
+        taken = {target for _, target in moves}
+        self._free = [block for block in self._free if block not in taken] + [source for source, _ in moves]
+        heapq.heapify(self._free)
+        for source, target in moves:
+            self._in_use[source], self._in_use[target] = False, True
+
     def extend(self, capacity: int) -> None:
         """Grow to `capacity`; the new ids are free. Raises ValueError if it is less than now."""
         if capacity < self.capacity:

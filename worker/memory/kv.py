@@ -48,6 +48,10 @@ class KVCache:
             raise
 
     @property
+    def num_layers(self) -> int:
+        return len(self._ranges)
+
+    @property
     def pages_per_layer(self) -> int:
         return self._ranges[0].num_mapped
 

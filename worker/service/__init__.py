@@ -14,6 +14,7 @@
 `intake`              readers of the instances' streams and of the control stream
 `gateways`            cancels what dead gateways asked for
 `telemetry`           reports numbers
+`morph_reports`       says what became of morphs
 `loading`             page pool, models, KV caches, the first forward pass
 `load_task`           the same in a thread, with progress on the card
 `worker`              puts them together; drain and exit

@@ -10,9 +10,9 @@ from worker.service.outbox import Outbox, Parcel
 
 
 class Dispatch:
-    def __init__(self, names: Names, worker: str, ledger: Ledger, outbox: Outbox, fingerprint: str) -> None:
+    def __init__(self, names: Names, worker: str, ledger: Ledger, outbox: Outbox) -> None:
         self._names, self._worker = names, worker
-        self._ledger, self._outbox, self._fingerprint = ledger, outbox, fingerprint
+        self._ledger, self._outbox = ledger, outbox
 
     def take(self, epoch: int, result: StepResult) -> None:
         """Deltas of attempts that were cancelled or replaced meanwhile are dropped here."""
@@ -40,7 +40,8 @@ class Dispatch:
             instance=result.instance,
             step=result.step,
             born_ns=result.born_ns,
-            fingerprint=self._fingerprint,
+            fingerprint=result.fingerprint,
             deltas=[],
+            layers_below_full=result.layers_below_full,
         )
         return Parcel(output, self._names.tokens(gateway))

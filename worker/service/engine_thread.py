@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from bus.messages import InstanceTelemetry, PageCounts
+from bus.messages import InstanceTelemetry, Morph, MorphReport, PageCounts
 from worker.core import Request
 from worker.engine.engine import Engine, StepResult
 from worker.engine.snapshot import instance_telemetry
+from worker.morph.executor import MorphExecutor
 
 log = logging.getLogger(__name__)
 
 # Called in the engine's thread; an implementation hands over to its own.
 OnResults = Callable[[int, list[StepResult]], None]
 OnSnapshot = Callable[["Snapshot"], None]
+OnReports = Callable[[list[MorphReport]], None]
 OnDeath = Callable[[BaseException], None]
 
 
@@ -32,22 +34,26 @@ class Snapshot:
 
 
 class EngineThread:
-    """`submit`, `cancel`, `fence`, `pause`, `resume` and `stop` return at once; they take effect, in order,
-    at the next step boundary."""
+    """`submit`, `cancel`, `morph`, `fence`, `pause`, `resume` and `stop` return at once; they take effect, in
+    order, at the next step boundary."""
 
     def __init__(
         self,
         engine: Engine,
         pages: Callable[[], PageCounts],
+        morphs: MorphExecutor,
         *,
         snapshot_s: float,
         on_results: OnResults,
         on_snapshot: OnSnapshot,
+        on_reports: OnReports,
         on_death: OnDeath,
     ) -> None:
         self._engine, self._pages, self._snapshot_s = engine, pages, snapshot_s
         self._on_results, self._on_snapshot, self._on_death = on_results, on_snapshot, on_death
+        self._morphs, self._on_reports = morphs, on_reports
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        morphs.wake = lambda: self._inbox.put(lambda: None)
         self._epoch = 0
         self._is_paused = self._is_stopping = False
         self._num_steps = 0
@@ -68,6 +74,13 @@ class EngineThread:
     def cancel(self, request_ids: Iterable[str]) -> None:
         ids = list(request_ids)
         self._inbox.put(lambda: self._cancel(ids))
+
+    def morph(self, command: Morph) -> None:
+        """Begin it; its reports tell the rest."""
+        self._inbox.put(lambda: self._morphs.begin(command))
+
+    def cancel_morph(self, morph_id: str) -> None:
+        self._inbox.put(lambda: self._morphs.cancel(morph_id))
 
     def fence(self, epoch: int) -> None:
         """Drop everything; results from here on belong to `epoch`."""
@@ -100,8 +113,10 @@ class EngineThread:
             self._engine.bind_thread()
             while not self._is_stopping:
                 self._receive()
+                self._carry_on_morphs()
                 if self._may_step and not self._is_stopping:
                     self._step()
+            self._morphs.close()
         except BaseException as error:  # noqa: BLE001 whatever it was, the process must not sit there dead
             self._on_death(error)
 
@@ -111,12 +126,18 @@ class EngineThread:
 
     def _receive(self) -> None:
         """Carry out what has come; with nothing to do, sleep until something does."""
+        patience_s = 0.0 if self._may_step else self._morphs.patience_s
         try:
-            self._inbox.get(block=not self._may_step)()
+            self._inbox.get(block=patience_s != 0, timeout=patience_s)()
             while True:
                 self._inbox.get_nowait()()
         except Empty:
             return
+
+    def _carry_on_morphs(self) -> None:
+        if reports := self._morphs.advance(is_busy=self._may_step):
+            self._on_reports(reports)
+            self._report(time.monotonic())
 
     def _step(self) -> None:
         self._step_began = began = time.monotonic()
@@ -149,5 +170,6 @@ class EngineThread:
     def _fence(self, epoch: int) -> None:
         self._engine.reset()
         self._engine.check_integrity()
+        self._morphs.fence(epoch)
         self._epoch = epoch
         self._report(time.monotonic())

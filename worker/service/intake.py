@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from bus.client import Bus, BusFull, BusUnavailable, GroupReader, StreamReader
-from bus.messages import Cancel, Drain, Submit
+from bus.messages import Cancel, CancelMorph, Command, Drain, Resize, Submit, Swap
 from bus.names import consumer
 from worker.core import Request
 from worker.service.engine_thread import EngineThread
@@ -91,19 +91,27 @@ class Intake:
     # ----------------------------------------------------------------------------- commands
 
     async def read_commands(self, on_drain: Callable[[], None]) -> None:
-        """Cancel and Drain, if they are meant for the epoch of now."""
+        """Those that are meant for the epoch of now; a morph for another one is answered, too: `stale`."""
         stream = self._bus.names.control(self._worker)
-        async with self._bus.reader(stream, Cancel, Drain) as reader:
+        async with self._bus.reader(stream, Cancel, CancelMorph, Drain, Resize, Swap) as reader:
             await self._open(reader)
             self.is_listening.set()
             async for batch in reader:
                 for _, command in batch:
-                    if command.epoch != self._epoch():
-                        log.info("%s %s is for another epoch", type(command).__name__, command.id)
-                    elif isinstance(command, Cancel):
-                        self._cancel(command)
-                    else:
-                        on_drain()
+                    self._obey(command, on_drain)
+
+    def _obey(self, command: Command, on_drain: Callable[[], None]) -> None:
+        match command:
+            case Swap() | Resize():
+                self._thread.morph(command)
+            case _ if command.epoch != self._epoch():
+                log.info("%s %s is for another epoch", type(command).__name__, command.id)
+            case Cancel():
+                self._cancel(command)
+            case CancelMorph():
+                self._thread.cancel_morph(command.morph_id)
+            case Drain():
+                on_drain()
 
     def _cancel(self, command: Cancel) -> None:
         """Unknown ids are remembered."""
@@ -129,5 +137,6 @@ def _request(submit: Submit) -> Request:
         sampling=submit.sampling,
         sent_token_ids=submit.sent_token_ids,
         attempt=submit.attempt,
+        min_precision=submit.min_precision,
         gateway=submit.gateway,
     )

@@ -11,6 +11,7 @@ from bus.settings import WorkerSettings
 
 if TYPE_CHECKING:  # the engine brings torch; who only wants to catch CannotServe need not wait for it
     from worker.engine.engine import Engine
+    from worker.morph.executor import MorphExecutor
 
 
 class CannotServe(Exception):
@@ -24,7 +25,7 @@ class Loaded:
     pages: Callable[[], PageCounts]
     device: str
     page_bytes: int
-    fingerprint: str
+    morphs: MorphExecutor
 
 
 Progress = Callable[[str], None]  # called in the loading thread, as often as the loader likes

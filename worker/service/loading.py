@@ -18,10 +18,15 @@ from worker.engine.build import (
     make_instance,
     make_pool,
     run_canary,
+    useful_pages,
 )
 from worker.engine.engine import Engine
 from worker.memory import MappingFailed, OutOfPages, PagePool
 from worker.model import Model, ModelError, load_model
+from worker.morph.executor import MorphExecutor
+from worker.morph.resizer import KVResizer
+from worker.morph.target import Target
+from worker.morph.verbs import NoVariants
 from worker.service.loaded import CannotServe, Loaded, Progress
 
 log = logging.getLogger("worker")
@@ -55,15 +60,18 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         parts[name] = (make_cache(pool, model, limits, name), model, limits)
     fill_caches(pool, list(parts.values()))
     engine = Engine(device)
-    cards = []
+    cards, targets = [], {}
     for name, (cache, model, limits) in parts.items():
         progress(f"{name}: compiling kernels and running the first request")
         instance = make_instance(f"{name}@{worker}", model, cache, limits)
         run_canary(instance)
         engine.add_instance(instance)
-        cards.append(_card(instance.id, name, folders[name], model, limits.max_model_len, settings, worker))
+        useful = useful_pages(cache, model, limits)
+        resizer = KVResizer(instance, cache, reserve_pages=0, useful_pages=useful)
+        targets[instance.id] = target = Target(instance, NoVariants(), resizer)
+        cards.append(_card(target, name, folders[name], model, settings, worker))
         log.info("%s: %d KV blocks of %d tokens", name, cache.num_blocks, limits.block_tokens)
-    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, "tp1-full")
+    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, MorphExecutor(worker, targets))
 
 
 def model_folders(models: list[str]) -> dict[str, Path]:
@@ -114,22 +122,20 @@ def _load_model(name: str, path: Path, pool: PagePool, settings: WorkerSettings,
 
 
 def _card(
-    instance_id: str,
-    name: str,
-    path: Path,
-    model: Model,
-    max_model_len: int,
-    settings: WorkerSettings,
-    worker: str,
+    target: Target, name: str, path: Path, model: Model, settings: WorkerSettings, worker: str
 ) -> InstanceCard:
     return InstanceCard(
-        id=instance_id,
+        id=target.instance.id,
         model=name,
         model_path=str(path),
-        max_model_len=max_model_len,
+        max_model_len=target.instance.limits.max_model_len,
         vocab_size=model.config.vocab_size,
         num_layers=model.config.num_layers,
         dtype=str(model.dtype).removeprefix("torch."),
         block_tokens=settings.block_tokens,
         workers=[worker],
+        variants=list(target.variants.precisions),
+        order=target.order,
+        order_name="front-to-back",
+        min_blocks=target.resizer.min_blocks,
     )

@@ -8,7 +8,7 @@ import os
 import socket
 
 from bus.client import Bus, BusUnavailable
-from bus.messages import WorkerCard
+from bus.messages import MorphReport, WorkerCard
 from bus.service import run_until
 from bus.settings import Settings
 from worker.engine.engine import StepResult
@@ -20,6 +20,7 @@ from worker.service.ledger import Ledger
 from worker.service.load_task import LoadTask
 from worker.service.loaded import Loaded, Loader
 from worker.service.membership import Membership
+from worker.service.morph_reports import MorphReports
 from worker.service.outbox import Outbox
 from worker.service.tasks import end
 from worker.service.telemetry import Reporter
@@ -81,9 +82,11 @@ class Serving:
         self._thread = EngineThread(
             loaded.engine,
             loaded.pages,
+            loaded.morphs,
             snapshot_s=self._settings.telemetry_s,
             on_results=self._results_in_thread,
             on_snapshot=self._snapshot_in_thread,
+            on_reports=self._reports_in_thread,
             on_death=self._death_in_thread,
         )
         self._outbox = Outbox(bus, self._thread, membership.may_publish)
@@ -91,7 +94,7 @@ class Serving:
         def epoch() -> int:
             return membership.epoch
 
-        self._dispatch = Dispatch(bus.names, worker, self._ledger, self._outbox, loaded.fingerprint)
+        self._dispatch = Dispatch(bus.names, worker, self._ledger, self._outbox)
         self._intake = Intake(bus, worker, epoch, self._ledger, self._thread, self._outbox)
         self._reporter = Reporter(
             bus,
@@ -101,6 +104,7 @@ class Serving:
             busy_interval_s=self._settings.telemetry_s,
             idle_interval_s=self._settings.idle_telemetry_s,
         )
+        self._morph_reports = MorphReports(bus)
         self._reading: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
@@ -114,6 +118,7 @@ class Serving:
             self._until_drained(stop),
             self._outbox.run(),
             self._reporter.run(),
+            self._morph_reports.run(),
             self._intake.read_commands(self._draining.set),
             watch_gateways(self._bus, self._ledger, self._intake, self._outbox),
             watch_steps(self._thread, self._settings.watchdog_s),
@@ -215,6 +220,9 @@ class Serving:
 
     def _snapshot_in_thread(self, snapshot: Snapshot) -> None:
         self._loop.call_soon_threadsafe(self._reporter.take, snapshot)
+
+    def _reports_in_thread(self, reports: list[MorphReport]) -> None:
+        self._loop.call_soon_threadsafe(self._morph_reports.put, reports)
 
     def _death_in_thread(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._die, error)

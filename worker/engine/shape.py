@@ -1,0 +1,44 @@
+"""The shape that serves: which precision each half of each layer has, in words and numbers. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from bus.messages import PARTS, PRECISION_FLOOR, PRECISIONS, LayerShape, Part, Precision
+
+
+def precision_of(layer: LayerShape, part: Part) -> Precision:
+    return layer.attention if part == "attention" else layer.ffn
+
+
+def is_below(precision: Precision, floor: Precision) -> bool:
+    """Whether it has fewer bits than the floor."""
+    return PRECISIONS.index(precision) > PRECISIONS.index(floor)
+
+
+def layers_below_full(shape: Sequence[LayerShape]) -> int:
+    """A layer counts if either half is swapped."""
+    return sum(layer != LayerShape() for layer in shape)
+
+
+def fingerprint(shape: Sequence[LayerShape], tp: int = 1) -> str:
+    """`tp1-full`, `tp1-int8x1-int4x2.5`: how many layers are in which precision; a half counts one half."""
+    halves = Counter(precision for _, _, precision in _halves(shape))
+    names = [f"{name}x{halves[name] / len(PARTS):g}" for name in PRECISIONS[1:] if halves[name]]
+    return "-".join([f"tp{tp}", *(names or ["full"])])
+
+
+def below_floor(shape: Sequence[LayerShape], floor: Precision) -> str | None:
+    """Why a request with this floor cannot run in this shape, or None."""
+    for layer, part, precision in _halves(shape):
+        if is_below(precision, floor):
+            where = f"{PRECISION_FLOOR} {part} of layer {layer} is in {precision}"
+            return f"{where}; the request takes no less than {floor}"
+    return None
+
+
+def _halves(shape: Sequence[LayerShape]) -> Iterator[tuple[int, Part, Precision]]:
+    for i, layer in enumerate(shape):
+        for part in PARTS:
+            yield i, part, precision_of(layer, part)

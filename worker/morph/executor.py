@@ -1,0 +1,259 @@
+"""Morphs of one worker: begun, carried on at step boundaries, ended with a report.
+
+One thread owns it, the engine's. It decides nothing: what cannot be done now waits as long as the command
+says, and is then deferred with the numbers. At most one morph touches a half of a layer, and one at a time
+resizes a cache: of two that would mix, the later is told of the conflict.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+
+from bus.messages import Morph, MorphKind, MorphOutcome, MorphReport, Number, Swap
+from worker.engine.engine import DEVICE_ERRORS
+from worker.memory import BrokenInvariant
+from worker.morph.copier import Copier
+from worker.morph.outcome import NotApplied
+from worker.morph.pace import Pace
+from worker.morph.plan import Half, plan_swap
+from worker.morph.resizer import ResizeRun
+from worker.morph.run import Run
+from worker.morph.swapper import Flights, SwapRun
+from worker.morph.target import Target
+
+log = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 1000  # ids of morphs, for a command that comes again
+# The books or the device are broken: no going on.
+FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
+
+
+@dataclass(slots=True)
+class _Job:
+    command: Morph
+    epoch: int
+    started_ms: int
+    began_s: float
+    touches: frozenset[Half]  # empty: a resize
+    run: Run | None = None
+    steps: Generator[bool, None, None] | None = None
+    numbers: dict[str, Number] = field(default_factory=dict)
+
+
+class MorphExecutor:
+    """`begin`, `cancel` and `fence` at once; the work is done by `advance`, at every boundary."""
+
+    def __init__(
+        self,
+        worker: str,
+        targets: Mapping[str, Target],
+        *,
+        step_share: float = 0.025,
+        copy_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """step_share: of the time of a busy engine, for work between its steps. copy_share: of the time,
+        for copying while the engine is busy; below 1 where copying takes cores or memory from the steps."""
+        self.targets = dict(targets)
+        self.wake: Callable[[], None] = lambda: None  # called in another thread: `advance` is due
+        self._worker, self._clock = worker, clock
+        self._pace = Pace(step_share)
+        self._copier = Copier(lambda: self.wake(), lambda: copy_share if self._is_busy else 1.0)
+        self._is_busy = False
+        self._flights = Flights()
+        self._epoch = 0
+        self._jobs: dict[str, _Job] = {}
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._reports: list[MorphReport] = []
+        self._is_hurried = False
+
+    @property
+    def num_running(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long an engine without work may sleep before `advance` is due; None: until it is woken."""
+        if self._reports or self._is_hurried:
+            return 0.0
+        deadlines = [job.run.deadline for job in self._jobs.values() if job.run]
+        due = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return None if due is None else max(0.0, due - self._clock())
+
+    # ----------------------------------------------------------------------------- commands
+
+    def begin(self, command: Morph) -> None:
+        """A command that comes again changes nothing and is not answered again."""
+        if command.id in self._known:
+            return
+        self._remember(command.id)
+        job = _Job(command, self._epoch, _now_ms(), self._clock(), frozenset())
+        try:
+            if command.epoch != self._epoch:
+                raise NotApplied("stale", f"it is for epoch {command.epoch}; this is {self._epoch}")
+            self._plan(job)
+        except NotApplied as end:
+            self._report(job, end.state, end.reason, end.numbers)
+            return
+        self._jobs[command.id] = job
+        self._is_hurried = True
+        self._report(job, "running", "begun")
+
+    def cancel(self, morph_id: str) -> None:
+        """The old shape goes on serving; of an id that does not run nothing is said."""
+        if job := self._jobs.get(morph_id):
+            self._abort(job, "cancelled")
+
+    def fence(self, epoch: int) -> None:
+        """Another epoch: what was begun under the old one is given up."""
+        for job in list(self._jobs.values()):
+            self._abort(job, f"epoch {job.epoch} ended: the worker had lost its lease")
+        self._epoch = epoch
+
+    def close(self) -> None:
+        """Give everything up; the copying thread is gone afterwards."""
+        for job in list(self._jobs.values()):
+            self._abort(job, "the worker leaves")
+        self._copier.close()
+
+    # ----------------------------------------------------------------------------- at a boundary
+
+    def advance(self, is_busy: bool) -> list[MorphReport]:
+        """Carry on what runs, for as long as the pace allows. `is_busy`: the engine has steps to run.
+        Returns what there is to tell."""
+        self._is_busy = is_busy
+        if self._jobs:
+            self._pace.begin(is_busy)
+            self._is_hurried = False
+            for job in list(self._jobs.values()):
+                self._carry_on(job)
+            # The first in line may have used up the time: next time another is the first.
+            if len(self._jobs) > 1:
+                first = next(iter(self._jobs))
+                self._jobs[first] = self._jobs.pop(first)
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _carry_on(self, job: _Job) -> None:
+        assert job.steps is not None
+        try:
+            while self._pace.has_time:
+                can_go_on = next(job.steps)
+                self._pace.spent()
+                if not can_go_on:
+                    return
+            self._is_hurried = True
+        except StopIteration:
+            self._end(job, "applied", "" if job.touches or _is_resize(job.command) else "it was so already")
+        except NotApplied as end:
+            self._end(job, end.state, end.reason, end.numbers)
+        except FATAL:
+            raise
+        except Exception as error:  # whatever it was, the old shape serves
+            log.warning("morph %s failed", job.command.id, exc_info=error)
+            self._end(job, "failed", f"{type(error).__name__}: {error}")
+
+    # ----------------------------------------------------------------------------- a job's beginning and end
+
+    def _plan(self, job: _Job) -> None:
+        """Raises NotApplied."""
+        command = job.command
+        target = self.targets.get(command.instance)
+        if target is None:
+            raise NotApplied(
+                "failed", f"there is no instance {command.instance}; there are {', '.join(self.targets)}"
+            )
+        if isinstance(command, Swap):
+            halves = plan_swap(
+                command,
+                target.instance.shape,
+                target.variants.precisions,
+                target.order_towards(command.precision),
+            )
+            job.touches = frozenset(halves)
+            self._refuse_conflict(job)
+            job.run = SwapRun(
+                target,
+                halves,
+                command.precision,
+                wait_s=command.wait_s,
+                copier=self._copier,
+                flights=self._flights,
+                clock=self._clock,
+            )
+        else:
+            self._refuse_conflict(job)
+            job.run = ResizeRun(target.resizer, command.blocks, wait_s=command.wait_s, clock=self._clock)
+        job.steps = job.run.steps()
+
+    def _refuse_conflict(self, job: _Job) -> None:
+        for other in self._jobs.values():
+            if other.command.instance != job.command.instance:
+                continue
+            both_resize = _is_resize(job.command) and _is_resize(other.command)
+            shared = job.touches & other.touches
+            if both_resize or shared:
+                about = "the size of its KV cache" if both_resize else f"the {min(shared, key=str)}"
+                raise NotApplied("conflict", f"morph {other.command.id} is changing {about}")
+
+    def _abort(self, job: _Job, reason: str) -> None:
+        assert job.steps is not None
+        try:
+            job.steps.close()
+        except FATAL:
+            raise
+        except Exception as error:
+            log.warning("morph %s could not be undone", job.command.id, exc_info=error)
+            reason = f"{reason}; undoing it failed: {error}"
+        self._end(job, "failed", reason)
+
+    def _end(
+        self, job: _Job, state: MorphOutcome, reason: str, numbers: Mapping[str, Number] | None = None
+    ) -> None:
+        del self._jobs[job.command.id]
+        self.targets[job.command.instance].check_integrity(with_pool=not self._is_busy)
+        self._report(job, state, reason, numbers)
+
+    def _report(
+        self, job: _Job, state: MorphOutcome, reason: str, numbers: Mapping[str, Number] | None = None
+    ) -> None:
+        command, kind = job.command, _kind(job.command)
+        numbers = (job.run.numbers() if job.run else {}) | dict(numbers or {})
+        if state != "running":
+            numbers["seconds"] = round(self._clock() - job.began_s, 6)
+            log.info("%s %s of %s: %s %s %s", kind, command.id, command.instance, state, reason, numbers)
+        self._reports.append(
+            MorphReport(
+                id=command.id,
+                kind=kind,
+                target=command.instance,
+                worker=self._worker,
+                epoch=job.epoch,
+                state=state,
+                reason=reason,
+                started_ms=job.started_ms,
+                ended_ms=None if state == "running" else _now_ms(),
+                numbers=numbers,
+            )
+        )
+
+    def _remember(self, morph_id: str) -> None:
+        self._known[morph_id] = None
+        if len(self._known) > MAX_REMEMBERED:
+            self._known.popitem(last=False)
+
+
+def _kind(command: Morph) -> MorphKind:
+    return "swap" if isinstance(command, Swap) else "resize"
+
+
+def _is_resize(command: Morph) -> bool:
+    return _kind(command) == "resize"
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,201 @@
+"""The KV cache of one instance, grown and shrunk while its sequences live in it.
+
+Shrinking moves the live blocks out of the pages that are to go, tells everybody who knows their numbers, and
+unmaps; nothing is recomputed, nothing is taken from a sequence (MorphServe §4.4).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+
+import torch
+
+from bus.messages import Number
+from kernels import copy_blocks
+from worker.engine.instance import Instance
+from worker.memory import KVCache
+from worker.morph.outcome import NotApplied
+from worker.morph.run import Clock, Patience
+
+# A shrink that nobody asked for by number leaves every running sequence room for so many tokens more:
+# without it the next steps would preempt what the step before admitted.
+HEADROOM_TOKENS = 64
+
+
+class KVResizer:
+    """Pages per layer are what a cache has of each of its layers, all alike; a block may straddle two pages.
+    Only in the thread that owns the engine, between steps."""
+
+    def __init__(self, instance: Instance, cache: KVCache, *, reserve_pages: int, useful_pages: int) -> None:
+        """reserve_pages: free pages that the pool keeps for swaps. useful_pages: more of them, of all layers
+        together, would lie idle."""
+        self.cache = cache
+        self.reserve_pages = reserve_pages
+        self.num_layers = cache.num_layers
+        self.num_blocks_moved = 0  # since the start
+        self._instance = instance
+        self._owed_pages = 0  # that swaps set free, and too few for a page of every layer
+        self._useful = useful_pages // self.num_layers
+        longest = -(-instance.limits.max_model_len // cache.block_tokens)
+        self.min_blocks = min(longest, cache.num_blocks)
+
+    @property
+    def max_blocks(self) -> int:
+        """What would fit if no other model had a page of KV."""
+        counts = self.cache.pool.counts()
+        pages = max(0, counts.free + counts.kv - self.reserve_pages)
+        return self.cache.blocks_in(pages // self.num_layers)
+
+    def pages_for(self, num_blocks: int) -> int:
+        """Pages per layer."""
+        return self.cache.pages_for(min(num_blocks, self.cache.max_blocks))
+
+    @property
+    def num_spare_pages(self) -> int:
+        """Free pages of the pool beyond its reserve; below 0: so many are missing from it."""
+        return self.cache.pool.num_free - self.reserve_pages
+
+    def growable(self) -> int:
+        """Pages per layer by which it can grow without touching the reserve."""
+        return max(0, min(self.num_spare_pages // self.num_layers, self.cache.growable_pages))
+
+    def grow(self, pages_per_layer: int) -> None:
+        """Raises MappingFailed and OutOfPages; then nothing has changed."""
+        self.cache.grow(pages_per_layer)
+
+    def give(self, num_pages: int) -> None:
+        """A swap set so many pages free (below 0: took them). The cache has them, as far as they are of use
+        there, make a page of every layer, and the reserve is whole."""
+        owed = max(0, min(self._owed_pages + num_pages, self.num_spare_pages))
+        useful = max(0, self._useful - self.cache.pages_per_layer)
+        pages_per_layer = min(owed // self.num_layers, self.growable(), useful)
+        self.grow(pages_per_layer)
+        self._owed_pages = owed - pages_per_layer * self.num_layers
+
+    def needed_blocks(self) -> int:
+        """Below this nothing may shrink it but a command that says so: what is used, and headroom."""
+        return max(self.min_blocks, self.cache.allocator.num_used + self._headroom())
+
+    def can_take(self, pages_per_layer: int, num_blocks: int) -> bool:
+        """Whether so many pages per layer can go and `num_blocks` blocks stay."""
+        left = self.cache.pages_per_layer - pages_per_layer
+        return left >= 0 and self.cache.blocks_in(left) >= num_blocks
+
+    def shrink(self, pages_per_layer: int) -> None:
+        """Give the last so many pages of every layer back; live blocks in them move to free ones below.
+
+        Raises OutOfBlocks if they do not find room and MappingFailed from the system. Sequences keep all
+        they had, either way.
+        """
+        self._vacate(self.cache.blocks_in(self.cache.pages_per_layer - pages_per_layer))
+        self.cache.shrink(pages_per_layer)
+
+    def _vacate(self, capacity: int) -> None:
+        moves = self.cache.allocator.moves_below(capacity)
+        if not moves:
+            return
+        sources, targets = torch.tensor(moves, device=self.cache.layers[0].device).unbind(1)
+        for layer in self.cache.layers:
+            copy_blocks(layer, sources, targets)
+        self.cache.allocator.relocate(moves)
+        self._instance.renumber_blocks(dict(moves))
+        self.num_blocks_moved += len(moves)
+
+    def _headroom(self) -> int:
+        """Blocks that the running sequences may fill within HEADROOM_TOKENS each."""
+        limits, block_tokens = self._instance.limits, self.cache.block_tokens
+        total = 0
+        for seq in self._instance.scheduler.running:
+            longest = min(limits.max_model_len, seq.num_prompt + seq.request.sampling.max_tokens)
+            tokens = min(len(seq.token_ids) + HEADROOM_TOKENS, longest)
+            total += max(0, -(-tokens // block_tokens) - len(seq.block_ids))
+        return total
+
+
+class ResizeRun:
+    """One Resize, a page of every layer at a time. Where it ends before its goal, it goes back to where it
+    began, as far as nobody has taken the pages."""
+
+    def __init__(
+        self, resizer: KVResizer, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic
+    ) -> None:
+        """Raises NotApplied for sizes that can never be."""
+        self._resizer, self._num_blocks = resizer, num_blocks
+        self._patience = Patience(wait_s, clock)
+        self._goal = resizer.pages_for(num_blocks)
+        self._pages_before = resizer.cache.pages_per_layer
+        self._blocks_before = resizer.cache.num_blocks
+        self._moved_before = resizer.num_blocks_moved
+        limits: dict[str, Number] = {"min_blocks": resizer.min_blocks, "max_blocks": resizer.max_blocks}
+        if not limits["min_blocks"] <= num_blocks <= limits["max_blocks"]:
+            raise NotApplied(
+                "failed",
+                f"{num_blocks} KV blocks: this instance can have {limits['min_blocks']} (the longest "
+                f"sequence must fit) to {limits['max_blocks']} (the device's budget less the weights)",
+                **limits,
+            )
+
+    @property
+    def deadline(self) -> float | None:
+        return self._patience.deadline
+
+    def numbers(self) -> dict[str, Number]:
+        cache = self._resizer.cache
+        return {
+            "blocks_before": self._blocks_before,
+            "blocks_after": cache.num_blocks,
+            "blocks_used": cache.allocator.num_used,
+            "blocks_moved": self._resizer.num_blocks_moved - self._moved_before,
+            "wait_seconds": round(self._patience.total_s, 6),
+        }
+
+    def steps(self) -> Generator[bool, None, None]:
+        cache, is_done = self._resizer.cache, False
+        try:
+            while missing := self._goal - cache.pages_per_layer:
+                if obstacle := self._obstacle(missing):
+                    if not self._patience.wait():
+                        raise obstacle
+                    yield False
+                    continue
+                self._patience.get_on()
+                if missing > 0:
+                    self._resizer.grow(1)
+                else:
+                    self._resizer.shrink(1)
+                yield True
+            is_done = True
+        finally:
+            if not is_done:
+                self._go_back()
+
+    def _obstacle(self, missing: int) -> NotApplied | None:
+        """Why it cannot go on now."""
+        resizer, cache = self._resizer, self._resizer.cache
+        if missing > resizer.growable():
+            return NotApplied(
+                "deferred",
+                f"{self._num_blocks} KV blocks need {missing * resizer.num_layers} pages more; "
+                f"{cache.pool.num_free} are free, and {resizer.reserve_pages} of them are kept for swaps",
+                pages_needed=missing * resizer.num_layers,
+                pages_free=cache.pool.num_free,
+                pages_reserved=resizer.reserve_pages,
+            )
+        used = cache.allocator.num_used
+        if not resizer.can_take(-missing, used):
+            return NotApplied(
+                "deferred",
+                f"{used} KV blocks are in use, {self._num_blocks} were asked for",
+                blocks_used=used,
+                blocks_asked=self._num_blocks,
+            )
+        return None
+
+    def _go_back(self) -> None:
+        cache = self._resizer.cache
+        missing = self._pages_before - cache.pages_per_layer
+        if missing > 0:
+            self._resizer.grow(min(missing, self._resizer.growable()))
+        elif self._resizer.can_take(-missing, cache.allocator.num_used):
+            self._resizer.shrink(-missing)

@@ -1,0 +1,51 @@
+"""A morph while it runs, as the executor sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from typing import Protocol
+
+from bus.messages import Number
+
+Clock = Callable[[], float]  # monotonic seconds
+
+
+class Run(Protocol):
+    """`steps` yields at the end of every unit of work: True if it could go on at once, False if it waits for
+    something. It ends when the morph is applied, and raises when it is not; closing it undoes what is half
+    done. The executor makes one step after the other, at step boundaries, for as long as there is time."""
+
+    def steps(self) -> Generator[bool, None, None]: ...
+
+    def numbers(self) -> dict[str, Number]:
+        """What it took so far."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When it gives up waiting; None: something else will wake it."""
+
+
+class Patience:
+    """How long a morph has waited without getting on."""
+
+    def __init__(self, wait_s: float, clock: Clock = time.monotonic) -> None:
+        self._wait_s, self._clock = wait_s, clock
+        self.total_s = 0.0
+        self._since: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        return None if self._since is None else self._since + self._wait_s
+
+    def wait(self) -> bool:
+        """It does not get on. False when it has waited for as long as it may."""
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        return now < self._since + self._wait_s
+
+    def get_on(self) -> None:
+        if self._since is not None:
+            self.total_s += self._clock() - self._since
+            self._since = None

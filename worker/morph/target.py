@@ -1,0 +1,60 @@
+"""One instance as morphs see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bus.messages import LayerShape, Part, Precision
+from worker.engine.instance import Instance
+from worker.engine.shape import precision_of
+from worker.morph.plan import Half
+from worker.morph.resizer import KVResizer
+from worker.morph.verbs import Variants
+
+
+class Target:
+    """An instance, the variants of its layers and its KV cache."""
+
+    def __init__(
+        self, instance: Instance, variants: Variants, resizer: KVResizer, order: Sequence[int] = ()
+    ) -> None:
+        """order: in which layers lose bits; default front to back."""
+        self.instance, self.variants, self.resizer = instance, variants, resizer
+        self.order = list(order) or list(range(len(instance.shape)))
+        self._swapped: list[int] = []  # layers below full, the last swapped last
+
+    def precision(self, half: Half) -> Precision:
+        return precision_of(self.instance.shape[half.layer], half.part)
+
+    def pages(self, half: Half, precision: Precision) -> int:
+        return self.variants.pages(half.layer, half.part, precision)
+
+    def order_towards(self, precision: Precision) -> list[int]:
+        """Towards full the last swapped goes first."""
+        if precision != "full":
+            return self.order
+        return [*reversed(self._swapped), *(layer for layer in self.order if layer not in self._swapped)]
+
+    def install(self, half: Half, precision: Precision) -> None:
+        """The next step runs on it, and tells."""
+        self.variants.install(half.layer, half.part, precision)
+        self.instance.reshaped()
+        if half.layer in self._swapped:
+            self._swapped.remove(half.layer)
+        if self.instance.shape[half.layer] != LayerShape():
+            self._swapped.append(half.layer)
+
+    def layer_pages(self, precision: Precision) -> int:
+        """Of its largest layer, both halves, in this precision."""
+        parts: tuple[Part, ...] = ("attention", "ffn")
+        return max(
+            sum(self.variants.pages(layer, part, precision) for part in parts)
+            for layer in range(len(self.instance.shape))
+        )
+
+    def check_integrity(self, with_pool: bool = True) -> None:
+        """Raises BrokenInvariant and AssertionError. The whole pool takes milliseconds on a large device."""
+        self.instance.check_integrity()
+        self.resizer.cache.check_integrity()
+        if with_pool:
+            self.resizer.cache.pool.check_integrity()

@@ -1,0 +1,61 @@
+"""What swaps ask of a model's variants. `worker.morph.variants` has them; tests have others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from bus.messages import Part, Precision
+
+
+class CopyJob(Protocol):
+    """Fills the pages of one variant, in another thread than the engine's; holds no lock while it copies."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __call__(self, may_go_on: Callable[[], bool], /) -> None:
+        """Copies in chunks of some milliseconds at most and asks after each; returns at once on False.
+        On a device with streams it returns when the device has all of it."""
+
+
+class Variants(Protocol):
+    """Verbs of the engine's thread, between steps."""
+
+    @property
+    def precisions(self) -> Sequence[Precision]:
+        """What the halves of this model's layers can be; "full" always, and first."""
+
+    def pages(self, layer: int, part: Part, precision: Precision) -> int:
+        """How many a variant takes while it is mapped."""
+
+    def map(self, layer: int, part: Part, precision: Precision) -> None:
+        """All of its pages or, raising MappingFailed or OutOfPages, none."""
+
+    def copy_job(self, layer: int, part: Part, precision: Precision) -> CopyJob: ...
+
+    def check(self, layer: int, part: Part, precision: Precision) -> None:
+        """Raises if the mapped variant does not compute what its original does."""
+
+    def install(self, layer: int, part: Part, precision: Precision) -> None:
+        """The next step runs on it."""
+
+    def unmap(self, layer: int, part: Part, precision: Precision) -> None:
+        """When the device is done with what used it. Raises MappingFailed."""
+
+
+class NoVariants:
+    """Of a model whose layers are always full; only its KV cache can morph."""
+
+    precisions: Sequence[Precision] = ("full",)
+
+    def pages(self, layer: int, part: Part, precision: Precision) -> int:
+        return 0
+
+    def map(self, layer: int, part: Part, precision: Precision) -> None:
+        raise NotImplementedError
+
+    def copy_job(self, layer: int, part: Part, precision: Precision) -> CopyJob:
+        raise NotImplementedError
+
+    check = install = unmap = map
