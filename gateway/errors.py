@@ -128,8 +128,22 @@ def unavailable(message: str, retry_after_s: float = 1.0) -> ApiError:
     return ApiError(503, message, kind="server_error", code="service_unavailable", headers=headers)
 
 
-def deadline_exceeded(waited_s: float) -> ApiError:
-    message = f"no worker began this request within {waited_s:.1f} s; try again later"
+def below_floor(model: str, floor: str) -> ApiError:
+    """The client would not wait for the precision it asks for."""
+    message = (
+        f"no instance of {model!r} has every layer at {floor!r} or better at the moment; "
+        "lower min_precision, or leave min_precision_wait out to wait for one"
+    )
+    headers = {"retry-after": "1"}
+    return ApiError(
+        503, message, kind="overloaded", code="precision_unavailable", param="min_precision", headers=headers
+    )
+
+
+def deadline_exceeded(waited_s: float, held_up: str = "") -> ApiError:
+    """`held_up`: by what, if that is known."""
+    why = f" ({held_up})" if held_up else ""
+    message = f"no worker began this request within {waited_s:.1f} s{why}; try again later"
     headers = {"retry-after": "1"}
     return ApiError(504, message, kind="timeout", code="deadline_exceeded", headers=headers)
 

@@ -107,6 +107,9 @@ class Loops:
             async for batch in reader:
                 self._gateway.cluster.add_metrics(batch[-1][1], time.monotonic())
                 self._delivery.table.metrics_arrived()
+                if self._delivery.table.waiting:  # for a precision, perhaps
+                    self._delivery.attempts.place_waiting()
+                    self._delivery.flush()
 
     async def _read_events(self) -> None:
         async with self._bus.reader(self._bus.names.events, Event, MorphReport) as reader:

@@ -67,7 +67,7 @@ class Ear:
     def on_admitted(self) -> None:
         pass
 
-    def on_tokens(self, token_ids: list[int], delta: Delta, skip: int, fingerprint: str) -> bool:
+    def on_tokens(self, token_ids: list[int], delta: Delta, skip: int, step: StepOutput | None) -> bool:
         self.tokens += token_ids
         return False
 
@@ -90,7 +90,8 @@ class Core:
         self.gateway = Gateway(Settings(gateway=GatewaySettings(**settings)), cast(Bus, self.bus))
         self.delivery, self.watch = self.gateway.delivery, self.gateway.watch
         self.cluster = self.gateway.cluster
-        for part in (self.delivery, self.watch, self.delivery.placement):
+        parts = (self.watch, self.delivery, self.delivery.placement)
+        for part in (*parts, self.delivery.attempts, self.delivery.endings):
             part._clock = lambda: self.now
         self.cards: dict[str, WorkerCard] = {}
 
@@ -144,7 +145,12 @@ class Core:
             self.deliver(flight, [])
 
     def deliver(
-        self, flight: Flight, token_ids: list[int], at: int | None = None, finish: FinishReason | None = None
+        self,
+        flight: Flight,
+        token_ids: list[int],
+        at: int | None = None,
+        finish: FinishReason | None = None,
+        error: str | None = None,
     ) -> None:
         assert flight.target is not None
         delta = Delta(
@@ -153,6 +159,7 @@ class Core:
             index=len(flight.received) if at is None else at,
             token_ids=token_ids,
             finish_reason=finish,
+            error=error,
         )
         step = StepOutput(
             worker=flight.target.worker,

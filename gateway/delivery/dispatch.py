@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
+
+from bus.messages import Precision
+from gateway.delivery.precision import keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class Candidate:
     num_own: int  # sequences of this gateway that are there now
     num_own_since: int  # of those, sent after the metric arrived
     kv_usage: float = 0.0  # 0..1
+    precision: Precision | None = None  # of its lowest layer; None: no fresh metric
+    is_below: bool = False  # it just refused: metrics may not know yet that it swapped layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,11 @@ class NoneFits:
     limit: int
 
 
+@dataclass(frozen=True, slots=True)
+class BelowFloor:
+    """All that can hold it have layers below the precision that is asked for. That may change."""
+
+
 def load(candidate: Candidate) -> float:
     """Sequences there, as far as known. Never fewer than our own: those we know of."""
     if candidate.num_measured is None:
@@ -39,13 +50,28 @@ def load(candidate: Candidate) -> float:
     return max(candidate.num_measured + candidate.num_own_since, float(candidate.num_own))
 
 
-def choose(candidates: Iterable[Candidate], num_tokens: int) -> Candidate | NoneFits | None:
+def choose(
+    candidates: Iterable[Candidate], num_tokens: int, floor: Precision | Literal[""] = ""
+) -> Candidate | NoneFits | BelowFloor | None:
     """The least loaded instance that can hold `num_tokens`; of equals the one with the emptier cache, then
-    the first by name. None: there is no candidate at all."""
+    the first by name. None: there is no candidate at all.
+
+    With a `floor` only those whose layers are all known to keep it, or else may keep it: a worker refuses
+    what it must not run.
+    """
     there = list(candidates)
     if not there:
         return None
     fitting = [candidate for candidate in there if num_tokens <= candidate.max_tokens]
     if not fitting:
         return NoneFits(max(candidate.max_tokens for candidate in there))
-    return min(fitting, key=lambda c: (load(c), c.kv_usage, c.instance))
+    keeping = [candidate for candidate in fitting if _may_keep(candidate, floor)]
+    if not keeping:
+        return BelowFloor()
+    return min(keeping, key=lambda c: (bool(floor) and c.precision is None, load(c), c.kv_usage, c.instance))
+
+
+def _may_keep(candidate: Candidate, floor: Precision | Literal[""]) -> bool:
+    if candidate.is_below:
+        return False
+    return not floor or candidate.precision is None or keeps(candidate.precision, floor)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from bus.messages import Delta, FinishReason, SamplingParams
+from bus.messages import Delta, FinishReason, Precision, SamplingParams, StepOutput
 from gateway.errors import ApiError
 
 
@@ -28,9 +28,9 @@ class Sink(Protocol):
     def on_admitted(self) -> None:
         """A worker began it; its time in the queue is over."""
 
-    def on_tokens(self, token_ids: list[int], delta: Delta, skip: int, fingerprint: str) -> bool:
-        """New tokens, in order, each once; `skip` is how many of the delta's were there before. True: it
-        wants no more (a stop string was met)."""
+    def on_tokens(self, token_ids: list[int], delta: Delta, skip: int, step: StepOutput | None) -> bool:
+        """New tokens, in order, each once; `skip` is how many of the delta's were there before; `step` is
+        what made them, None where there are none. True: it wants no more (a stop string was met)."""
 
     def on_end(self) -> None:
         """The flight ended by itself, after its last tokens."""
@@ -55,6 +55,8 @@ class Flight:
     arrived: float
     deadline: float
     trace_id: str = ""
+    min_precision: Precision | Literal[""] = ""  # no layer may be below it where this runs; "": any will do
+    waits_for_precision: bool = True  # for an instance that keeps it, until the deadline; else: a refusal
     received: list[int] = field(default_factory=list)
     attempt: int = 0
     strikes: int = 0

@@ -156,5 +156,6 @@ class Outbox:
             sampling=flight.sampling,
             sent_token_ids=flight.received,
             trace_id=flight.trace_id,
+            min_precision=flight.min_precision,
         )
         return self._bus.names.requests(item.instance), submit

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 
 from gateway.delivery.cluster import Cluster, Ready
-from gateway.delivery.dispatch import Candidate, NoneFits, choose
+from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, choose
 from gateway.delivery.inflight import Flight, InFlight, Target
 from gateway.delivery.outbox import Outbox
-from gateway.errors import too_long
+from gateway.delivery.precision import lowest
+from gateway.errors import below_floor, too_long
 
 
 class Placement:
@@ -35,14 +36,18 @@ class Placement:
         self._outbox = outbox
         self._clock = clock
 
-    def find(self, flight: Flight) -> Candidate | None:
-        """Where it should run; None while there is nowhere. Raises ApiError 400 where it fits nowhere."""
-        candidates = self.candidates(flight.model)
+    def find(self, flight: Flight, refused_by: Target | None = None) -> Candidate | BelowFloor | None:
+        """Where it should run; None while there is nowhere. `refused_by`: who just said that it has layers
+        below what the flight asks for. Raises ApiError: 400 where it fits nowhere, 503 where it would not
+        wait for its precision and has not begun."""
+        candidates = self.candidates(flight.model, refused_by)
         if self._is_suspect(flight):
             candidates = [one for one in candidates if not self._has_suspect(one)]
-        found = choose(candidates, flight.num_tokens)
+        found = choose(candidates, flight.num_tokens, flight.min_precision)
         if isinstance(found, NoneFits):
             raise too_long(len(flight.prompt_token_ids), found.limit, flight.sampling.max_tokens)
+        if isinstance(found, BelowFloor) and not (flight.waits_for_precision or flight.was_admitted):
+            raise below_floor(flight.model, flight.min_precision)
         return found
 
     def send(self, flight: Flight, to: Candidate) -> None:
@@ -58,14 +63,15 @@ class Placement:
         """It has its last chance after others that failed."""
         return 0 < self._last_strike == flight.strikes
 
-    def candidates(self, model: str) -> list[Candidate]:
+    def candidates(self, model: str, refused_by: Target | None = None) -> list[Candidate]:
         """Ready instances, with their load as far as it is known."""
         now = self._clock()
-        return [self._candidate(ready, now) for ready in self._cluster.ready(model)]
+        return [self._candidate(ready, now, refused_by) for ready in self._cluster.ready(model)]
 
-    def _candidate(self, ready: Ready, now: float) -> Candidate:
+    def _candidate(self, ready: Ready, now: float, refused_by: Target | None) -> Candidate:
         card = ready.card
-        place = self._table.places.get(Target(card.id, ready.worker, ready.epoch))
+        target = Target(card.id, ready.worker, ready.epoch)
+        place = self._table.places.get(target)
         metrics = self._cluster.instance_metrics(card.id, ready.epoch, now)
         return Candidate(
             instance=card.id,
@@ -76,4 +82,6 @@ class Placement:
             num_own=len(place.flights) if place else 0,
             num_own_since=place.num_since if place else 0,
             kv_usage=metrics.kv_usage if metrics else 0.0,
+            precision=lowest(metrics.last.layers) if metrics else None,
+            is_below=target == refused_by,
         )

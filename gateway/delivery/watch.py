@@ -36,6 +36,7 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._delivery = delivery
+        self._attempts = delivery.attempts
         self._table = delivery.table
         self._cluster = cluster
         self._lease_s = lease_s
@@ -48,14 +49,14 @@ class Watch:
         self._cluster.drop(worker, epoch)
         is_strike = reason != "worker_left"
         for flight in self._table.at(worker, epoch):
-            self._delivery.replay(flight, reason, f"{worker} (epoch {epoch}) is gone", is_strike=is_strike)
+            self._attempts.replay(flight, reason, f"{worker} (epoch {epoch}) is gone", is_strike=is_strike)
         self._delivery.flush()
 
     def on_own_lease_lost(self) -> None:
         """Workers cancel what a gateway without a lease had asked for: it is submitted again."""
         for flight in self._placed():
             detail = "this gateway's lease had run out"
-            self._delivery.replay(flight, "gateway_lease_lost", detail, is_strike=False, may_still_run=True)
+            self._attempts.replay(flight, "gateway_lease_lost", detail, is_strike=False, may_still_run=True)
         self._delivery.flush()
 
     def on_restart(self, restart: Restart) -> None:
@@ -64,7 +65,7 @@ class Watch:
             self._cluster.forget_workers()
         may_still_run = not restart.data_lost  # else the workers lost their leases and drop it
         for flight in self._placed():
-            self._delivery.replay(
+            self._attempts.replay(
                 flight, "bus_restarted", "Redis restarted", is_strike=False, may_still_run=may_still_run
             )
         self._delivery.flush()
@@ -77,7 +78,7 @@ class Watch:
                 self._replay_at(target, "epoch_changed", not self._cluster.was_fenced(worker, epoch))
             elif self._cluster.missing_for(worker, epoch) > 2 * self._lease_s:
                 self._replay_at(target, "lease_missing", True)
-        self._delivery.place_waiting()
+        self._attempts.place_waiting()
         self._delivery.flush()
 
     def tick(self) -> None:
@@ -88,7 +89,7 @@ class Watch:
                 self._too_late(flight, now)
             elif flight.is_sent and self._is_lost(flight, now):
                 silence = f"no sign of life for {now - flight.last_sign:.1f} s"
-                self._delivery.replay(flight, "silent", silence, may_still_run=True)
+                self._attempts.replay(flight, "silent", silence, may_still_run=True)
         self._delivery.flush()
 
     def on_bus_away(self, away_s: float, patience_s: float) -> None:
@@ -105,7 +106,7 @@ class Watch:
     def _replay_at(self, target: Target, reason: str, is_strike: bool) -> None:
         detail = f"{target.worker} (epoch {target.epoch}) is gone"
         for flight in self._table.at_target(target):
-            self._delivery.replay(flight, reason, detail, is_strike=is_strike)
+            self._attempts.replay(flight, reason, detail, is_strike=is_strike)
 
     def _placed(self) -> list[Flight]:
         return [flight for flight in self._table.flights.values() if flight.target is not None]
@@ -114,8 +115,14 @@ class Watch:
         if flight.was_admitted:
             error = worker_lost(f"no worker went on with it within {self._queue_timeout_s:.0f} s")
         else:
-            error = deadline_exceeded(now - flight.arrived)
+            error = deadline_exceeded(now - flight.arrived, self._held_up(flight))
         self._delivery.fail(flight, error)
+
+    def _held_up(self, flight: Flight) -> str:
+        """What it waited for, where that was the client's own wish."""
+        if flight.min_precision and flight.target is None and self._cluster.ready(flight.model):
+            return f"no instance had every layer at {flight.min_precision!r} or better"
+        return ""
 
     def _is_lost(self, flight: Flight, now: float) -> bool:
         silence = now - flight.last_sign

@@ -146,7 +146,9 @@ class StreamCall(Call):
 
     def emit(self, index: int, text: str, entries: list[Entry], finish_reason: str | None) -> None:
         logprobs = self.envelope.format.logprobs(entries, self.vocabulary) if entries else None
-        self.stream.push(self._writers[index].rich(text, logprobs, finish_reason))
+        track = self.choices[index].precision
+        spans = track.spans() if track is not None and finish_reason is not None else None
+        self.stream.push(self._writers[index].rich(text, logprobs, finish_reason, spans))
 
     def on_fingerprint(self, fingerprint: str) -> None:
         for writer in self._writers:
@@ -213,4 +215,6 @@ class WholeCall(Call):
         form = self.envelope.format
         logprobs = form.logprobs(whole.entries, self.vocabulary) if self._has_logprobs else None
         rest = {"logprobs": logprobs, "finish_reason": whole.finish_reason}
-        return {"index": index} | form.text_field("".join(whole.texts)) | rest
+        track = self.choices[index].precision
+        precision = {} if track is None else {"precision": track.spans()}
+        return {"index": index} | form.text_field("".join(whole.texts)) | rest | precision

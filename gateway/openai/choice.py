@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bus.messages import Delta, TokenLogprobs
+from bus.messages import Delta, StepOutput, TokenLogprobs
 from gateway.errors import ApiError
 from gateway.openai.logprobs import Entry, LogprobTrack
+from gateway.openai.precision import PrecisionTrack
 from gateway.text.stops import StopMatcher
 from gateway.text.vocabulary import TextStream, Vocabulary
 
@@ -41,6 +42,7 @@ class Choice:
         "_wants_output",
         "index",
         "num_tokens",
+        "precision",
     )
 
     def __init__(
@@ -54,10 +56,13 @@ class Choice:
         has_logprobs: bool,
         echo: Echo | None,
         wants_output: bool = True,
+        precision: PrecisionTrack | None = None,
     ) -> None:
-        """`wants_output` False: the prompt is echoed and scored, nothing else (max_tokens 0)."""
+        """`wants_output` False: the prompt is echoed and scored, nothing else (max_tokens 0). `precision`:
+        where it is asked for."""
         self.index = index
         self.num_tokens = 0
+        self.precision = precision
         self._call = call
         self._vocabulary = vocabulary
         self._text = TextStream(vocabulary)
@@ -75,11 +80,14 @@ class Choice:
     def on_admitted(self) -> None:
         self._call.on_admitted()
 
-    def on_tokens(self, token_ids: list[int], delta: Delta, skip: int, fingerprint: str) -> bool:
-        self._call.use_fingerprint(fingerprint)
+    def on_tokens(self, token_ids: list[int], delta: Delta, skip: int, step: StepOutput | None) -> bool:
+        if step is not None:
+            self._call.use_fingerprint(step.fingerprint)
         if not self._is_plain or delta.finish_reason is not None:
-            return self._on_any_tokens(token_ids, delta, skip)
+            return self._on_any_tokens(token_ids, delta, skip, step)
         self.num_tokens += len(token_ids)
+        if self.precision is not None and step is not None:
+            self.precision.add(self.num_tokens, step)
         feed = self._text.feed
         text = feed(token_ids[0]) if len(token_ids) == 1 else "".join(map(feed, token_ids))
         if text:
@@ -97,7 +105,7 @@ class Choice:
 
     # ------------------------------------------------------------------------------------- the general case
 
-    def _on_any_tokens(self, token_ids: list[int], delta: Delta, skip: int) -> bool:
+    def _on_any_tokens(self, token_ids: list[int], delta: Delta, skip: int, step: StepOutput | None) -> bool:
         text = self._echoed(delta)
         finish: str | None = delta.finish_reason
         is_cut = False
@@ -105,6 +113,8 @@ class Choice:
             values = delta.logprobs[skip:] if delta.logprobs else []
             more, is_cut = self._texts_of(token_ids, values, delta)
             text += more
+            if self.precision is not None and step is not None:
+                self.precision.add(self.num_tokens, step)
         if is_cut:
             finish = "stop"
         elif finish is not None and self._wants_output:

@@ -24,6 +24,7 @@ from gateway.openai.formats import CHAT, COMPLETION, Envelope, Format
 from gateway.openai.intake import Order, Prompt
 from gateway.openai.params import ChatBody, CompletionBody, SamplingBody
 from gateway.openai.parsing import parse, prompts
+from gateway.openai.precision import PrecisionTrack
 from gateway.state import Gateway
 from gateway.text.tokenizer import Tokenizer
 
@@ -158,6 +159,7 @@ class Endpoint:
                     has_logprobs=order.logprobs is not None,
                     echo=_echo(prompt, tokenizer) if order.has_echo else None,
                     wants_output=order.wants_output,
+                    precision=PrecisionTrack() if body.return_precision else None,
                 )
                 flight = Flight(
                     request_id=f"{call.envelope.id}-{index}",
@@ -168,6 +170,8 @@ class Endpoint:
                     arrived=arrived,
                     deadline=arrived + self._gateway.settings.gateway.queue_timeout_s,
                     trace_id=trace_id,
+                    min_precision=body.min_precision or "",
+                    waits_for_precision=body.min_precision_wait,
                 )
                 call.choices.append(choice)
                 call.flights.append(flight)

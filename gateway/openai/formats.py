@@ -131,7 +131,13 @@ class ChunkWriter:
         opening = self._envelope.format.opening
         return opening and self._start + opening + b',"logprobs":null,"finish_reason":null' + self._event_end
 
-    def rich(self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
+    def rich(
+        self,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        precision: list[dict[str, Any]] | None = None,
+    ) -> bytes:
         """Any combination. At a finish without text a chat's delta is empty."""
         has_text = text or (finish_reason is None)
         body = (
@@ -140,4 +146,6 @@ class ChunkWriter:
             else self._start + self._envelope.format.empty
         )
         rest = b',"logprobs":' + to_json(logprobs) + b',"finish_reason":' + to_json(finish_reason)
+        if precision is not None:
+            rest += b',"precision":' + to_json(precision)
         return body + rest + self._event_end

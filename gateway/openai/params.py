@@ -10,6 +10,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
+from bus.messages import Precision
+
 MAX_STOPS = 4
 MAX_STOP_CHARS = 512  # each is looked for in every token's text
 MAX_N = 128
@@ -95,6 +97,9 @@ class SamplingBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
+    min_precision: Precision | None = None  # of every layer, in every step that makes this answer
+    min_precision_wait: bool = True  # False: 503 at once where no instance keeps it now
+    return_precision: bool = False  # which tokens were made with how many layers below full
     user: str | None = None
     metadata: Annotated[dict[str, str], _at_most(MAX_METADATA)] | None = (
         None  # only ever stored by OpenAI, and store=true is refused
@@ -156,7 +161,7 @@ UNSUPPORTED: Final = frozenset(
     service_tier store suffix tool_choice tools verbosity web_search_options prompt_cache_key
     safety_identifier add_generation_prompt allowed_token_ids bad_words chat_template
     chat_template_kwargs continue_final_message documents guided_choice guided_grammar guided_json
-    guided_regex include_stop_str_in_output length_penalty min_precision min_tokens priority
+    guided_regex include_stop_str_in_output length_penalty min_tokens priority
     prompt_logprobs repetition_penalty skip_special_tokens stop_token_ids structured_outputs
     truncate_prompt_tokens use_beam_search
     """.split()  # noqa: SIM905

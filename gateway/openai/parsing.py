@@ -100,6 +100,8 @@ def _check_together(body: SamplingBody) -> None:
     """Rules that join two fields."""
     if "stream_options" in body.model_fields_set and not body.stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")
+    if "min_precision_wait" in body.model_fields_set and body.min_precision is None:
+        raise invalid("min_precision_wait needs min_precision", "min_precision_wait")
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("top_logprobs needs logprobs: true", "top_logprobs")

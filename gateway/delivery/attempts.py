@@ -1,0 +1,166 @@
+"""A flight's attempts: where the first goes, when there is a next one, and when it is given up.
+
+A replay submits the flight again, with the tokens received so far and the next attempt number. The late
+tokens of a void attempt are dropped; a worker drops it for a newer one, and is told where the newer one goes
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from bus.messages import Delta, FinishReason
+from gateway import errors
+from gateway.delivery.cluster import Cluster
+from gateway.delivery.dispatch import BelowFloor, Candidate
+from gateway.delivery.endings import Endings
+from gateway.delivery.inflight import Flight, InFlight, Target
+from gateway.delivery.outbox import Outbox
+from gateway.delivery.placement import Placement
+from gateway.errors import ApiError
+from gateway.operations.stats import Stats
+
+log = logging.getLogger("gateway")
+
+# A model whose only worker died keeps its queue this long for a new one.
+JOIN_GRACE_S = 10.0
+
+OnEvent = Callable[[str, str, str, dict[str, float]], None]
+
+
+class Attempts:
+    """`on_event(kind, subject, reason, numbers)` publishes to the audit stream."""
+
+    def __init__(
+        self,
+        table: InFlight,
+        cluster: Cluster,
+        outbox: Outbox,
+        placement: Placement,
+        endings: Endings,
+        stats: Stats,
+        *,
+        queue_timeout_s: float,
+        max_attempts: int,
+        replay: bool,
+        on_event: OnEvent,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._table = table
+        self._cluster = cluster
+        self._outbox = outbox
+        self._placement = placement
+        self._endings = endings
+        self._stats = stats
+        self._queue_timeout_s = queue_timeout_s
+        self._max_attempts = max_attempts
+        self._may_replay = replay
+        self._on_event = on_event
+        self._clock = clock
+
+    # ------------------------------------------------------------------------------------- places
+
+    def begin(self, flight: Flight) -> None:
+        """Sends it to an instance, or lets it wait for one that is joining or getting its precision back.
+        Raises ApiError: 400 where no instance can hold it, 503 where there is none."""
+        found = self._placement.find(flight)
+        if found is None and not self._cluster.is_joining(flight.model, self._clock(), JOIN_GRACE_S):
+            raise errors.unavailable(f"no worker serves {flight.model!r} at the moment; try again", 2.0)
+        self._table.add(flight)
+        if isinstance(found, Candidate):
+            self._placement.send(flight, found)
+
+    def place_waiting(self) -> None:
+        """There may be new instances, or old ones in another shape."""
+        for flight in list(self._table.waiting.values()):
+            if self._table.has(flight):
+                self._place(flight)
+
+    def below_floor(self, flight: Flight) -> None:
+        """Its instance has layers below the precision it asks for, and did not begin it. Elsewhere then, or
+        here when the instance is looked at again."""
+        refused_by = flight.target
+        self._stats.of(flight.model).replays["precision_floor"] += 1
+        self._table.unassign(flight)
+        self._place(flight, refused_by=refused_by)
+
+    def _place(self, flight: Flight, refused_by: Target | None = None) -> None:
+        try:
+            found = self._placement.find(flight, refused_by=refused_by)
+        except ApiError as error:
+            self._endings.fail(flight, error)
+            return
+        if isinstance(found, Candidate):
+            self._placement.send(flight, found)
+        elif isinstance(found, BelowFloor):  # its deadline holds
+            return
+        elif flight.was_admitted and self._cluster.ready(flight.model):  # it waits for its turn alone
+            flight.deadline = self._clock() + self._queue_timeout_s
+
+    # ------------------------------------------------------------------------------------- again
+
+    def replay(
+        self,
+        flight: Flight,
+        reason: str,
+        detail: str,
+        *,
+        is_strike: bool = True,
+        may_still_run: bool = False,
+    ) -> None:
+        """Submits it again, unless it has had `max_attempts`. `is_strike`: its worker may have died of it.
+        `may_still_run`: the old attempt may live and must then not go on beside the new one."""
+        if not self._table.has(flight):
+            return
+        old, attempt = flight.target, flight.attempt
+        self._replay(flight, reason, detail, is_strike)
+        if may_still_run and old is not None and not _is_at(flight, old):
+            self._outbox.cancel(old.worker, old.epoch, [flight.request_id], up_to_attempt=attempt)
+
+    def _replay(self, flight: Flight, reason: str, detail: str, is_strike: bool) -> None:
+        # One that had not begun counts, too: what kills a worker in its first step never begins.
+        flight.strikes += is_strike and flight.is_sent
+        names = f"{flight.request_id} ({flight.trace_id})"
+        log.info("%s: attempt %d is void (%s): %s", names, flight.attempt, reason, detail)
+        if (finish := flight.missed_finish()) is not None:
+            self._finish(flight, finish)
+            return
+        if is_strike and not self._may_replay:
+            message = f"the worker was lost ({reason}) and gateway.replay is off"
+            self._endings.fail(flight, errors.worker_lost(message))
+            return
+        if flight.strikes >= self._max_attempts:
+            self._give_up(flight, detail)
+            return
+        numbers = {"attempt": float(flight.attempt), "received": float(len(flight.received))}
+        self._on_event("request_replayed", flight.request_id, f"{reason}: {detail}", numbers)
+        self._stats.of(flight.model).replays[reason] += 1
+        self._table.unassign(flight)
+        if flight.was_admitted:
+            flight.deadline = self._clock() + self._queue_timeout_s
+        self._place(flight)
+
+    def _finish(self, flight: Flight, reason: FinishReason) -> None:
+        """All tokens are here, only the word that it was over was lost."""
+        last = Delta(
+            request_id=flight.request_id,
+            attempt=flight.attempt,
+            index=len(flight.received),
+            token_ids=[],
+            finish_reason=reason,
+        )
+        flight.sink.on_tokens([], last, 0, None)
+        self._endings.touch(flight.sink)
+        self._endings.end(flight, reason)
+
+    def _give_up(self, flight: Flight, detail: str) -> None:
+        message = f"given up after {flight.strikes} attempts, each lost its worker; the last: {detail}"
+        self._on_event("dead_letter", flight.request_id, message, {"attempt": float(flight.attempt)})
+        self._endings.fail(flight, errors.worker_lost(message))
+
+
+def _is_at(flight: Flight, target: Target) -> bool:
+    """There the new attempt takes the place of the old one by itself."""
+    return flight.target is not None and flight.target[1:] == target[1:]
