@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from instar.flags import add_flags, given_flags
 from instar.slips import Parser, parse
+from worker.profile import options as profile_options
+from worker.quantize import options as quantize_options
 
 if TYPE_CHECKING:
     from bus.settings import Settings
@@ -22,6 +24,8 @@ Instar serves large language models and changes shape while it serves.
   instar status                     workers, memory, instances, what runs and what waits
   instar complete "def fib(n):"     one completion, as it is written
   instar settings                   every setting, its value and who set it
+  instar quantize models/demo       layers in fewer bits, to swap to under load
+  instar profile models/demo        in which order to swap them
 """
 
 SERVE = """\
@@ -62,7 +66,9 @@ Shows every setting: its value, and in brackets the file or variable that set it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(*_parsers(), sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = parse(*_parsers(), words)
+    args.argv = words[1:]
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
@@ -82,11 +88,21 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     parser.set_defaults(run=_help_or_version, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands (instar COMMAND --help teaches each)")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str) -> Parser:
+    def command(
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        summary: str,
+        text: str,
+        *,
+        has_settings: bool = True,
+    ) -> Parser:
         sub = commands.add_parser(
             name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        sub.add_argument("--config", type=Path, metavar="FILE", help="settings file [instar.toml if present]")
+        if has_settings:
+            sub.add_argument(
+                "--config", type=Path, metavar="FILE", help="settings file [instar.toml if present]"
+            )
         sub.set_defaults(run=run)
         return sub
 
@@ -109,6 +125,11 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
 
     settings = command("settings", _settings, "every setting and who set it", SETTINGS)
     settings.add_argument("--example", action="store_true", help="write a settings file with every default")
+
+    for options in (quantize_options, profile_options):
+        offline = command(options.NAME, _offline, options.SUMMARY, options.TEXT, has_settings=False)
+        options.add_options(offline)
+        offline.set_defaults(module=f"worker.{options.NAME}")
     return parser, dict(commands.choices)
 
 
@@ -184,6 +205,12 @@ def _settings(args: argparse.Namespace) -> int:
         return 2
     sys.stdout.write(listing(args.config))
     return 0
+
+
+def _offline(args: argparse.Namespace) -> int:
+    from instar.offline import run_offline
+
+    return run_offline(args.module, args.argv)
 
 
 def _load(args: argparse.Namespace) -> Settings | None:

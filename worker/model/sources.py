@@ -56,11 +56,16 @@ class Checkpoint:
         stored = self.read(source.tensor)
         target.copy_(stored.T if source.is_transposed else stored)
 
+    def has(self, tensor: str) -> bool:
+        return tensor in self._file_of
+
     def read(self, tensor: str, rows: slice | None = None) -> torch.Tensor:
         """A tensor or some of its rows, in the checkpoint's dtype. Raises ModelError."""
         # Opened for each tensor: its pages of the file leave this process's memory with the last tensor of
         # it, so the peak is the weights plus one tensor. Opening costs less than a millisecond.
-        path = self._file_of[tensor]
+        path = self._file_of.get(tensor)
+        if path is None:
+            raise ModelError(f"{self.folder}: the checkpoint has no tensor {tensor}")
         with _open(path) as file:
             try:
                 stored: torch.Tensor = file.get_slice(tensor)[rows] if rows else file.get_tensor(tensor)
@@ -74,6 +79,9 @@ class RandomWeights:
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
+
+    def __repr__(self) -> str:
+        return f"random weights of seed {self.seed}"
 
     def check(self, sources: Iterable[Source]) -> None:
         """Anything can be made up."""

@@ -167,7 +167,10 @@ def write_set(path: Path, info: SetInfo, matrices: Iterator[tuple[str, Quantized
     tensors: dict[str, torch.Tensor] = {}
     checksums: dict[str, int] = {}
     for name, matrix in matrices:
-        tensors |= {f"{name}.{ending}": part.contiguous().cpu() for ending, part in matrix.tensors().items()}
+        for ending, part in matrix.tensors().items():
+            stored = part.contiguous().cpu()
+            # q, k and v share theirs, and the library refuses shared memory.
+            tensors[f"{name}.{ending}"] = stored.clone() if ending == "input_scale" else stored
         checksums[name] = checksum(matrix)
     metadata = {
         "format": FORMAT,
@@ -182,6 +185,7 @@ def write_set(path: Path, info: SetInfo, matrices: Iterator[tuple[str, Quantized
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         save_file(tensors, unfinished, metadata)
+        unfinished.chmod(0o644)  # the library makes files that only their owner can read
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -1,0 +1,36 @@
+"""`python -m worker.quantize MODEL`: what `instar quantize` runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from worker.quantize.options import TEXT, add_options
+
+FAILED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="instar quantize", description=TEXT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
+    args = parser.parse_args(argv)
+    # These bring torch, which takes seconds.
+    from worker.model.errors import ModelError
+    from worker.quantize.command import quantize
+
+    try:
+        quantize(args)
+    except (ModelError, OSError) as problem:
+        sys.stderr.write(f"instar quantize: {problem}\n")
+        return FAILED
+    except KeyboardInterrupt:
+        sys.stderr.write("instar quantize: stopped; the same command goes on from here\n")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
