@@ -19,6 +19,12 @@ class Product(Protocol):
     @property
     def num_inputs(self) -> int: ...
 
+    @property
+    def num_outputs(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
     def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
 
 
@@ -31,6 +37,14 @@ class DenseProduct:
     @property
     def num_inputs(self) -> int:
         return int(self.weight.shape[1])
+
+    @property
+    def num_outputs(self) -> int:
+        return int(self.weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
@@ -46,6 +60,14 @@ class TransposedProduct:
     def num_inputs(self) -> int:
         return int(self.weight.shape[0])
 
+    @property
+    def num_outputs(self) -> int:
+        return int(self.weight.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear_t(x, self.weight)
 
@@ -59,6 +81,14 @@ class QuantizedProduct:
     @property
     def num_inputs(self) -> int:
         return self.weight.num_inputs
+
+    @property
+    def num_outputs(self) -> int:
+        return self.weight.num_outputs
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.codes.device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         missing = self.weight.num_inputs - x.shape[1]

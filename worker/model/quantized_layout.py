@@ -62,8 +62,9 @@ class _Products:
     def __init__(self, bits: int, group: int, has_input_scale: bool) -> None:
         self._bits, self._group, self._has_input_scale = bits, group, has_input_scale
 
-    def add(self, plan: RangePlan, name: str, outputs: int, inputs: int) -> None:
-        group = math.gcd(self._group, inputs)
+    def add(self, plan: RangePlan, name: str, outputs: int, inputs: int, shards: int = 1) -> None:
+        """shards: into how many runs of inputs it must be possible to cut it."""
+        group = math.gcd(self._group, inputs // shards)
         plan.add(f"{name}.codes", (outputs, packed_size(inputs, self._bits)), torch.uint8)
         plan.add(f"{name}.scales", (outputs, inputs // group), torch.float16)
         plan.add(f"{name}.zeros", (outputs, inputs // group), torch.uint8)
@@ -76,7 +77,7 @@ def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Prod
     products.add(plan, "qkv", config.q_size + 2 * config.kv_size, whole_tiles(config.hidden_size))
     # A rank takes its heads' columns out of o: they must begin and end with a tile, and with a group.
     if units == 1 or config.q_size // units % TILE == 0:
-        products.add(plan, "o", config.hidden_size, whole_tiles(config.q_size))
+        products.add(plan, "o", config.hidden_size, whole_tiles(config.q_size), units)
     kept, _ = full.layers[0]
     for name, param in kept.params.items():
         if name != "qkv" and f"{name}.codes" not in plan.params:

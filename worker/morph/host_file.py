@@ -1,0 +1,210 @@
+"""A file that is made once on a host, shared by whoever needs it, and gone with the last of them.
+
+Who uses the file holds a shared lock of it (flock), who makes or removes it the exclusive one; the kernel
+drops a lock with its process, however that ends. The header says how much is written; it says "whole" only
+when everything before it is in the file, and what is not whole is made anew.
+
+::
+
+    header, one page     magic | key | bytes written | bytes in all | 1 if whole
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+HEADER_BYTES = 4096
+_MAGIC = b"instar images 1\n"
+_HEADER = struct.Struct("<16s64sQQ?")
+_POLL_S = 0.05  # while another process makes the file
+
+
+class NoRoom(OSError):
+    """The folder cannot hold the file; `free_bytes` is what it has."""
+
+    def __init__(self, free_bytes: int) -> None:
+        super().__init__(f"{free_bytes} bytes are free")
+        self.free_bytes = free_bytes
+
+
+class SharedFile:
+    """An open, whole file under a shared lock."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd = path, fd
+
+    def close(self) -> None:
+        """Leave it; the last one removes it. Repeating it is harmless."""
+        if self.fd < 0:
+            return
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        if _try_lock(self.fd, fcntl.LOCK_EX) and _is_at(self.path, self.fd):
+            self.path.unlink()
+        os.close(self.fd)
+        self.fd = -1
+
+
+def open_shared(
+    folder: Path, key: str, nbytes: int, write: Callable[[int, Progress], None], progress: Progress
+) -> SharedFile:
+    """The whole file of this `key` (64 letters), made if nobody has.
+
+    write(fd, progress) fills bytes HEADER_BYTES.. of a file of zeros. progress is called while the file is
+    written or waited for; whatever either of them raises ends the attempt and leaves no file.
+    Raises NoRoom before anything is written, OSError.
+    """
+    path = folder / f"instar-{os.getuid()}-{key[:24]}.images"
+    remove_abandoned(folder, but=path)
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if _is_ready(path, fd, key, HEADER_BYTES + nbytes, write, progress):
+                return SharedFile(path, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        # By name: mappings keep the open file, and its lock with it, until the last view of them is gone.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def remove_abandoned(folder: Path, but: Path | None = None) -> list[Path]:
+    """Remove files of this user that nobody holds; they were left by processes that were killed."""
+    removed = []
+    for path in folder.glob(f"instar-{os.getuid()}-*.images"):
+        with contextlib.suppress(OSError), _opened(path) as fd:
+            if path != but and _try_lock(fd, fcntl.LOCK_EX) and _is_at(path, fd):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _is_ready(
+    path: Path, fd: int, key: str, size: int, write: Callable[[int, Progress], None], progress: Progress
+) -> bool:
+    """True with the shared lock on a whole file; False to begin again. Makes the file if it is to be made."""
+    if os.fstat(fd).st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user")
+    while not _try_lock(fd, fcntl.LOCK_SH):
+        progress(*_read_header(fd)[1:3])
+        time.sleep(_POLL_S)
+    if not _is_at(path, fd):
+        return False  # removed between opening and locking
+    if _is_whole(fd, key, size):
+        return True
+    if not _try_lock(fd, fcntl.LOCK_EX):  # from shared to exclusive: another one may be faster
+        time.sleep(_POLL_S)
+        return False
+    if _is_at(path, fd) and not _is_whole(fd, key, size):
+        _make(path, fd, key, size, write, progress)
+    # Begin again and take the shared lock: turning one into the other is not atomic either.
+    return False
+
+
+def _make(
+    path: Path, fd: int, key: str, size: int, write: Callable[[int, Progress], None], progress: Progress
+) -> None:
+    total = size - HEADER_BYTES
+
+    def told(done: int, in_all: int) -> None:
+        _write_header(fd, key, done, in_all, is_whole=False)
+        progress(done, in_all)
+
+    try:
+        os.ftruncate(fd, 0)  # whatever a killed process left
+        _take_room(fd, path.parent, size)
+        told(0, total)
+        write(fd, told)
+        os.fsync(fd)
+        _write_header(fd, key, total, total, is_whole=True)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _take_room(fd: int, folder: Path, size: int) -> None:
+    """Now, with an error: a page that cannot be had while it is written would end the process by a signal."""
+    free = room(folder)
+    if free < size:
+        raise NoRoom(free)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        raise NoRoom(room(folder)) from error
+
+
+def room(folder: Path) -> int:
+    """Bytes that can be written to a folder: what its file system has free, and if it is memory, what the
+    machine has."""
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
+    return min(free, _available_memory()) if _is_memory(folder) else free
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 2**63
+
+
+def _is_memory(folder: Path) -> bool:
+    """Whether the folder's file system is a tmpfs."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = {str(parent) for parent in (folder.resolve(), *folder.resolve().parents)}
+    inside = [(len(mount[1]), mount[2]) for mount in mounts if mount[1] in above]
+    return bool(inside) and max(inside)[1] == "tmpfs"
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether the path still leads to this very file."""
+    try:
+        there, here = path.stat(), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def _is_whole(fd: int, key: str, size: int) -> bool:
+    found, _, total, is_whole = _read_header(fd)
+    return is_whole and found == key and HEADER_BYTES + total == size == os.fstat(fd).st_size
+
+
+def _read_header(fd: int) -> tuple[str, int, int, bool]:
+    """(key, bytes written, bytes in all, whether whole)"""
+    raw = os.pread(fd, _HEADER.size, 0)
+    if len(raw) < _HEADER.size:
+        return "", 0, 1, False
+    magic, key, done, total, is_whole = _HEADER.unpack(raw)
+    if magic != _MAGIC:
+        return "", 0, 1, False
+    return key.decode(errors="replace"), done, total or 1, is_whole
+
+
+def _write_header(fd: int, key: str, done: int, total: int, *, is_whole: bool) -> None:
+    os.pwrite(fd, _HEADER.pack(_MAGIC, key.encode(), done, total, is_whole), 0)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,204 @@
+"""The variants of a model's layers: which there are, in which pages they go, and how they get there.
+
+Every half of every layer has one range for each precision. Full is mapped when the model is loaded; the
+others are addresses until a swap maps them. All of them wait in host memory (`HostStore`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import kernels
+from bus.messages import PARTS, PRECISIONS, Part, Precision
+from worker.memory import PagePool, VirtualRange
+from worker.model.halves import Half, attention, feed_forward
+from worker.model.layout import RangePlan
+from worker.model.model import Model
+from worker.model.quantized_layout import plan_quantized
+from worker.model.sources import Checkpoint
+from worker.model.weights import LoadedRange, Tensors, tensors_in, tensors_of
+from worker.morph.host import HostStore, Images
+from worker.morph.host_copy import HostCopy
+from worker.morph.host_file import Progress
+from worker.morph.host_images import find_matrices, write_half
+from worker.morph.variants_check import check_outputs, num_outputs, outputs_of
+from worker.quantize.fingerprint import model_fingerprint
+
+Place = tuple[int, Part, Precision]
+ImageName = tuple[int, Part, Precision, str]  # the last: "weights", or "outputs" of the check
+
+
+class LayerVariants:
+    """What swaps ask of a model (`worker.morph.verbs.Variants`). Verbs of the engine's thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: PagePool,
+        *,
+        precisions: Sequence[Precision] = PRECISIONS[1:],
+        method: str = "",
+        host_dir: Path = Path("/dev/shm"),
+        progress: Progress | None = None,
+    ) -> None:
+        """Reserve the ranges, and have the host images of this model, made if no worker has yet.
+
+        precisions: besides full. method: whose quantisation, as in `find_matrices`. progress: bytes of the
+        images done and in all. Raises ModelError: a set that cannot be used, no room on the host.
+        """
+        self._model, self._pool = model, pool
+        self.precisions: list[Precision] = [name for name in PRECISIONS if name in ("full", *precisions)]
+        self._matrices = {name: find_matrices(model, name, method) for name in self.precisions[1:]}
+        self._plans = self._lay_out()
+        self._store = self._open_store(host_dir, progress)
+        try:
+            self._ranges = {place: self._reserve(place) for place in self._places()}
+        except BaseException:
+            self._store.close()
+            raise
+
+    def pages(self, layer: int, part: Part, precision: Precision) -> int:
+        """How many a variant takes while it is mapped."""
+        return self._ranges[layer, part, precision].num_pages
+
+    def map(self, layer: int, part: Part, precision: Precision) -> None:
+        """All of its pages, which read as zeros. Raises MappingFailed or OutOfPages; then none."""
+        memory = self._ranges[layer, part, precision]
+        memory.map(0, memory.num_pages)
+
+    def copy_job(self, layer: int, part: Part, precision: Precision) -> HostCopy:
+        """Fills the mapped pages from the host image, in another thread."""
+        target = self._ranges[layer, part, precision]
+        image = self._store.image((layer, part, precision, "weights"))
+        return HostCopy(image, target.tensor(torch.uint8, image.shape))
+
+    def check(self, layer: int, part: Part, precision: Precision) -> None:
+        """Raises WrongVariant unless the mapped variant computes what its host image does."""
+        expected = self._store.image((layer, part, precision, "outputs")).view(torch.float32)
+        half = self._resident((layer, part, precision))
+        check_outputs(f"{part} of layer {layer} in {precision}", half, expected, self._model.dtype)
+
+    def install(self, layer: int, part: Part, precision: Precision) -> None:
+        """The next step runs on it."""
+        self._model.install(layer, self._resident((layer, part, precision)))
+
+    def unmap(self, layer: int, part: Part, precision: Precision) -> None:
+        """Give its pages back, when the device is done with what used them. Raises MappingFailed."""
+        memory = self._ranges[layer, part, precision]
+        memory.unmap(0, memory.num_pages)
+
+    def release(self) -> None:
+        """Give back all pages but those of full, which are the model's, and leave the host images."""
+        for place, memory in self._ranges.items():
+            if place[2] != "full":
+                memory.release()
+        self._store.close()
+
+    # ----------------------------------------------------------------------------- ranges and halves
+
+    def _places(self) -> Iterator[Place]:
+        for layer in range(len(self._model.weights)):
+            for part in PARTS:
+                for precision in self.precisions:
+                    yield layer, part, precision
+
+    def _lay_out(self) -> dict[tuple[Part, Precision], RangePlan]:
+        """The layers are alike."""
+        model = self._model
+        pairs: dict[Precision, tuple[RangePlan, RangePlan]] = {
+            name: plan_quantized(
+                model.config,
+                model.plan,
+                self._pool.page_bytes,
+                name,
+                group=matrices.group,
+                has_input_scale=matrices.has_input_scale,
+            )
+            for name, matrices in self._matrices.items()
+        }
+        pairs["full"] = model.plan.layers[0]
+        return {
+            (part, name): plan for name, pair in pairs.items() for part, plan in zip(PARTS, pair, strict=True)
+        }
+
+    def _reserve(self, place: Place) -> VirtualRange:
+        layer, part, precision = place
+        if precision == "full":
+            return self._full(layer, part).memory
+        owner = f"{self._model.config.folder.name} layer {layer} {part} {precision}"
+        return self._pool.reserve(self._plans[part, precision].nbytes, kind="weights", owner=owner)
+
+    def _full(self, layer: int, part: Part) -> LoadedRange:
+        weights = self._model.weights[layer]
+        return weights.attention if part == "attention" else weights.feed_forward
+
+    def _half(self, place: Place, tensors: Tensors) -> Half:
+        layer, part, precision = place
+        config, shard = self._model.config, self._model.shard
+        if part == "attention":
+            return attention(config, tensors, shard, config.sliding_windows[layer], precision)
+        return feed_forward(config, tensors, shard, precision)
+
+    def _resident(self, place: Place) -> Half:
+        """Over the pages that are mapped."""
+        return self._half(place, tensors_of(self._ranges[place], self._plans[place[1:]]))
+
+    # ----------------------------------------------------------------------------- host images
+
+    def _open_store(self, folder: Path, progress: Progress | None) -> HostStore[ImageName]:
+        model = self._model
+        sizes: dict[ImageName, int] = {}
+        for place in self._places():
+            plan = self._plans[place[1:]]
+            imagined = self._half(
+                place, tensors_in(torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"), plan)
+            )
+            sizes[*place, "weights"], sizes[*place, "outputs"] = plan.nbytes, 4 * num_outputs(imagined)
+        contents = [identity(model), *(matrices.name for matrices in self._matrices.values())]
+        return HostStore(
+            folder,
+            f"{contents} {model.config.rms_norm_eps} {self._plans}",
+            sizes,
+            self._make,
+            pin=self._device.type == "cuda",
+            progress=progress,
+        )
+
+    def _make(self, images: Images[ImageName], progress: Progress) -> None:
+        total, done = sum(self._plans[place[1:]].nbytes for place in self._places()), 0
+        for place in self._places():
+            layer, part, precision = place
+            plan = self._plans[part, precision]
+            full = self._full(layer, part)
+            if precision == "full":
+                made = full.memory.tensor(torch.uint8, (plan.nbytes,))
+            else:
+                made = torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device)
+                write_half(tensors_in(made, plan), self._matrices[precision], layer, full.tensors)
+            images[*place, "weights"].copy_(made)
+            images[*place, "outputs"].view(torch.float32).copy_(
+                self._expected(place, images[*place, "weights"])
+            )
+            done += plan.nbytes
+            progress(done, total)
+
+    def _expected(self, place: Place, image: torch.Tensor) -> torch.Tensor:
+        """By the plain reference, from what is in host memory."""
+        half = self._half(place, tensors_in(image.to(self._device), self._plans[place[1:]]))
+        with kernels.use_face("reference"):
+            return torch.cat([out.flatten() for out in outputs_of(half, self._model.dtype)])
+
+    @property
+    def _device(self) -> torch.device:
+        return self._pool.backend.device
+
+
+def identity(model: Model) -> str:
+    """Which weights these are: the same for a checkpoint wherever it lies."""
+    source = model.source
+    if isinstance(source, Checkpoint):
+        return model_fingerprint(model.config, source)
+    return f"{source} on {model.weights[0].attention.tensors['qkv'].device.type}"

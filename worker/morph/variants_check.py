@@ -1,0 +1,61 @@
+"""Whether a variant in its pages computes what its host image does: products of a fixed small input.
+
+The expected outputs come from the plain reference; the check runs what will serve. So it finds bytes that
+were damaged on the way, pages that are not where they should be, and kernels that are wrong.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from worker.model.halves import Half
+
+_TOKENS = 4
+
+# Largest error of one output, and of all together, in units of the outputs' root mean square. Sums differ in
+# their order, and outputs are rounded to the dtype: a bfloat16 of 4 deviations is off by up to 0.008 of one.
+# A page of 64 KiB that was not copied is 0.05 of a 7B model's FFN in one product.
+_LIMITS = {
+    torch.float32: (1e-3, 1e-4),
+    torch.float16: (2e-2, 2e-3),
+    torch.bfloat16: (8e-2, 8e-3),
+}
+
+
+class WrongVariant(RuntimeError):
+    """A variant does not compute what its original does: its pages hold something else."""
+
+
+def outputs_of(half: Half, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What each of its products makes of the fixed input: float32 [4, N] each."""
+    return [product(_input(product.num_inputs, dtype, product.device)).float() for product in half.products]
+
+
+def num_outputs(half: Half) -> int:
+    """Floats in all of `outputs_of`."""
+    return sum(_TOKENS * product.num_outputs for product in half.products)
+
+
+def check_outputs(what: str, half: Half, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """expected: float32 [num_outputs], flat. Raises WrongVariant, naming `what` and the error."""
+    first = 0
+    for i, got in enumerate(outputs_of(half, dtype)):
+        wanted = expected[first : first + got.numel()].view(got.shape).to(got.device)
+        first += got.numel()
+        unit = wanted.square().mean().sqrt().clamp(min=1e-30)
+        wrong = (got - wanted) / unit
+        worst, overall = float(wrong.abs().max()), float(wrong.square().mean().sqrt())
+        most, most_overall = _LIMITS[dtype]
+        if not (worst <= most and overall <= most_overall):  # NaN is wrong, too
+            raise WrongVariant(
+                f"{what}: product {i + 1} of {len(half.products)} is off by {worst:.2g} at worst and"
+                f" {overall:.2g} overall (of {most:g} and {most_overall:g} that rounding may be)"
+            )
+
+
+@lru_cache(maxsize=16)
+def _input(num_inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    random = torch.Generator().manual_seed(num_inputs)
+    return torch.randn(_TOKENS, num_inputs, generator=random).to(device, dtype)
