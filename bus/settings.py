@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from bus.messages import PRECISIONS
 from bus.settings_sources import (
     CONFIG_VARIABLE,
     PREFIX,
@@ -160,6 +161,15 @@ class WorkerSettings(Section):
     max_tp: int = Field(
         4, ge=1, le=8, description="largest tensor-parallel degree the weights are padded for"
     )
+    variants: list[str] = Field(
+        ["int8", "int4", "int3"], description="what layers may be swapped to; empty: they stay as they are"
+    )
+    quantization: Literal["", "awq", "gptq", "rtn"] = Field(
+        "", description="method of the variants; empty: the best made for the model, else rounded at load"
+    )
+    host_dir: str = Field(
+        "/dev/shm", description="memory for all variants of all layers, one copy for the workers of a host"
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the kernels; 0: all cores")
     spin: bool = Field(
         False, description="CPU threads wait for each other awake: faster where nothing else wants the cores"
@@ -169,6 +179,13 @@ class WorkerSettings(Section):
     idle_telemetry_s: float = Field(1.0, gt=0, description="report interval while nothing runs")
     watchdog_s: float = Field(60.0, gt=0, description="a step longer than this ends the process")
     drain_timeout_s: float = Field(30.0, ge=0, description="time for requests to finish after SIGTERM")
+
+    @field_validator("variants")
+    @classmethod
+    def _variants_exist(cls, value: list[str]) -> list[str]:
+        if unknown := [name for name in value if name not in PRECISIONS[1:]]:
+            raise ValueError(f"{unknown[0]!r} is no variant; there are {', '.join(PRECISIONS[1:])}")
+        return value
 
 
 class ServeSettings(Section):
