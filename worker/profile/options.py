@@ -7,8 +7,6 @@ from pathlib import Path
 
 from worker.quantize.options import add_calibration_options
 
-NAME = "profile"
-SUMMARY = "find the order in which layers are swapped"
 TEXT = """\
 Measures what a model loses with each of its layers in fewer bits, and so which to swap first and which last.
 Writes MODEL/instar/profile-PRECISION.json, which workers follow. Runs on a GPU if there is one.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from worker.quantize.options import TEXT, add_options
+from worker.quantize.options import TEXT, add_options, make_parser
 
 FAILED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="instar quantize", description=TEXT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("quantize", TEXT)
     add_options(parser)
     args = parser.parse_args(argv)
     # These bring torch, which takes seconds.

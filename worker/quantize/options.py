@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NoReturn
 
-NAME = "quantize"
-SUMMARY = "make a model's quantised layers"
 TEXT = """\
 Makes what a layer can be swapped for: its weights in 8, 4 and 3 bits, beside the model in MODEL/instar.
 Goes on where it was cut off. Runs where the worker does, on a GPU if there is one.
@@ -16,6 +15,20 @@ Goes on where it was cut off. Runs where the worker does, on a GPU if there is o
   instar quantize DIR --calibration text.txt           scales from a text like what will be served
   instar quantize DIR --from DIR-AWQ                   take over a ready AWQ or GPTQ checkpoint of the model
 """
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a mistake in two lines instead of with the usage of everything, as `instar` does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit status 2."""
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what there is.\n")
+
+
+def make_parser(name: str, text: str) -> Parser:
+    return Parser(
+        prog=f"instar {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
