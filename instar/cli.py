@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.flags import add_flags, given_flags
-from instar.offline import OFFLINE, run_offline
+from instar.morph_flags import TEXT as MORPH
+from instar.morph_flags import add_verbs
 from instar.slips import Parser, parse
+from worker.profile import options as profile_options
+from worker.quantize import options as quantize_options
 
 if TYPE_CHECKING:
     from bus.settings import Settings
@@ -21,6 +24,7 @@ Instar serves large language models and changes shape while it serves.
   instar serve                      the demo model on http://127.0.0.1:8000/v1
   instar serve path/to/model        any Llama, Mistral, Qwen2 or Qwen3 folder of Hugging Face
   instar status                     workers, memory, instances, what runs and what waits
+  instar morph swap --count 2 --precision int4       fewer bits, more KV cache, while it serves
   instar complete "def fib(n):"     one completion, as it is written
   instar settings                   every setting, its value and who set it
   instar quantize models/demo       layers in fewer bits, to swap to under load
@@ -66,9 +70,8 @@ Shows every setting: its value, and in brackets the file or variable that set it
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in OFFLINE:
-        return run_offline(words[0], words[1:])
     args = parse(*_parsers(), words)
+    args.argv = words[1:]
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
@@ -88,11 +91,21 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     parser.set_defaults(run=_help_or_version, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands (instar COMMAND --help teaches each)")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str) -> Parser:
+    def command(
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        summary: str,
+        text: str,
+        *,
+        has_settings: bool = True,
+    ) -> Parser:
         sub = commands.add_parser(
             name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        sub.add_argument("--config", type=Path, metavar="FILE", help="settings file [instar.toml if present]")
+        if has_settings:
+            sub.add_argument(
+                "--config", type=Path, metavar="FILE", help="settings file [instar.toml if present]"
+            )
         sub.set_defaults(run=run)
         return sub
 
@@ -103,6 +116,8 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     status = command("status", _status, "what runs, and in which shape", STATUS)
     _add_client_flags(status)
     status.add_argument("--json", action="store_true", help="as JSON")
+
+    add_verbs(command("morph", _morph, "change the shape of what runs", MORPH), _add_client_flags)
 
     complete = command("complete", _complete, "complete a text", COMPLETE)
     _add_client_flags(complete)
@@ -116,8 +131,10 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     settings = command("settings", _settings, "every setting and who set it", SETTINGS)
     settings.add_argument("--example", action="store_true", help="write a settings file with every default")
 
-    for name, summary in OFFLINE.items():  # for the list only: their own processes read their flags
-        commands.add_parser(name, help=summary)
+    for options in (quantize_options, profile_options):
+        offline = command(options.NAME, _offline, options.SUMMARY, options.TEXT, has_settings=False)
+        options.add_options(offline)
+        offline.set_defaults(module=f"worker.{options.NAME}")
     return parser, dict(commands.choices)
 
 
@@ -159,6 +176,18 @@ def _status(args: argparse.Namespace) -> int:
     return status(settings, url=args.url, key=args.key, as_json=args.json)
 
 
+def _morph(args: argparse.Namespace) -> int:
+    if not args.verb:
+        args.help()
+        return 0
+    settings = _load(args)
+    if settings is None:
+        return 2
+    from instar.morph import morph
+
+    return morph(settings, args)
+
+
 def _complete(args: argparse.Namespace) -> int:
     settings = _load(args)
     if settings is None:
@@ -193,6 +222,12 @@ def _settings(args: argparse.Namespace) -> int:
         return 2
     sys.stdout.write(listing(args.config))
     return 0
+
+
+def _offline(args: argparse.Namespace) -> int:
+    from instar.offline import run_offline
+
+    return run_offline(args.module, args.argv)
 
 
 def _load(args: argparse.Namespace) -> Settings | None:

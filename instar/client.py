@@ -23,13 +23,20 @@ def gateway_client(settings: Settings, url: str | None, key: str | None, keys: l
     base = (url or url_of(settings.gateway)).rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise GatewayProblem(f"{url} is no address; write http://{base}")
-    return httpx.Client(base_url=base, headers=headers, timeout=30)
+    return httpx.Client(
+        base_url=base, headers=headers, timeout=45
+    )  # longer than a gateway lets ?wait=true wait
 
 
 def get_json(client: httpx.Client, path: str) -> Any:
     """Raises GatewayProblem."""
+    return ask_json(client, "GET", path)
+
+
+def ask_json(client: httpx.Client, method: str, path: str, body: Any = None) -> Any:
+    """The answer's JSON; `body` goes out as JSON, None: none does. Raises GatewayProblem."""
     try:
-        answer = client.get(path)
+        answer = client.request(method, path, json=body)
     except httpx.HTTPError as error:
         raise unreachable(client, error) from error
     refuse_errors(answer)

@@ -19,18 +19,33 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
         return [option for option in self._option_string_actions if option.startswith("--")]
 
+    @property
+    def verbs(self) -> Mapping[str, Parser]:
+        """Of a command that has commands of its own."""
+        groups = self._subparsers._group_actions if self._subparsers is not None else []
+        return groups[0].choices if groups else {}  # type: ignore[return-value]
+
 
 def parse(parser: Parser, commands: Mapping[str, Parser], argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the command that `argv` begins with. Words may stand on both sides of flags: where a
     command takes any number of them (`args.words`), the later ones are added. Exits with status 2 on a slip.
     """
+    command = _command(parser, commands, argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _take_words(command, args, unknown)
+    return args
+
+
+def _command(parser: Parser, commands: Mapping[str, Parser], argv: Sequence[str]) -> Parser:
+    """The one that `argv` leads to."""
     first = argv[0] if argv else ""
     if first and first not in commands:
         _refuse_first(parser, commands, first)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        _take_words(commands.get(first, parser), args, unknown)
-    return args
+    command = commands.get(first)
+    if command is None:
+        return parser
+    return _command(command, command.verbs, argv[1:]) if command.verbs else command
 
 
 def _refuse_first(parser: Parser, commands: Mapping[str, Parser], first: str) -> None:
@@ -43,7 +58,7 @@ def _refuse_first(parser: Parser, commands: Mapping[str, Parser], first: str) ->
         return
     for name, command in commands.items():
         if flag in command.flags:
-            parser.error(f"{flag} comes after its command, as in `instar {name} {flag}`")
+            parser.error(f"{flag} comes after its command, as in `{parser.prog} {name} {flag}`")
     parser.error(f"there is no flag {flag}{meant(flag, parser.flags)}; flags of a command come after it")
 
 

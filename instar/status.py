@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from typing import Any
 
 from rich import box
@@ -13,8 +12,10 @@ from rich.table import Table
 
 from bus.settings import Settings
 from instar.client import GatewayProblem, gateway_client, get_json
+from instar.shapes import layers_text
 
 MIB = 1 << 20
+ENDED_SHOWN = 3  # morphs
 ABSENT = "-"  # not told, which is not zero
 
 
@@ -32,6 +33,9 @@ def status(settings: Settings, *, url: str | None, key: str | None, as_json: boo
     console = Console()
     console.print(workers_table(state["workers"]))
     console.print(instances_table(state["instances"]))
+    if morphs := shown_morphs(state.get("morphs") or []):
+        console.print(morphs_table(morphs))
+    console.print(policy_text(state.get("policy") or {}))
     return 0
 
 
@@ -66,7 +70,7 @@ def instances_table(instances: list[dict[str, Any]]) -> Table:
             instance.get("model", ""),
             instance.get("state", ""),
             f"tp{instance.get('tp', 1)} pp{instance.get('pp', 1)}",
-            _layers(instance.get("layers") or []),
+            layers_text(instance.get("layers") or []) or ABSENT,
             f"{used}/{blocks} ({used / blocks:.0%})" if blocks else ABSENT,
             _count(instance.get("running")),
             _count(instance.get("waiting")),
@@ -74,10 +78,39 @@ def instances_table(instances: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _layers(layers: list[dict[str, str]]) -> str:
-    """8 layers, 3 of them int4 -> `5 full, 3 int4`."""
-    shapes = Counter(f"{layer.get('ffn', '?')}" for layer in layers)
-    return ", ".join(f"{count} {shape}" for shape, count in shapes.most_common())
+def shown_morphs(morphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All that run, and the last that ended; the latest first."""
+    running = [morph for morph in morphs if morph["state"] == "running"]
+    ended = [morph for morph in morphs if morph["state"] != "running"]
+    return running[::-1] + ended[: -ENDED_SHOWN - 1 : -1]
+
+
+def morphs_table(morphs: list[dict[str, Any]]) -> Table:
+    """`took` of one that runs: so far it is not known here, since clocks differ."""
+    table = _table("morph", "kind", "instance", "state", "took", "why, and how it ended")
+    for morph in morphs:
+        ended = morph.get("ended")
+        told = [text for text in (morph.get("decided"), morph.get("reason")) if text]
+        table.add_row(
+            morph["id"],
+            morph["kind"],
+            morph["target"],
+            morph["state"],
+            ABSENT if ended is None else f"{ended - morph['started']:.2f} s",
+            "; ".join(told),
+        )
+    return table
+
+
+def policy_text(policy: dict[str, Any]) -> str:
+    mode = policy.get("mode", ABSENT)
+    if mode == "manual" or "kv_usage_high" not in policy:
+        return f"policy: {mode}"
+    return (
+        f"policy: {mode}, to {policy['precision']} above {policy['kv_usage_high']:.0%} KV use or "
+        f"{policy['queue_delay_high_s']:g} s of waiting, back below {policy['kv_usage_low']:.0%} and "
+        f"{policy['queue_delay_low_s']:g} s"
+    )
 
 
 def _mib(pages: int | None, page_bytes: int) -> str:

@@ -28,21 +28,21 @@ WAIT_S: Final = 30.0  # longest answer to ?wait=true; ask again for longer
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 
 
-@router.post("/instances/{instance}/swap")
+@router.post("/instances/{instance:path}/swap")
 async def swap(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
     """Hold layers in another precision. 404 for an instance, 400 for a layer or precision there is not."""
     body = orders.parse(orders.SwapBody, await _body(request, gateway))
     place = orders.find(gateway.cluster, instance)
-    entry = await _send(gateway, place, orders.swap(place, body, uuid.uuid4().hex))
+    entry = await _send(gateway, place, orders.swap(place, body, _new_id()))
     return await _told(entry, wait)
 
 
-@router.post("/instances/{instance}/resize")
+@router.post("/instances/{instance:path}/resize")
 async def resize(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
     """Have so many KV blocks. 404 for an instance there is not."""
     body = orders.parse(orders.ResizeBody, await _body(request, gateway))
     place = orders.find(gateway.cluster, instance)
-    entry = await _send(gateway, place, orders.resize(place, body, uuid.uuid4().hex))
+    entry = await _send(gateway, place, orders.resize(place, body, _new_id()))
     return await _told(entry, wait)
 
 
@@ -121,6 +121,11 @@ async def _send(gateway: Gateway, place: orders.Place, command: Swap | Resize) -
         gateway.morphs.unsent(entry)
         raise
     return entry
+
+
+def _new_id() -> str:
+    """Short, since people type it."""
+    return uuid.uuid4().hex[:12]
 
 
 def _entry(gateway: Gateway, morph_id: str) -> Entry:

@@ -1,0 +1,116 @@
+"""`instar morph`: orders to a running gateway, and how they ended."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+
+from bus.settings import Settings
+from instar.client import GatewayProblem, ask_json, gateway_client, get_json
+
+DONE: Final = ("applied", "running")
+
+
+def morph(settings: Settings, args: argparse.Namespace) -> int:
+    """Exit status 0; 1 when no gateway answered, or the morph ended otherwise than applied."""
+    try:
+        with gateway_client(settings, args.url, args.key, settings.gateway.admin_keys) as client:
+            if args.verb == "policy":
+                return _policy(client, args)
+            return _tell(_morph(client, args), args)
+    except GatewayProblem as problem:
+        sys.stderr.write(f"instar morph {args.verb}: {problem}\n")
+        return 1
+
+
+def _morph(client: httpx.Client, args: argparse.Namespace) -> dict[str, Any]:
+    """The morph as it is when this command has nothing more to wait for."""
+    if args.verb == "show":
+        return _object(get_json(client, _path(args.morph)))
+    if args.verb == "cancel":
+        return _until_end(client, _object(ask_json(client, "DELETE", _path(args.morph))))
+    body: dict[str, Any] = {"wait_s": args.wait}
+    if args.verb == "resize":
+        body["blocks"] = args.blocks
+    else:
+        body |= {"precision": args.precision, "layers": args.layers, "count": args.count, "parts": args.part}
+    given = {name: value for name, value in body.items() if value is not None}
+    instance = quote(args.instance or _only_instance(client), safe="@")
+    ordered = _object(ask_json(client, "POST", f"/admin/instances/{instance}/{args.verb}", given))
+    return ordered if args.detach else _until_end(client, ordered)
+
+
+def _until_end(client: httpx.Client, found: dict[str, Any]) -> dict[str, Any]:
+    """Ctrl-C ends the wait, not the morph. Raises GatewayProblem."""
+    try:
+        while found["state"] == "running":
+            found = _object(get_json(client, _path(found["id"]) + "?wait=true"))
+    except KeyboardInterrupt:
+        sys.stderr.write(f"it goes on: `instar morph show {found['id']}`, or cancel\n")
+        raise
+    return found
+
+
+def _only_instance(client: httpx.Client) -> str:
+    there = [str(instance["id"]) for instance in get_json(client, "/admin/state")["instances"]]
+    if len(there) != 1:
+        raise GatewayProblem(f"say which instance; there are: {', '.join(there) or 'none'}")
+    return there[0]
+
+
+def _tell(found: dict[str, Any], args: argparse.Namespace) -> int:
+    sys.stdout.write(json.dumps(found, indent=2) + "\n" if args.json else in_words(found))
+    return 0 if found["state"] in DONE or args.verb in ("show", "cancel") else 1
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """Two or three lines: what, how it ended and why, with which numbers."""
+    took = f" in {found['ended'] - found['started']:.2f} s" if found["ended"] else ""
+    lines = [f"{found['kind']} {found['id']} of {found['target']}: {found['state']}{took}"]
+    if found["reason"]:
+        lines.append(f"  {found['reason']}")
+    if found["numbers"]:
+        lines.append("  " + ", ".join(f"{name} {_number(value)}" for name, value in found["numbers"].items()))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _policy(client: httpx.Client, args: argparse.Namespace) -> int:
+    if args.words:
+        policy = _object(ask_json(client, "PUT", "/admin/policy", dict(map(_field, args.words))))
+    else:
+        policy = _object(get_json(client, "/admin/policy"))
+    if args.json:
+        sys.stdout.write(json.dumps(policy, indent=2) + "\n")
+    else:
+        sys.stdout.write("".join(f"{name} = {_number(value)}\n" for name, value in policy.items()))
+    return 0
+
+
+def _field(word: str) -> tuple[str, Any]:
+    """`windows=3` -> ("windows", 3); what is no JSON is text. Raises GatewayProblem."""
+    name, equals, text = word.partition("=")
+    if not equals:
+        raise GatewayProblem(f"{word!r} is no field with its value; write it as windows=3")
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        return name, text
+
+
+def _object(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise GatewayProblem("the answer is no JSON object: is that an Instar gateway?")
+    return found
+
+
+def _path(morph_id: str) -> str:
+    return f"/admin/morphs/{quote(morph_id, safe='')}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

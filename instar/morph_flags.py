@@ -1,0 +1,110 @@
+"""The verbs of `instar morph` and their flags. Imports nothing that makes --help slow."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from instar.slips import Parser
+
+TEXT = """\
+Changes the shape of a running instance by hand, and the policy by which the service does it itself.
+
+  instar morph swap --count 2 --precision int4          the next two layers of the profile's order
+  instar morph swap demo@w0 --layers 0,4-6 --precision full
+  instar morph swap --layers 3 --part ffn --precision int8
+  instar morph resize 400                               KV blocks
+  instar morph policy                                   shows it
+  instar morph policy mode=manual kv_usage_high=0.9     changes it
+  instar morph show ID                                  how far one is
+  instar morph cancel ID                                gives it up; the old shape serves on
+
+Instances are those of `instar status`; with only one, its name may be left out.
+"""
+
+PRECISIONS = ("full", "int8", "int4", "int3")
+
+
+def add_verbs(parser: Parser, add_client_flags: Callable[[Parser], None]) -> None:
+    """`args.verb` says which was typed, "" without one."""
+    parser.set_defaults(verb="", help=parser.print_help)
+    verbs = parser.add_subparsers(metavar="VERB", title="verbs (instar morph VERB --help teaches each)")
+
+    def verb(name: str, summary: str) -> Parser:
+        sub = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        sub.add_argument(
+            "--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="as of `instar morph`"
+        )
+        add_client_flags(sub)
+        sub.add_argument("--json", action="store_true", help="as JSON")
+        sub.set_defaults(verb=name)
+        return sub
+
+    _add_swap(verb("swap", "hold layers in another precision"))
+    resize = verb("resize", "have so many KV blocks")
+    _add_instance(resize)
+    resize.add_argument("blocks", type=_at_least_one, metavar="BLOCKS", help="as many as whole pages allow")
+    _add_waits(resize)
+    policy = verb("policy", "show the policy, or change its fields")
+    policy.add_argument("words", nargs="*", metavar="FIELD=VALUE", help="without any: shows all fields")
+    for name, summary in (("show", "how far a morph is"), ("cancel", "give up a morph that runs")):
+        sub = verb(name, summary)
+        sub.add_argument("morph", metavar="ID", help="as `instar status` shows it")
+
+
+def _add_swap(swap: Parser) -> None:
+    _add_instance(swap)
+    which = swap.add_mutually_exclusive_group(required=True)
+    which.add_argument("--layers", type=layer_numbers, metavar="LIST", help="their numbers, as 0,4-6")
+    which.add_argument(
+        "--count",
+        type=_at_least_one,
+        metavar="N",
+        help="so many more in the instance's order; to full: the last swapped go first",
+    )
+    swap.add_argument("--precision", required=True, choices=PRECISIONS, metavar="P", help=_either(PRECISIONS))
+    swap.add_argument(
+        "--part",
+        action="append",
+        choices=("attention", "ffn"),
+        metavar="PART",
+        help="attention or ffn [both]",
+    )
+    _add_waits(swap)
+
+
+def _add_instance(parser: Parser) -> None:
+    parser.add_argument("instance", nargs="?", metavar="INSTANCE", help="[the only one]")
+
+
+def _add_waits(parser: Parser) -> None:
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="S", help="how long it may wait for free pages [0]"
+    )
+    parser.add_argument("--detach", action="store_true", help="return at once instead of when it has ended")
+
+
+def layer_numbers(text: str) -> list[int]:
+    """`0,4-6` -> [0, 4, 5, 6]."""
+    found: list[int] = []
+    for piece in text.split(","):
+        first, dash, last = piece.partition("-")
+        try:
+            low, high = int(first), int(last if dash else first)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of layers; write it as 0,4-6") from None
+        if high < low or high - low > 10_000:
+            raise argparse.ArgumentTypeError(f"{piece!r} is no range of layers; write it as 4-6")
+        found += range(low, high + 1)
+    return found
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+    return int(text)
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
