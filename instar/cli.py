@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from instar.flags import add_flags, given_flags
 from instar.morph_flags import TEXT as MORPH
 from instar.morph_flags import add_verbs
+from instar.offline import OFFLINE, run_offline
 from instar.slips import Parser, parse
-from worker.profile import options as profile_options
-from worker.quantize import options as quantize_options
 
 if TYPE_CHECKING:
     from bus.settings import Settings
@@ -70,8 +69,9 @@ Shows every setting: its value, and in brackets the file or variable that set it
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in OFFLINE:
+        return run_offline(words[0], words[1:])
     args = parse(*_parsers(), words)
-    args.argv = words[1:]
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
@@ -91,21 +91,11 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     parser.set_defaults(run=_help_or_version, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands (instar COMMAND --help teaches each)")
 
-    def command(
-        name: str,
-        run: Callable[[argparse.Namespace], int],
-        summary: str,
-        text: str,
-        *,
-        has_settings: bool = True,
-    ) -> Parser:
+    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str) -> Parser:
         sub = commands.add_parser(
             name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        if has_settings:
-            sub.add_argument(
-                "--config", type=Path, metavar="FILE", help="settings file [instar.toml if present]"
-            )
+        sub.add_argument("--config", type=Path, metavar="FILE", help="settings file [instar.toml if present]")
         sub.set_defaults(run=run)
         return sub
 
@@ -131,10 +121,8 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     settings = command("settings", _settings, "every setting and who set it", SETTINGS)
     settings.add_argument("--example", action="store_true", help="write a settings file with every default")
 
-    for options in (quantize_options, profile_options):
-        offline = command(options.NAME, _offline, options.SUMMARY, options.TEXT, has_settings=False)
-        options.add_options(offline)
-        offline.set_defaults(module=f"worker.{options.NAME}")
+    for name, summary in OFFLINE.items():  # for the list only: their own processes read their flags
+        commands.add_parser(name, help=summary)
     return parser, dict(commands.choices)
 
 
@@ -222,12 +210,6 @@ def _settings(args: argparse.Namespace) -> int:
         return 2
     sys.stdout.write(listing(args.config))
     return 0
-
-
-def _offline(args: argparse.Namespace) -> int:
-    from instar.offline import run_offline
-
-    return run_offline(args.module, args.argv)
 
 
 def _load(args: argparse.Namespace) -> Settings | None:
