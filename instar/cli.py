@@ -23,7 +23,7 @@ Instar serves large language models and changes shape while it serves.
   instar serve                      the demo model on http://127.0.0.1:8000/v1
   instar serve path/to/model        any Llama, Mistral, Qwen2 or Qwen3 folder of Hugging Face
   instar status                     workers, memory, instances, what runs and what waits
-  instar morph swap --count 2 --precision int4       fewer bits, more KV cache, while it serves
+  instar morph resize 400           KV blocks, the layers' bits, the policy: changed while it serves
   instar complete "def fib(n):"     one completion, as it is written
   instar settings                   every setting, its value and who set it
   instar quantize models/demo       layers in fewer bits, to swap to under load
