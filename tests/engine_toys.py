@@ -106,10 +106,22 @@ def toy_engine(**changes: Any) -> tuple[Engine, Instance]:
 
 
 def request(
-    name: str, prompt: list[int], max_tokens: int = 8, *, sent: list[int] | None = None, **sampling: Any
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    sent: list[int] | None = None,
+    min_precision: Any = "",
+    **sampling: Any,
 ) -> Request:
     params = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, "temperature": 0.0, **sampling})
-    return Request(id=name, prompt_token_ids=prompt, sampling=params, sent_token_ids=sent or [])
+    return Request(
+        id=name,
+        prompt_token_ids=prompt,
+        sampling=params,
+        sent_token_ids=sent or [],
+        min_precision=min_precision,
+    )
 
 
 class Client:

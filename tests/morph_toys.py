@@ -34,7 +34,7 @@ Key = tuple[int, Part, Precision]
 
 
 class ToyVariants:
-    """`fail_on[verb]`: raise there. `hold`: copies stop half-way until it is set."""
+    """`fail_on[verb]`: raise there. `hold`: copies stop before their last page until it is set."""
 
     def __init__(self, pool: PagePool, num_layers: int) -> None:
         self.pool, self.num_layers = pool, num_layers
@@ -111,7 +111,7 @@ class ToyCopy:
     def __call__(self, may_go_on: Callable[[], bool], /) -> None:
         view = self.variants.view(self.key)
         for start in range(0, len(view), PAGE):
-            if start >= len(view) // 2:
+            if start + PAGE >= len(view):
                 if "copy" in self.variants.fail_on:
                     raise OSError("copy was told to fail")
                 while not self.variants.hold.wait(0.002):

@@ -21,14 +21,14 @@ class Pace:
             raise ValueError(f"a share of {share}; it must be above 0 and at most 1")
         self._share, self._clock = share, clock
         self._credit_s = 0.0
-        self._since = clock()
+        self._began = self._since = clock()
 
     def begin(self, is_busy: bool) -> None:
         """A boundary. What an idle engine spent or saved is forgotten."""
         now = self._clock()
-        earned = (now - self._since) * self._share
+        earned = (now - self._began) * self._share
         self._credit_s = min(self._credit_s + earned, 0.0) if is_busy else IDLE_TURN_S
-        self._since = now
+        self._began = self._since = now
 
     @property
     def has_time(self) -> bool:

@@ -35,7 +35,9 @@ class KVResizer:
         self.num_layers = cache.num_layers
         self.num_blocks_moved = 0  # since the start
         self._instance = instance
-        self._owed_pages = 0  # that swaps set free, and too few for a page of every layer
+        # Free pages that are the cache's own: what swaps set free, and what was left when it was filled, too
+        # few for a page of every layer. Below 0: so many of its pages swaps took that were nobody's.
+        self._own_pages = 0 if self.num_spare_pages >= self.num_layers else max(0, self.num_spare_pages)
         self._useful = useful_pages // self.num_layers
         longest = -(-instance.limits.max_model_len // cache.block_tokens)
         self.min_blocks = min(longest, cache.num_blocks)
@@ -64,14 +66,24 @@ class KVResizer:
         """Raises MappingFailed and OutOfPages; then nothing has changed."""
         self.cache.grow(pages_per_layer)
 
-    def give(self, num_pages: int) -> None:
-        """A swap set so many pages free (below 0: took them). The cache has them, as far as they are of use
-        there, make a page of every layer, and the reserve is whole."""
-        owed = max(0, min(self._owed_pages + num_pages, self.num_spare_pages))
-        useful = max(0, self._useful - self.cache.pages_per_layer)
-        pages_per_layer = min(owed // self.num_layers, self.growable(), useful)
-        self.grow(pages_per_layer)
-        self._owed_pages = owed - pages_per_layer * self.num_layers
+    def spend(self, num_pages: int) -> None:
+        """A swap mapped so many free pages."""
+        self._own_pages -= num_pages
+
+    def gain(self, num_pages: int) -> None:
+        """A swap set so many pages free. The cache has what is its own of the free pages, as far as that is
+        of use there, makes a page of every layer, and the reserve is whole."""
+        self._own_pages += num_pages
+        useful = self._useful - self.cache.pages_per_layer
+        pages_per_layer = min(self._own_pages // self.num_layers, self.growable(), useful)
+        if pages_per_layer > 0:
+            self.grow(pages_per_layer)
+            self._own_pages -= pages_per_layer * self.num_layers
+
+    def shrink_for_swap(self, pages_per_layer: int) -> None:
+        """As `shrink`; what the swap does not take is given back by the next `gain`."""
+        self.shrink(pages_per_layer)
+        self._own_pages += pages_per_layer * self.num_layers
 
     def needed_blocks(self) -> int:
         """Below this nothing may shrink it but a command that says so: what is used, and headroom."""

@@ -119,13 +119,13 @@ class SwapRun:
 
     def _fly(self, half: Half) -> Flight:
         """From its pages to the KV blocks made of the old ones."""
-        target, place, new = self._target, (half.layer, half.part), self._precision
-        old = target.precision(half)
-        pages_coming = target.pages(half, old)
+        target, resizer, place = self._target, self._target.resizer, (half.layer, half.part)
+        new, old = self._precision, target.precision(half)
+        new_pages, old_pages = target.pages(half, new), target.pages(half, old)
         target.variants.map(*place, new)
-        self._flights.take_off(pages_coming)
+        resizer.spend(new_pages)
+        self._flights.take_off(old_pages)
         copy: Copy | None = None
-        is_installed = False
         try:
             copy = self._copier.start(target.variants.copy_job(*place, new))
             yield True
@@ -135,16 +135,17 @@ class SwapRun:
             yield from self._until_released()
             target.variants.check(*place, new)
             target.install(half, new)
-            is_installed = True
+        except BaseException:
+            if copy:
+                copy.stop()
+            target.variants.unmap(*place, new)
+            resizer.gain(new_pages)
+            raise
         finally:
-            self._flights.land(pages_coming)
-            if not is_installed:
-                if copy:
-                    copy.stop()
-                target.variants.unmap(*place, new)
-        self._count(half, copy, pages_coming)
+            self._flights.land(old_pages)
+        self._count(copy, new_pages, old_pages)
         target.variants.unmap(*place, old)
-        target.resizer.give(pages_coming - target.pages(half, new))
+        resizer.gain(old_pages)
 
     def _until_released(self) -> Iterator[bool]:
         """A request came meanwhile that must not run in this precision: it was there first."""
@@ -157,11 +158,11 @@ class SwapRun:
         finally:
             self._flights.moving += 1
 
-    def _count(self, half: Half, copy: Copy, pages_unmapped: int) -> None:
+    def _count(self, copy: Copy, pages_mapped: int, pages_unmapped: int) -> None:
         self._num_applied += 1
         self._bytes += copy.nbytes
         self._copy_s += copy.seconds
-        self._pages_mapped += self._target.pages(half, self._precision)
+        self._pages_mapped += pages_mapped
         self._pages_unmapped += pages_unmapped
 
     # ----------------------------------------------------------------------------- what it may wait for
@@ -201,7 +202,7 @@ class SwapRun:
         pages_per_layer = -(-num_pages // resizer.num_layers)
         needed = resizer.needed_blocks()
         if resizer.can_take(pages_per_layer, needed):
-            resizer.shrink(pages_per_layer)
+            resizer.shrink_for_swap(pages_per_layer)
             return True
         cache = resizer.cache
         free = cache.pool.num_free
