@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from bus.client import BusFull, BusUnavailable, Restart
@@ -37,6 +38,7 @@ class Loops:
         self._watch = gateway.watch
         self._poll_now = asyncio.Event()
         self._had_lease = False
+        self._is_data_lost = False  # and what we know is not written again yet
 
     async def start(self) -> None:
         """Lease and first look at the registry. Raises BusUnavailable, BusFull."""
@@ -168,6 +170,7 @@ class Loops:
     def _on_restart(self, restart: Restart) -> None:
         self._watch.on_restart(restart)
         self._had_lease = self._had_lease and not restart.data_lost  # its loss is dealt with hereby
+        self._is_data_lost |= restart.data_lost
         self._poll_now.set()
 
     async def _poll_registry(self) -> None:
@@ -187,7 +190,20 @@ class Loops:
         self._gateway.models.preload()
         self._watch.on_poll()
         self._gateway.morphs.sweep(self._gateway.cluster.workers, 2 * self._gateway.settings.worker.lease_s)
-        self._gateway.policy = await self._bus.read_policy()
+        await self._poll_policy()
+
+    async def _poll_policy(self) -> None:
+        """What Redis lost is written again: a policy that was set to manual must not become the default."""
+        stored, known = await self._bus.read_policy(), self._gateway.policy
+        if self._is_data_lost and stored.revision == 0 < known.revision:
+            again = replace(known, revision=1)
+            with contextlib.suppress(BusFull):
+                if await self._bus.write_policy(again):
+                    why = "written again: Redis had lost it"
+                    self._gateway.tell("policy_changed", "policy", why, {"revision": 1.0})
+                    stored = again
+        self._is_data_lost = False
+        self._gateway.policy = stored
 
     async def _renew_lease(self) -> None:
         while True:

@@ -47,6 +47,21 @@ async def test_a_flushed_redis_loses_no_request(own_redis: Callable[..., RedisPr
         await assert_whole(gate, task)
 
 
+async def test_a_policy_that_redis_lost_is_written_again(
+    own_redis: Callable[..., RedisProcess], folder: Path
+) -> None:
+    server = own_redis()
+    async with running(settings_of(server.url), folder) as gate, gate.http() as http:
+        await http.put("/admin/policy", json={"mode": "manual"})
+        await http.put("/admin/policy", json={"windows": 7})
+        with server.client() as client:
+            client.flushall()
+        async with asyncio.timeout(8):
+            while (policy := await gate.bus.read_policy()).revision == 0:
+                await asyncio.sleep(0.05)
+    assert (policy.mode, policy.windows, policy.revision) == ("manual", 7, 1)
+
+
 async def test_a_full_redis_is_a_clean_refusal(own_redis: Callable[..., RedisProcess], folder: Path) -> None:
     server = own_redis("--maxmemory-policy", "noeviction")
     async with running(settings_of(server.url), folder) as gate:

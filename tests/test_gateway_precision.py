@@ -101,6 +101,17 @@ def test_a_worker_that_swapped_meanwhile_refuses_and_another_takes_the_request()
     core.gateway.check_integrity()
 
 
+def test_two_instances_that_both_refuse_are_not_asked_again_before_the_next_look() -> None:
+    core = core_of("w0", "w1")
+    flight = floored(core)
+    for _ in range(2):
+        core.sent(flight, begun=False)
+        core.deliver(flight, [], finish="error", error=REFUSAL)
+    assert (flight.target, flight.attempt) == (None, 2)
+    core.poll()
+    assert flight.attempt == 3
+
+
 def test_a_refused_request_that_waits_is_not_sent_back_at_once() -> None:
     core = core_of("w0")
     flight = floored(core)

@@ -76,19 +76,21 @@ class Attempts:
         """There may be new instances, or old ones in another shape."""
         for flight in list(self._table.waiting.values()):
             if self._table.has(flight):
+                flight.refused_by = frozenset()
                 self._place(flight)
 
     def below_floor(self, flight: Flight) -> None:
         """Its instance has layers below the precision it asks for, and did not begin it. Elsewhere then, or
-        here when the instance is looked at again."""
-        refused_by = flight.target
+        here at the next look: metrics may not know yet, and two such instances would send it to and fro."""
+        if flight.target is not None:
+            flight.refused_by |= {flight.target}
         self._stats.of(flight.model).replays["precision_floor"] += 1
         self._table.unassign(flight)
-        self._place(flight, refused_by=refused_by)
+        self._place(flight)
 
-    def _place(self, flight: Flight, refused_by: Target | None = None) -> None:
+    def _place(self, flight: Flight) -> None:
         try:
-            found = self._placement.find(flight, refused_by=refused_by)
+            found = self._placement.find(flight)
         except ApiError as error:
             self._endings.fail(flight, error)
             return

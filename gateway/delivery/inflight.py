@@ -57,6 +57,7 @@ class Flight:
     trace_id: str = ""
     min_precision: Precision | Literal[""] = ""  # no layer may be below it where this runs; "": any will do
     waits_for_precision: bool = True  # for an instance that keeps it, until the deadline; else: a refusal
+    refused_by: frozenset[Target] = frozenset()  # below min_precision, by their own word, since the last look
     received: list[int] = field(default_factory=list)
     attempt: int = 0
     strikes: int = 0

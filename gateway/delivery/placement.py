@@ -36,11 +36,10 @@ class Placement:
         self._outbox = outbox
         self._clock = clock
 
-    def find(self, flight: Flight, refused_by: Target | None = None) -> Candidate | BelowFloor | None:
-        """Where it should run; None while there is nowhere. `refused_by`: who just said that it has layers
-        below what the flight asks for. Raises ApiError: 400 where it fits nowhere, 503 where it would not
-        wait for its precision and has not begun."""
-        candidates = self.candidates(flight.model, refused_by)
+    def find(self, flight: Flight) -> Candidate | BelowFloor | None:
+        """Where it should run; None while there is nowhere. Raises ApiError: 400 where it fits nowhere, 503
+        where it would not wait for its precision and has not begun."""
+        candidates = self.candidates(flight.model, flight.refused_by)
         if self._is_suspect(flight):
             candidates = [one for one in candidates if not self._has_suspect(one)]
         found = choose(candidates, flight.num_tokens, flight.min_precision)
@@ -63,12 +62,12 @@ class Placement:
         """It has its last chance after others that failed."""
         return 0 < self._last_strike == flight.strikes
 
-    def candidates(self, model: str, refused_by: Target | None = None) -> list[Candidate]:
+    def candidates(self, model: str, refused_by: frozenset[Target] = frozenset()) -> list[Candidate]:
         """Ready instances, with their load as far as it is known."""
         now = self._clock()
         return [self._candidate(ready, now, refused_by) for ready in self._cluster.ready(model)]
 
-    def _candidate(self, ready: Ready, now: float, refused_by: Target | None) -> Candidate:
+    def _candidate(self, ready: Ready, now: float, refused_by: frozenset[Target]) -> Candidate:
         card = ready.card
         target = Target(card.id, ready.worker, ready.epoch)
         place = self._table.places.get(target)
@@ -83,5 +82,5 @@ class Placement:
             num_own_since=place.num_since if place else 0,
             kv_usage=metrics.kv_usage if metrics else 0.0,
             precision=lowest(metrics.last.layers) if metrics else None,
-            is_below=target == refused_by,
+            is_below=target in refused_by,
         )
