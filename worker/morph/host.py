@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 import mmap
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -69,6 +70,7 @@ class HostStore(Generic[Name]):
             raise ModelError(
                 f"worker.host_dir {folder}: cannot hold the variants of the layers: {error}"
             ) from error
+        self._leave = weakref.finalize(self, self._file.close)  # at the latest with the process
         self._memory = _Mapping(self._file.fd, HEADER_BYTES + total, mmap.PROT_READ)
         self.is_pinned = pin and self._pin()
 
@@ -89,7 +91,7 @@ class HostStore(Generic[Name]):
         if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.address)
             self.is_pinned = False
-        self._file.close()
+        self._leave()
 
     def _view(self, memory: _Mapping, name: Name) -> torch.Tensor:
         return memory.view(self._offsets[name], self._sizes[name])
