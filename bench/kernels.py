@@ -1,6 +1,6 @@
 """The CPU's kernels, each beside what torch does for the same, in float32.
 
-    python -m bench.kernels [--threads 2] [--seconds 0.2]
+    python -m bench.kernels [--threads 2] [--seconds 0.2] [--only quantized]
 
 Products are measured against the machine's own matrix peak (a 2048^3 product in this run) and, for one token,
 against the bandwidth of reading memory; weights rotate so that none stays in a core's caches. Both sides of a
@@ -25,6 +25,7 @@ import kernels  # before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
+from bench.quantized import quantized_products
 from kernels import reference
 from tests.kernel_checks import AttentionCase, plan_of
 
@@ -32,6 +33,7 @@ RESULT = Path(__file__).with_name("results") / "kernels.json"
 SHAPES = ((512, 512), (512, 1408), (1408, 512), (512, 4096), (768, 2048), (2048, 768))  # inputs, outputs
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 ROTATED_BYTES = 64e6
+PARTS = ("attention", "rows", "products", "quantized")
 
 Run = Callable[[], object]
 
@@ -157,6 +159,9 @@ def rows(seconds: float) -> Iterator[dict[str, Any]]:
 def line(row: dict[str, Any]) -> str:
     text = f"{row['name']:<42} {row['us']:9.1f} us   torch {row['torch_us']:9.1f} us"
     text += f"   {row['torch_us'] / row['us']:5.2f} x"
+    if "unpack_us" in row:
+        text += f"   unpack {row['unpack_us']:9.1f} us   torch's packed {row['torch_packed_us']:9.1f} us"
+        text += f"   {row['share_of_bandwidth']:4.0%} of bandwidth"
     if "share_of_peak" in row:
         text += f"   {row['share_of_peak']:4.0%} of peak, {row['share_of_bandwidth']:4.0%} of bandwidth"
         text += f"   linear_t {row['linear_t_us']:9.1f} us"
@@ -168,6 +173,7 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=0, help="0: every core")
+    parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--seconds", type=float, default=0.1, help="for each side of each row")
     args = parser.parse_args()
     threads = kernels.configure(args.threads)
@@ -175,12 +181,18 @@ def main() -> None:
     say(f"{threads} threads: matrix peak {peak / 1e9:.0f} GFLOP/s, reads {bandwidth / 1e9:.1f} GB/s")
     card: dict[str, Any] = {"bench": "kernels", "threads": threads}
     card |= {"peak_gflops": peak / 1e9, "read_gbps": bandwidth / 1e9, "rows": []}
-    parts = (attention(args.seconds), rows(args.seconds), products(args.seconds, peak, bandwidth))
-    for row in itertools.chain(*parts):
+    parts = {
+        "attention": attention(args.seconds),
+        "rows": rows(args.seconds),
+        "products": products(args.seconds, peak, bandwidth),
+        "quantized": quantized_products(args.seconds, best_of, bandwidth),
+    }
+    for row in itertools.chain(*([parts[args.only]] if args.only else parts.values())):
         say(line(row))
         card["rows"].append(row)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(card, indent=2) + "\n")
+    if not args.only:
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(card, indent=2) + "\n")
     say(json.dumps(card))
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Sequence
 
 import torch
 
 from kernels import calls
+from kernels.packing import TILE, packed_size
 from kernels.plan import AttentionPlan
+from kernels.quantized import QuantizedWeight
 
 
 def configure(threads: int = 0) -> int:
@@ -32,9 +36,11 @@ def warm_up(
     hidden_size: int,
     intermediate_size: int,
     device: str | torch.device = "cpu",
+    bits: Sequence[int] = (),
 ) -> None:
     """Run every kernel once on a prefill chunk and a decode of a model's shapes, so that no request waits for
-    a compiler. Some 30 s the first time on a machine; compiled code is kept on disk, and then under 1 s."""
+    a compiler; `bits`: of the quantised weights there will be. Some 40 s the first time on a machine;
+    compiled code is kept on disk, and then under 1 s."""
     with torch.device(device):
         plan = _tiny_plan(block_tokens)
         tokens = plan.positions.shape[0]
@@ -57,6 +63,24 @@ def warm_up(
     calls.linear(x, torch.zeros(1, hidden_size, dtype=dtype, device=device))
     calls.linear_t(x, torch.zeros(hidden_size, 1, dtype=dtype, device=device))
     calls.copy_blocks(kv, ids[:1], ids[1:])
+    for one_bits in bits:
+        _warm_up_quantized(dtype, hidden_size, one_bits, torch.device(device))
+
+
+def _warm_up_quantized(dtype: torch.dtype, inputs: int, bits: int, device: torch.device) -> None:
+    """Every way a number of tokens may take, with and without an input scale and, on a GPU, with so few and
+    so many outputs that one processor's work is split and is not."""
+    inputs = max(TILE, inputs // TILE * TILE)
+    row = torch.zeros(1, 1, packed_size(inputs, bits), dtype=torch.uint8, device=device)
+    level = torch.zeros(1, 1, inputs // TILE, device=device)
+    scale = torch.ones(inputs, device=device)
+    sizes = (TILE,) if device.type == "cpu" else (TILE, 512 * TILE)
+    for outputs, tokens, input_scale in itertools.product(sizes, (1, 17, 33, 65), (None, scale)):
+        codes, scales, zeros = (
+            part.expand(1, outputs, -1) for part in (row, level.half(), level.to(torch.uint8))
+        )
+        weight = QuantizedWeight(codes, scales, zeros, bits, TILE, "outputs", input_scale)
+        calls.quantized_linear(torch.zeros(tokens, inputs, dtype=dtype, device=device), weight)
 
 
 def _tiny_plan(block_tokens: int) -> AttentionPlan:

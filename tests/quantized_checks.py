@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import get_args
+from unittest import mock
 
 import torch
 
@@ -28,15 +29,20 @@ def quantized_checks(
     face: str, device: str, assert_close: AssertClose
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """(what should hold, a call that raises AssertionError when it does not)."""
-    is_interpreted = face == "cuda" and device == "cpu"  # thousands of times slower: the corners only
+    is_interpreted = face == "cuda" and device == "cpu"  # thousands of times slower: every corner once
     for bits, group, split in itertools.product(BITS, GROUPS, get_args(Split)):
         for dtype in DTYPES:
-            if is_interpreted and (dtype == torch.float16 or group == 192):
+            is_corner = (dtype, group) in ((torch.float32, 96), (torch.bfloat16, 64))
+            if is_interpreted and not is_corner:
                 continue
             tokens = (1, 17) if is_interpreted else TOKENS
             check = partial(check_quantized, face, device, assert_close, bits, group, split, dtype, tokens)
             yield f"product with {bits} bits in groups of {group}, split by {split}, {dtype}", check
-    yield "product with bits: many tokens", partial(check_many_tokens, face, device, assert_close)
+    for tokens_of_all in (5,) if is_interpreted else (5, 33, 300):
+        check = partial(check_many_inputs, face, device, assert_close, tokens_of_all)
+        yield f"product with bits of many inputs, {tokens_of_all} tokens", check
+    if face == "cuda":
+        yield "product with bits in pieces", partial(check_pieces, device, assert_close)
 
 
 def check_quantized(
@@ -90,15 +96,23 @@ def check_product(
         assert_close(with_bias, expected + bias.double())
 
 
-def check_many_tokens(face: str, device: str, assert_close: AssertClose) -> None:
-    """A prefill: several blocks of tokens, several pieces of the inputs."""
-    for bits, split in itertools.product(BITS, get_args(Split)):
+def check_many_inputs(face: str, device: str, assert_close: AssertClose, tokens: int) -> None:
+    """Several pieces of the inputs on the CPU, several splits on a GPU; 300 tokens are several blocks."""
+    for bits, split in zip(BITS, itertools.cycle(get_args(Split)), strict=False):
         weight, _ = quantized(
-            units=2, unit_outputs=112, unit_inputs=1088, bits=bits, group=64, split=split, is_scaled=True
+            units=2, unit_outputs=80, unit_inputs=1088, bits=bits, group=64, split=split, is_scaled=True
         )
-        tokens = 33 if face == "cuda" and device == "cpu" else 300
         # A sum of 2000 products in float32 is off by 50 roundings or so, not by two.
         check_product(face, device, assert_close, weight, torch.float32, tokens, size=0.1)
+
+
+def check_pieces(device: str, assert_close: AssertClose) -> None:
+    """A matrix that does not fit the scratch."""
+    from kernels.gpu import quantized as gpu
+
+    weight, _ = quantized(units=3, unit_outputs=50, unit_inputs=64, bits=4, group=32)
+    with mock.patch.object(gpu, "SCRATCH_BYTES", 70 * 64 * 4):
+        check_product("cuda", device, assert_close, weight, torch.float32, 33)
 
 
 def _moved(weight: QuantizedWeight, device: str) -> QuantizedWeight:

@@ -57,6 +57,7 @@ def test_warm_up_runs_every_kernel_of_a_model() -> None:
         block_tokens=16,
         hidden_size=128,
         intermediate_size=352,
+        bits=(8, 4, 3),
     )
 
 

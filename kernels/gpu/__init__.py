@@ -1,9 +1,19 @@
 """Triton faces, for GPUs; on CPU tensors under TRITON_INTERPRET=1, for tests.
 
-Products are cuBLAS's, through torch: the reference's.
+Products with dense weights are cuBLAS's, through torch: the reference's.
 """
 
 from kernels.gpu.attention import paged_attention
+from kernels.gpu.quantized import quantized_linear
 from kernels.gpu.rows import add_rms_norm, copy_blocks, rms_norm, rotary, silu_mul, store_kv
 
-__all__ = ["add_rms_norm", "copy_blocks", "paged_attention", "rms_norm", "rotary", "silu_mul", "store_kv"]
+__all__ = [
+    "add_rms_norm",
+    "copy_blocks",
+    "paged_attention",
+    "quantized_linear",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "store_kv",
+]

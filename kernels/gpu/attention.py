@@ -41,7 +41,7 @@ def paged_attention(
         "BLOCK_TOKENS": kv.shape[3],
         "HEAD_DIM": q.shape[2],
         "BLOCK_DIM": max(LEAST_ROWS, triton.next_power_of_2(q.shape[2])),
-        "OPERAND": _operand(q),
+        "OPERAND": operand(q),
     }
     scale *= math.log2(math.e)
     window = sliding_window or 2**30
@@ -87,7 +87,7 @@ def _attend_decodes(
     shapes: dict[str, Any],
 ) -> None:
     num_seqs, num_heads, head_dim = plan.context_lens.shape[0], q.shape[1], q.shape[2]
-    splits = num_splits(num_seqs * kv.shape[1], min(plan.max_context_len, window), _num_processors(q.device))
+    splits = num_splits(num_seqs * kv.shape[1], min(plan.max_context_len, window), num_processors(q.device))
     partial = torch.empty(num_seqs, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     state = torch.empty(num_seqs, num_heads, splits, 2, dtype=torch.float32, device=q.device)
     decode_kernel[(num_seqs, kv.shape[1], splits)](
@@ -108,7 +108,7 @@ def _attend_decodes(
     )
 
 
-def _operand(q: torch.Tensor) -> Any:
+def operand(q: torch.Tensor) -> Any:
     """What tl.dot multiplies: the tensors' dtype, but for bfloat16 in the interpreter: numpy has none."""
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
         return tl.float32
@@ -122,7 +122,7 @@ def num_splits(programs: int, keys: int, processors: int) -> int:
 
 
 @cache
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 8  # the interpreter: enough that splitting is tested
     properties: Any = torch.cuda.get_device_properties(device)
