@@ -1,7 +1,9 @@
 """Every kernel against its oracle, over a sweep: plain functions, so that a machine with a GPU and nothing
 but torch and triton can run them too (`bench/gpu.py`).
 
-    python -m tests.kernel_checks FACE DEVICE     FACE: cpu, cuda (Triton; with TRITON_INTERPRET=1 on cpu)
+    python -m tests.kernel_checks FACE DEVICE [PART]
+
+FACE: cpu, cuda (Triton; with TRITON_INTERPRET=1 on cpu). PART: one of PARTS.
 """
 
 from __future__ import annotations
@@ -62,8 +64,18 @@ CASES = (
 )
 
 
-def checks(face: str, device: str) -> Iterator[Check]:
+PARTS = ("all", "dense", "quantized")
+
+
+def checks(face: str, device: str, part: str = "all") -> Iterator[Check]:
     """(what should hold, a call that raises AssertionError when it does not)."""
+    if part != "quantized":
+        yield from dense_checks(face, device)
+    if part != "dense":
+        yield from quantized_checks(face, device, assert_close)
+
+
+def dense_checks(face: str, device: str) -> Iterator[Check]:
     for case, dtype in itertools.product(CASES, DTYPES):
         if case is not CASES[0] and dtype == torch.float16:
             continue  # bfloat16 takes the same ways; this keeps the interpreter's run short
@@ -71,7 +83,6 @@ def checks(face: str, device: str) -> Iterator[Check]:
     for check, dtype in itertools.product(ROW_CHECKS, DTYPES):
         name = check.__name__.removeprefix("check_").replace("_", " ")
         yield f"{name}, {dtype}", partial(check, face, device, dtype)
-    yield from quantized_checks(face, device, assert_close)
 
 
 def check_attention(face: str, device: str, case: AttentionCase, dtype: torch.dtype) -> None:
@@ -265,9 +276,9 @@ def _plan_on(plan: AttentionPlan, device: str) -> AttentionPlan:
     )
 
 
-def failures(face: str, device: str) -> Iterator[tuple[str, str | None]]:
+def failures(face: str, device: str, part: str = "all") -> Iterator[tuple[str, str | None]]:
     """Each check and what went wrong with it, or None."""
-    for name, check in checks(face, device):
+    for name, check in checks(face, device, part):
         try:
             check()
         except Exception as problem:  # noqa: BLE001 a kernel that a compiler refuses must not hide the others

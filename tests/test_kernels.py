@@ -20,10 +20,11 @@ def test_a_cpu_kernel_agrees_with_its_oracle(check: Callable[[], None]) -> None:
     check()
 
 
-def test_triton_kernels_agree_with_their_oracles_in_the_interpreter() -> None:
+@pytest.mark.parametrize("part", ["dense", "quantized"])
+def test_triton_kernels_agree_with_their_oracles_in_the_interpreter(part: str) -> None:
     # The interpreter is chosen when triton is imported, so it needs a process of its own.
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernel_checks", "cuda", "cpu"],
+        [sys.executable, "-m", "tests.kernel_checks", "cuda", "cpu", part],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
