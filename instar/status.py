@@ -16,6 +16,7 @@ from instar.shapes import layers_text
 
 MIB = 1 << 20
 ENDED_SHOWN = 3  # morphs
+FULL = {"attention": "full", "ffn": "full"}
 ABSENT = "-"  # not told, which is not zero
 
 
@@ -33,6 +34,8 @@ def status(settings: Settings, *, url: str | None, key: str | None, as_json: boo
     console = Console()
     console.print(workers_table(state["workers"]))
     console.print(instances_table(state["instances"]))
+    for line in layer_lines(state["instances"]):
+        console.print(line, highlight=False)
     if morphs := shown_morphs(state.get("morphs") or []):
         console.print(morphs_table(morphs))
     console.print(policy_text(state.get("policy") or {}))
@@ -61,7 +64,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
 
 def instances_table(instances: list[dict[str, Any]]) -> Table:
     counts = ("KV blocks\nused/all", "running\nreqs", "waiting\nreqs")
-    table = _table("instance", "model", "state", "shape", "layers", *counts)
+    table = _table("instance", "model", "state", "shape", "layers\nfull/all", *counts)
     for instance in instances:
         kv = instance.get("kv") or {}
         used, blocks = kv.get("used"), kv.get("blocks")
@@ -70,12 +73,25 @@ def instances_table(instances: list[dict[str, Any]]) -> Table:
             instance.get("model", ""),
             instance.get("state", ""),
             f"tp{instance.get('tp', 1)} pp{instance.get('pp', 1)}",
-            layers_text(instance.get("layers") or []) or ABSENT,
+            _full_layers(instance.get("layers") or []),
             f"{used}/{blocks} ({used / blocks:.0%})" if blocks else ABSENT,
             _count(instance.get("running")),
             _count(instance.get("waiting")),
         )
     return table
+
+
+def layer_lines(instances: list[dict[str, Any]]) -> list[str]:
+    """Of each instance that is not all full: which layers are in which precision."""
+    return [
+        f"{instance['id']}: {layers_text(instance['layers'])}"
+        for instance in instances
+        if any(layer != FULL for layer in instance.get("layers") or [])
+    ]
+
+
+def _full_layers(layers: list[dict[str, str]]) -> str:
+    return f"{sum(layer == FULL for layer in layers)}/{len(layers)}" if layers else ABSENT
 
 
 def shown_morphs(morphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
