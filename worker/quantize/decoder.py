@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +15,9 @@ import torch.nn.functional as F
 from worker.model.config import ModelConfig
 from worker.model.layout import plan_model
 from worker.model.sources import Checkpoint
-from worker.quantize.sets import MATRICES
 
 Tensors = dict[str, torch.Tensor]  # a layer's, named as in the checkpoint without "model.layers.{i}."
 Tap = Callable[[str, torch.Tensor], None]  # (a key of INPUTS, what that product reads [B, T, K])
-Half = Literal["attention", "ffn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +72,6 @@ def load_layer(
     parts = plan_model(config, dtype, page_bytes=4096, max_tp=1).layers[layer]
     names = [source.tensor for part in parts for source in part.sources]
     return {name.removeprefix(prefix): checkpoint.read(name).to(device, dtype) for name in names}
-
-
-def with_matrices(
-    weights: Tensors, matrices: Tensors, halves: Sequence[Half] = ("attention", "ffn")
-) -> Tensors:
-    """The layer with some of MATRICES replaced, those of the given halves."""
-    chosen = [m for m in MATRICES if ("ffn" if m.startswith("mlp") else "attention") in halves]
-    return {**weights, **{f"{name}.weight": matrices[name] for name in chosen}}
 
 
 def run_layer(

@@ -1,0 +1,80 @@
+"""What the options of `instar profile` ask for, done."""
+
+from __future__ import annotations
+
+import argparse
+
+import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+
+# isort: split
+from dataclasses import asdict
+
+import torch
+
+from worker.model.config import read_config
+from worker.model.sources import Checkpoint
+from worker.profile.greedy import Profiler
+from worker.profile.order import Profile, profile_path, write_profile
+from worker.profile.scores import Metric, Weights
+from worker.quantize.calibration import read_calibration
+from worker.quantize.command import device_of
+from worker.quantize.decoder import load_ends, load_layer
+from worker.quantize.fingerprint import model_fingerprint
+from worker.quantize.progress import Progress, say
+from worker.quantize.source import QuantizedLayers
+
+
+def profile(args: argparse.Namespace) -> None:
+    """Raises ModelError, OSError."""
+    config = read_config(args.model)
+    checkpoint = Checkpoint(config.folder)
+    device = device_of(args.device)
+    calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
+    fingerprint = model_fingerprint(config, checkpoint)
+    dtype = torch.float32 if device.type == "cpu" else config.dtype
+    quantised = QuantizedLayers(
+        config,
+        checkpoint,
+        precision=args.precision,
+        method=args.method,
+        model=fingerprint,
+        dtype=dtype,
+        device=device,
+    )
+    num_windows, num_tokens = calibration.tokens.shape
+    say(
+        f"{args.precision} {quantised.method}; calibration: {num_windows} windows of {num_tokens} tokens of"
+        f" {calibration.source}"
+    )
+    progress: Progress | None = None
+
+    def advance() -> None:
+        if progress is not None:
+            progress.advance()
+
+    metric: Metric = args.metric
+    with torch.inference_mode():
+        profiler = Profiler(
+            load_ends(config, checkpoint, dtype, device),
+            [load_layer(config, checkpoint, i, dtype, device) for i in range(config.num_layers)],
+            quantised,
+            calibration.tokens.to(device),
+            metric,
+        )
+        progress = Progress("profile", profiler.num_trials, "trials")
+        sequence, scores = profiler.sequence(Weights(*args.weights), advance)
+    path = profile_path(config.folder, args.precision)
+    made = Profile(
+        model=fingerprint,
+        precision=args.precision,
+        method=quantised.method,
+        metric=metric,
+        weights=list(args.weights),
+        calibration=calibration.digest,
+        windows=[num_windows, num_tokens],
+        sequence=sequence,
+        scores=asdict(scores),
+        seconds=round(progress.seconds, 1),
+    )
+    write_profile(path, made)
+    say(f"{path}: swap layers in the order {', '.join(map(str, sequence))}")

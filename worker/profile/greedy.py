@@ -1,0 +1,115 @@
+"""Algorithm 1 of MorphServe (appendix A.2): the sequence of layers, the least harmful swap first.
+
+With Q swapped, every layer j outside Q is tried: j in its quantised weights, then all layers after it, then
+the output against that of Q alone. What layers before j make does not change, so the hidden states at every
+layer's entry are kept for the current Q, and a trial runs the layers from j on only: half of them on average.
+L layers and W windows take about L^3 / 6 * W runs of a layer, and L^2 / 2 * W of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from worker.profile.scores import Metric, Weights, similarity
+from worker.quantize.decoder import Ends, Span, Tensors, run_layer
+
+
+@dataclass(slots=True)
+class Scores:
+    """lts and lrs by layer; mds and lis by place in the sequence: of the layer chosen there."""
+
+    lts: list[float] = field(default_factory=list)
+    lrs: list[float] = field(default_factory=list)
+    mds: list[float] = field(default_factory=list)
+    lis: list[float] = field(default_factory=list)
+
+
+class Profiler:
+    """Layers as they are swapped one after the other.
+
+    layers: the full weights of each, replaced here as layers join Q. quantised: a layer's matrices in few
+    bits, made when asked for. windows int64 [W, T].
+    """
+
+    def __init__(
+        self,
+        ends: Ends,
+        layers: list[Tensors],
+        quantised: Callable[[int], Tensors],
+        windows: torch.Tensor,
+        metric: Metric,
+    ) -> None:
+        self._ends, self._layers, self._quantised = ends, layers, quantised
+        self._metric = metric
+        # entries[w][j]: window w at the entry of layer j for the current Q; [L] is what the head reads.
+        self._entries = [[ends.embed(window[None])] for window in windows]
+        for entries in self._entries:
+            for layer in range(len(layers)):
+                entries.append(self._run(layer, entries[layer], layers[layer]))
+
+    def sequence(self, weights: Weights, advance: Callable[[], None]) -> tuple[list[int], Scores]:
+        """All layers in the order of greatest LIS, the lower of equals first; `advance` is called once for
+        each of the `num_trials`."""
+        scores = self._local()
+        remaining, order = list(range(len(self._layers))), list[int]()
+        while remaining:
+            mds = self._degradation(remaining, advance)
+            lis = {j: weights.score(scores.lts[j], scores.lrs[j], mds[j]) for j in remaining}
+            best = max(remaining, key=lambda j: (lis[j], -j))
+            scores.mds.append(mds[best])
+            scores.lis.append(lis[best])
+            order.append(best)
+            remaining.remove(best)
+            self._swap(best)
+        return order, scores
+
+    @property
+    def num_trials(self) -> int:
+        return len(self._layers) * (len(self._layers) + 1) // 2 * len(self._entries)
+
+    def _local(self) -> Scores:
+        """LTS and LRS of every layer, in the full model."""
+        scores = Scores()
+        for layer in range(len(self._layers)):
+            swapped = self._swapped(layer)
+            kept, replaced = [], []
+            for entries in self._entries:
+                before, after = entries[layer], entries[layer + 1]
+                kept.append(similarity(before, after, self._metric))
+                replaced.append(similarity(after, self._run(layer, before, swapped), self._metric))
+            scores.lts.append(_mean(kept))
+            scores.lrs.append(_mean(replaced))
+        return scores
+
+    def _degradation(self, candidates: Sequence[int], advance: Callable[[], None]) -> dict[int, float]:
+        """MDS of each."""
+        found: dict[int, list[float]] = {j: [] for j in candidates}
+        for entries in self._entries:
+            reference = self._ends.logits(entries[-1])
+            for j in candidates:
+                x = self._run(j, entries[j], self._swapped(j))
+                for layer in range(j + 1, len(self._layers)):
+                    x = self._run(layer, x, self._layers[layer])
+                found[j].append(similarity(reference, self._ends.logits(x), self._metric))
+                advance()
+        return {j: _mean(values) for j, values in found.items()}
+
+    def _swap(self, layer: int) -> None:
+        """The layer joins Q for good."""
+        self._layers[layer] = self._swapped(layer)
+        for entries in self._entries:
+            for later in range(layer, len(self._layers)):
+                entries[later + 1] = self._run(later, entries[later], self._layers[later])
+
+    def _swapped(self, layer: int) -> Tensors:
+        return {**self._layers[layer], **self._quantised(layer)}
+
+    def _run(self, layer: int, x: torch.Tensor, weights: Tensors) -> torch.Tensor:
+        return run_layer(self._ends, layer, x, [Span(0, x.shape[1], weights)])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

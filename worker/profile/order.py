@@ -1,0 +1,115 @@
+"""In which order layers are swapped: a profile beside the model, or a plain order without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from worker.model.config import ModelConfig, read_config
+from worker.model.errors import ModelError
+from worker.model.sources import Checkpoint
+from worker.quantize.fingerprint import model_fingerprint
+from worker.quantize.sets import FOLDER
+
+OrderName = Literal["profile", "front-to-back", "back-to-front", "random"]
+ORDERS: tuple[OrderName, ...] = get_args(OrderName)
+
+FORMAT = 1
+# What workers swap to by default comes first: one instance has one order for all precisions.
+_PREFERRED = ("int4", "int3", "int8")
+_REMEDY = "make it again with `instar profile`, or remove it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """sequence: layers, the first to be swapped first. scores: as `greedy.Scores`. model: fingerprint."""
+
+    model: str
+    precision: str
+    method: str
+    metric: str
+    weights: list[float]
+    calibration: str
+    windows: list[int]  # how many, tokens of each
+    sequence: list[int]
+    scores: dict[str, list[float]]
+    seconds: float
+    format: int = FORMAT
+
+
+def profile_path(folder: Path, precision: str) -> Path:
+    return folder / FOLDER / f"profile-{precision}.json"
+
+
+def find_profile(folder: Path) -> Path | None:
+    """The one that a worker follows."""
+    paths = (profile_path(folder, precision) for precision in _PREFERRED)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Whole or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(json.dumps(asdict(profile), indent=1) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_profile(path: Path, *, model: str, num_layers: int) -> Profile:
+    """Raises ModelError: not a profile, damaged, or of another model (`model` is the fingerprint)."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        profile = Profile(**found)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path}: not a readable profile: {error}; {_REMEDY}") from error
+    if profile.format != FORMAT:
+        raise ModelError(f"{path}: a profile of format {profile.format}, not {FORMAT}; {_REMEDY}")
+    if profile.model != model:
+        raise ModelError(
+            f"{path}: made for another model ({profile.model[:12]}, and this one is {model[:12]}); {_REMEDY}"
+        )
+    if sorted(profile.sequence) != list(range(num_layers)):
+        raise ModelError(f"{path}: its sequence is not one of this model's {num_layers} layers; {_REMEDY}")
+    return profile
+
+
+def load_order(folder: str | Path, name: str = "") -> tuple[list[int], OrderName]:
+    """The order by its name in the settings and the name it really has; "": the profile if there is one,
+    else front-to-back, the paper's default without one.
+
+    Raises ModelError: an unknown name, "profile" without a profile, a profile that cannot be used.
+    """
+    folder = Path(folder)
+    if name and name not in ORDERS:
+        raise ModelError(f"worker.layer_order = {name!r}: there are {', '.join(ORDERS)}")
+    config = read_config(folder)
+    path = find_profile(folder)
+    if name == "profile" and path is None:
+        raise ModelError(
+            f'worker.layer_order = "profile", and {folder} has none: make one with `instar profile {folder}`'
+        )
+    if path is not None and name in ("", "profile"):
+        fingerprint = model_fingerprint(config, Checkpoint(folder))
+        return read_profile(path, model=fingerprint, num_layers=config.num_layers).sequence, "profile"
+    return plain_order(config, name), _plain_name(name)
+
+
+def plain_order(config: ModelConfig, name: str, seed: int = 0) -> list[int]:
+    """front-to-back, back-to-front, or a shuffle that is the same for the same seed."""
+    layers = list(range(config.num_layers))
+    if name == "back-to-front":
+        layers.reverse()
+    if name == "random":
+        random.Random(seed).shuffle(layers)
+    return layers
+
+
+def _plain_name(name: str) -> OrderName:
+    return next((order for order in ORDERS[1:] if order == name), "front-to-back")
