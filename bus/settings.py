@@ -167,6 +167,12 @@ class WorkerSettings(Section):
     quantization: Literal["", "awq", "gptq", "rtn"] = Field(
         "", description="method of the variants; empty: the best made for the model, else rounded at load"
     )
+    layer_order: Literal["", "profile", "front-to-back", "back-to-front", "random"] = Field(
+        "", description="in which layers lose bits; empty: the model's profile, without one front-to-back"
+    )
+    morph_share: float = Field(
+        0.04, gt=0, le=1, description="of a busy engine's time that morphs may take; more makes them faster"
+    )
     host_dir: str = Field(
         "/dev/shm", description="memory for all variants of all layers, one copy for the workers of a host"
     )

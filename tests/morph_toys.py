@@ -77,6 +77,10 @@ class ToyVariants:
         self._may_fail("unmap")
         self.ranges[layer, part, precision].resize(0)
 
+    def release(self) -> None:
+        for memory in self.ranges.values():
+            memory.release()
+
     def image(self, key: Key) -> int:
         layer, part, precision = key
         return 1 + layer * 8 + PARTS.index(part) * 4 + PRECISIONS.index(precision)

@@ -85,6 +85,7 @@ def test_two_models_share_the_pool(tmp_path: Path) -> None:
         assert instance.scheduler.blocks.capacity >= 4 * 256 // 16, (
             "every sequence may become as long as it may"
         )
+    loaded.morphs.close()
 
 
 def test_fair_shares_are_equal_except_that_nobody_gets_more_than_is_of_use() -> None:

@@ -91,21 +91,25 @@ def fair_shares(free: int, useful: Seq[int]) -> list[int]:
     return shares
 
 
-def fill_caches(pool: PagePool, parts: Seq[tuple[KVCache, Model, Limits]]) -> None:
-    """Give the pool's free pages to the KV caches of these models by `fair_shares`. ModelError if one of
-    them gets no block."""
-    shares = fair_shares(pool.num_free, [useful_pages(*part) for part in parts])
+def fill_caches(pool: PagePool, parts: Seq[tuple[KVCache, Model, Limits]], reserve_pages: int = 0) -> None:
+    """Give the pool's free pages, less a reserve for swaps, to the KV caches of these models by
+    `fair_shares`. ModelError if one of them gets no block."""
+    shares = fair_shares(max(0, pool.num_free - reserve_pages), [useful_pages(*part) for part in parts])
     for (cache, model, limits), share in zip(parts, shares, strict=True):
         cache.grow(share // model.config.num_layers)
         if not cache.num_blocks:
             needed = model.config.num_layers * cache.pages_for(1)
+            kept = f" ({reserve_pages} are kept for swaps)" if reserve_pages else ""
             raise ModelError(
                 f"{model.config.folder}: no room for a KV cache: a block of {limits.block_tokens} tokens "
-                f"takes {needed} pages and {share} are left of {pool.num_pages}; raise memory_mb"
+                f"takes {needed} pages and {share} are left of {pool.num_pages}{kept}; raise memory_mb"
             )
 
 
-def make_instance(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> Instance:
+def make_instance(
+    instance_id: str, model: Model, cache: KVCache, limits: Limits, *, bits: Seq[int] = ()
+) -> Instance:
+    """`bits`: of the quantised variants that its layers may become."""
     config = model.config
     kernels.warm_up(
         model.dtype,
@@ -116,6 +120,7 @@ def make_instance(instance_id: str, model: Model, cache: KVCache, limits: Limits
         head_dim=config.head_dim,
         block_tokens=limits.block_tokens,
         device=cache.pool.backend.device,
+        bits=bits,
     )
     return Instance(
         instance_id,

@@ -115,10 +115,12 @@ class MorphExecutor:
         self._epoch = epoch
 
     def close(self) -> None:
-        """Give everything up; the copying thread is gone afterwards."""
+        """Give everything up, the variants last: no step may follow."""
         for job in list(self._jobs.values()):
             self._abort(job, "the worker leaves")
         self._copier.close()
+        for target in self.targets.values():
+            target.variants.release()
 
     # ----------------------------------------------------------------------------- at a boundary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.messages import LayerShape, Part, Precision
+from bus.messages import LayerShape, Precision
 from worker.engine.instance import Instance
 from worker.engine.shape import precision_of
 from worker.morph.plan import Half
@@ -43,14 +43,6 @@ class Target:
             self._swapped.remove(half.layer)
         if self.instance.shape[half.layer] != LayerShape():
             self._swapped.append(half.layer)
-
-    def layer_pages(self, precision: Precision) -> int:
-        """Of its largest layer, both halves, in this precision."""
-        parts: tuple[Part, ...] = ("attention", "ffn")
-        return max(
-            sum(self.variants.pages(layer, part, precision) for part in parts)
-            for layer in range(len(self.instance.shape))
-        )
 
     def check_integrity(self, with_pool: bool = True) -> None:
         """Raises BrokenInvariant and AssertionError. The whole pool takes milliseconds on a large device."""

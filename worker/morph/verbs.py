@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from bus.messages import Part, Precision
+from bus.messages import PARTS, Part, Precision
 
 
 class CopyJob(Protocol):
@@ -43,6 +43,26 @@ class Variants(Protocol):
     def unmap(self, layer: int, part: Part, precision: Precision) -> None:
         """When the device is done with what used it. Raises MappingFailed."""
 
+    def release(self) -> None:
+        """At the end: nothing runs on them any more."""
+
+
+def layer_pages(variants: Variants, num_layers: int) -> dict[Precision, int]:
+    """Pages of the largest layer, both halves, in each precision."""
+    return {
+        precision: max(
+            sum(variants.pages(layer, part, precision) for part in PARTS) for layer in range(num_layers)
+        )
+        for precision in variants.precisions
+    }
+
+
+def reserve_pages(variants: Variants, num_layers: int) -> int:
+    """With so many pages free any layer can be swapped down: those of the largest in its most bits below
+    full."""
+    pages = layer_pages(variants, num_layers)
+    return max((pages[precision] for precision in pages if precision != "full"), default=0)
+
 
 class NoVariants:
     """Of a model whose layers are always full; only its KV cache can morph."""
@@ -59,3 +79,6 @@ class NoVariants:
         raise NotImplementedError
 
     check = install = unmap = map
+
+    def release(self) -> None:
+        pass

@@ -16,6 +16,7 @@
 `telemetry`           reports numbers
 `morph_reports`       says what became of morphs
 `loading`             page pool, models, KV caches, the first forward pass
+`load_morphs`         variants of the layers, their order, the executor of morphs
 `load_task`           the same in a thread, with progress on the card
 `worker`              puts them together; drain and exit
 ====================  ============================================================================

@@ -23,10 +23,10 @@ from worker.engine.build import (
 from worker.engine.engine import Engine
 from worker.memory import MappingFailed, OutOfPages, PagePool
 from worker.model import Model, ModelError, load_model
-from worker.morph.executor import MorphExecutor
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.morph.verbs import NoVariants
+from worker.morph.verbs import layer_pages, reserve_pages
+from worker.service.load_morphs import bits_of, layer_order, load_variants, make_executor
 from worker.service.loaded import CannotServe, Loaded, Progress
 
 log = logging.getLogger("worker")
@@ -54,24 +54,29 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         block_tokens=settings.block_tokens,
     )
     models = {name: _load_model(name, path, pool, settings, progress) for name, path in folders.items()}
+    variants = {name: load_variants(name, model, pool, settings, progress) for name, model in models.items()}
     parts = {}
     for name, model in models.items():
         limits = shape.limits(model)
         parts[name] = (make_cache(pool, model, limits, name), model, limits)
-    fill_caches(pool, list(parts.values()))
+    reserve = max(reserve_pages(variants[name], model.config.num_layers) for name, model in models.items())
+    fill_caches(pool, list(parts.values()), reserve)
     engine = Engine(device)
     cards, targets = [], {}
     for name, (cache, model, limits) in parts.items():
         progress(f"{name}: compiling kernels and running the first request")
-        instance = make_instance(f"{name}@{worker}", model, cache, limits)
+        instance = make_instance(f"{name}@{worker}", model, cache, limits, bits=bits_of(variants[name]))
         run_canary(instance)
         engine.add_instance(instance)
-        useful = useful_pages(cache, model, limits)
-        resizer = KVResizer(instance, cache, reserve_pages=0, useful_pages=useful)
-        targets[instance.id] = target = Target(instance, NoVariants(), resizer)
-        cards.append(_card(target, name, folders[name], model, settings, worker))
+        resizer = KVResizer(
+            instance, cache, reserve_pages=reserve, useful_pages=useful_pages(cache, model, limits)
+        )
+        order, order_name = layer_order(folders[name], model, settings)
+        targets[instance.id] = target = Target(instance, variants[name], resizer, order)
+        cards.append(_card(target, name, folders[name], model, order_name, settings, worker))
         log.info("%s: %d KV blocks of %d tokens", name, cache.num_blocks, limits.block_tokens)
-    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, MorphExecutor(worker, targets))
+    morphs = make_executor(worker, targets, settings, device)
+    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, morphs)
 
 
 def model_folders(models: list[str]) -> dict[str, Path]:
@@ -122,7 +127,13 @@ def _load_model(name: str, path: Path, pool: PagePool, settings: WorkerSettings,
 
 
 def _card(
-    target: Target, name: str, path: Path, model: Model, settings: WorkerSettings, worker: str
+    target: Target,
+    name: str,
+    path: Path,
+    model: Model,
+    order_name: str,
+    settings: WorkerSettings,
+    worker: str,
 ) -> InstanceCard:
     return InstanceCard(
         id=target.instance.id,
@@ -136,6 +147,7 @@ def _card(
         workers=[worker],
         variants=list(target.variants.precisions),
         order=target.order,
-        order_name="front-to-back",
+        order_name=order_name,
         min_blocks=target.resizer.min_blocks,
+        layer_pages=layer_pages(target.variants, model.config.num_layers),
     )
