@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -49,6 +49,8 @@ class QuantizedWeight:
     group: int
     split: Split = "outputs"
     input_scale: torch.Tensor | None = None
+    # What a face derives from the weight once, by the face's own key; addresses do not change.
+    derived: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check(self)

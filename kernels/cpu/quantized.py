@@ -95,10 +95,16 @@ def _multiply_few(kind):
 
 
 @compiled
+def _piece_row(w):
+    """Bytes of a row of a piece: a cache line more than it needs, so that rows do not share places there."""
+    return min(PIECE_TILES, w.tiles) * TILE * 4 + LANES * 4
+
+
+@compiled
 def _multiply_rows(w, unit, row, count, x, lanes, sums, levels, weights):
     """sums [count, lanes] for rows [row, row + count) of the outputs' unit; x [K, lanes]."""
     clear(sums, count * lanes)
-    line = min(PIECE_TILES, w.tiles) * TILE * 4
+    line = _piece_row(w)
     for piece in range(unit, unit + w.in_units):
         _read_levels(w, piece, row, count, levels)
         codes = w.codes + piece * w.codes_unit + row * w.codes_row
@@ -125,7 +131,7 @@ def _multiply_many(kind):
         return
     inputs = w.in_units * w.tiles * TILE
     widest = min(BLOCK_TOKENS, (tokens + LANES - 1) // LANES * LANES)
-    of_a_row = min(PIECE_TILES, w.tiles) * TILE + levels_row(w) // 4
+    of_a_row = (_piece_row(w) + levels_row(w)) // 4
     buffer, turned = aligned((inputs + ITEM_OUTPUTS) * widest + ITEM_OUTPUTS * of_a_row)
     sums = turned + inputs * widest * 4
     levels = sums + ITEM_OUTPUTS * widest * 4

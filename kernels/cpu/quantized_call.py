@@ -43,6 +43,13 @@ BYTES = 8 * len(Weight._fields)
 
 
 def words_of(weight: QuantizedWeight) -> Weight:
+    found: Weight | None = weight.derived.get("cpu")
+    if found is None:
+        found = weight.derived["cpu"] = _words_of(weight)
+    return found
+
+
+def _words_of(weight: QuantizedWeight) -> Weight:
     codes, scales, zeros = weight.codes, weight.scales, weight.zeros
     units = weight.num_units
     return Weight(
