@@ -14,7 +14,15 @@ from bus.messages import Precision
 from kernels import QuantizedWeight
 from kernels.quantized import Split
 from worker.model.config import ModelConfig
-from worker.model.products import DenseProduct, Product, QuantizedProduct, TransposedProduct
+from worker.model.products import (
+    DenseProduct,
+    Product,
+    QuantizedProduct,
+    TransposedProduct,
+    inputs_of,
+    outputs_of,
+    units_of,
+)
 from worker.model.quantized_layout import BITS
 from worker.model.shard import Shard
 from worker.model.transformer import Attention, FeedForward
@@ -55,10 +63,9 @@ def feed_forward(
         return _dense_feed_forward(config, tensors, shard)
     gate_up = _quantized(tensors, "gate_up", "outputs", precision)
     units = shard.part(gate_up.num_units, "units of the FFN")
-    gate_up = _units(gate_up, units)
-    down = _units(_quantized(tensors, "down", "inputs", precision), units)
+    down = units_of(_quantized(tensors, "down", "inputs", precision), units)
     return FeedForward(
-        [QuantizedProduct(gate_up)],
+        [QuantizedProduct(units_of(gate_up, units))],
         QuantizedProduct(down),
         size=down.unit_inputs,
         up_at=down.unit_inputs,
@@ -99,42 +106,14 @@ def _rows(tensors: Tensors, rows: slice, precision: Precision) -> Product:
     bias = None if bias is None else bias[rows]
     if "qkv" in tensors:
         return DenseProduct(tensors["qkv"][rows], bias)
-    whole = _quantized(tensors, "qkv", "outputs", precision)
-    return QuantizedProduct(
-        QuantizedWeight(
-            whole.codes[:, rows],
-            whole.scales[:, rows],
-            whole.zeros[:, rows],
-            whole.bits,
-            whole.group,
-            "outputs",
-            whole.input_scale,
-        ),
-        bias,
-    )
+    return QuantizedProduct(outputs_of(_quantized(tensors, "qkv", "outputs", precision), rows), bias)
 
 
 def _o(tensors: Tensors, columns: slice | None, bias: torch.Tensor | None, precision: Precision) -> Product:
     if "o" in tensors:
         return DenseProduct(tensors["o"] if columns is None else tensors["o"][:, columns], bias)
     whole = _quantized(tensors, "o", "inputs", precision)
-    if columns is None:
-        return QuantizedProduct(whole, bias)
-    of_codes = slice(columns.start * whole.bits // 8, columns.stop * whole.bits // 8)
-    of_groups = slice(columns.start // whole.group, columns.stop // whole.group)
-    scale = whole.input_scale
-    return QuantizedProduct(
-        QuantizedWeight(
-            whole.codes[..., of_codes],
-            whole.scales[..., of_groups],
-            whole.zeros[..., of_groups],
-            whole.bits,
-            whole.group,
-            "inputs",
-            None if scale is None else scale[columns],
-        ),
-        bias,
-    )
+    return QuantizedProduct(whole if columns is None else inputs_of(whole, columns), bias)
 
 
 def _quantized(tensors: Tensors, name: str, split: Split, precision: Precision) -> QuantizedWeight:
@@ -150,18 +129,3 @@ def _quantized(tensors: Tensors, name: str, split: Split, precision: Precision) 
 
 def _by_units(part: torch.Tensor) -> torch.Tensor:
     return part if part.dim() == 3 else part[None]
-
-
-def _units(whole: QuantizedWeight, units: slice) -> QuantizedWeight:
-    scale = whole.input_scale
-    if scale is not None and whole.split == "inputs":
-        scale = scale[units.start * whole.unit_inputs : units.stop * whole.unit_inputs]
-    return QuantizedWeight(
-        whole.codes[units],
-        whole.scales[units],
-        whole.zeros[units],
-        whole.bits,
-        whole.group,
-        whole.split,
-        scale,
-    )

@@ -5,6 +5,7 @@ A product takes x [T, K] to [T, N]. Which kind it is, only who made it knows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -93,3 +94,31 @@ class QuantizedProduct:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         missing = self.weight.num_inputs - x.shape[1]
         return quantized_linear(F.pad(x, (0, missing)) if missing else x, self.weight, self.bias)
+
+
+def outputs_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    """These outputs of every unit."""
+    codes, scales, zeros = weight.codes[:, rows], weight.scales[:, rows], weight.zeros[:, rows]
+    return replace(weight, codes=codes, scales=scales, zeros=zeros)
+
+
+def inputs_of(weight: QuantizedWeight, columns: slice) -> QuantizedWeight:
+    """These inputs of every unit; they must be whole tiles and groups."""
+    of_codes = slice(columns.start * weight.bits // 8, columns.stop * weight.bits // 8)
+    of_groups = slice(columns.start // weight.group, columns.stop // weight.group)
+    return replace(
+        weight,
+        codes=weight.codes[..., of_codes],
+        scales=weight.scales[..., of_groups],
+        zeros=weight.zeros[..., of_groups],
+        input_scale=None if weight.input_scale is None else weight.input_scale[columns],
+    )
+
+
+def units_of(weight: QuantizedWeight, units: slice) -> QuantizedWeight:
+    """A shard."""
+    scale = weight.input_scale
+    if scale is not None and weight.split == "inputs":
+        scale = scale[units.start * weight.unit_inputs : units.stop * weight.unit_inputs]
+    codes, scales, zeros = weight.codes[units], weight.scales[units], weight.zeros[units]
+    return replace(weight, codes=codes, scales=scales, zeros=zeros, input_scale=scale)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-import kernels
 from bus.messages import PARTS, PRECISIONS, Part, Precision
 from worker.memory import PagePool, VirtualRange
 from worker.model.halves import Half, attention, feed_forward
@@ -24,7 +23,7 @@ from worker.morph.host import HostStore, Images
 from worker.morph.host_copy import HostCopy
 from worker.morph.host_file import Progress
 from worker.morph.host_images import find_matrices, write_half
-from worker.morph.variants_check import check_outputs, num_outputs, outputs_of
+from worker.morph.variants_check import check_outputs, expected_outputs, num_outputs
 from worker.quantize.fingerprint import model_fingerprint
 
 Place = tuple[int, Part, Precision]
@@ -188,8 +187,7 @@ class LayerVariants:
     def _expected(self, place: Place, image: torch.Tensor) -> torch.Tensor:
         """By the plain reference, from what is in host memory."""
         half = self._half(place, tensors_in(image.to(self._device), self._plans[place[1:]]))
-        with kernels.use_face("reference"):
-            return torch.cat([out.flatten() for out in outputs_of(half, self._model.dtype)])
+        return expected_outputs(half, self._model.dtype)
 
     @property
     def _device(self) -> torch.device:

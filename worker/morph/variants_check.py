@@ -10,9 +10,12 @@ from functools import lru_cache
 
 import torch
 
+import kernels
 from worker.model.halves import Half
+from worker.model.products import Product, QuantizedProduct, outputs_of
 
 _TOKENS = 4
+_REFERENCE_ELEMENTS = 1 << 18
 
 # Largest error of one output, and of all together, in units of the outputs' root mean square. Sums differ in
 # their order, and outputs are rounded to the dtype: a bfloat16 of 4 deviations is off by up to 0.008 of one.
@@ -28,20 +31,41 @@ class WrongVariant(RuntimeError):
     """A variant does not compute what its original does: its pages hold something else."""
 
 
-def outputs_of(half: Half, dtype: torch.dtype) -> list[torch.Tensor]:
+def probe(half: Half, dtype: torch.dtype) -> list[torch.Tensor]:
     """What each of its products makes of the fixed input: float32 [4, N] each."""
     return [product(_input(product.num_inputs, dtype, product.device)).float() for product in half.products]
 
 
+def expected_outputs(half: Half, dtype: torch.dtype) -> torch.Tensor:
+    """The same by the plain reference: float32 [num_outputs], flat."""
+    inputs = (_input(product.num_inputs, dtype, product.device) for product in half.products)
+    made = [_reference(product, x) for product, x in zip(half.products, inputs, strict=True)]
+    return torch.cat([each.float().flatten() for each in made])
+
+
+def _reference(product: Product, x: torch.Tensor) -> torch.Tensor:
+    """Some outputs of every unit at a time: the whole matrix in float32 would leave the caches."""
+    with kernels.use_face("reference"):
+        if not isinstance(product, QuantizedProduct):
+            return product(x)
+        weight, made = product.weight, []
+        rows = max(1, _REFERENCE_ELEMENTS // (weight.num_units * weight.unit_inputs))
+        for first in range(0, weight.unit_outputs, rows):
+            part = outputs_of(weight, slice(first, first + rows))
+            made.append(kernels.quantized_linear(x, part).unflatten(1, (-1, part.unit_outputs)))
+        out = torch.cat(made, 2).flatten(1)
+        return out if product.bias is None else out + product.bias
+
+
 def num_outputs(half: Half) -> int:
-    """Floats in all of `outputs_of`."""
+    """Floats in all of `probe`."""
     return sum(_TOKENS * product.num_outputs for product in half.products)
 
 
 def check_outputs(what: str, half: Half, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """expected: float32 [num_outputs], flat. Raises WrongVariant, naming `what` and the error."""
     first = 0
-    for i, got in enumerate(outputs_of(half, dtype)):
+    for i, got in enumerate(probe(half, dtype)):
         wanted = expected[first : first + got.numel()].view(got.shape).to(got.device)
         first += got.numel()
         unit = wanted.square().mean().sqrt().clamp(min=1e-30)
