@@ -1,5 +1,5 @@
 """A GPU's checks and numbers: kernels against oracles, pages against their tests, the engine against
-transformers, decoding against memory.
+transformers, decoding against memory, products with quantised weights against dense ones.
 
     python -m bench.gpu [--skip-decode]        (make gpu)
 
@@ -250,6 +250,8 @@ def _decode(engine: Any, num_seqs: int, context: int, bandwidth: float) -> dict[
 
 
 def report(card: dict[str, Any]) -> None:
+    from bench import gpu_products
+
     say()
     say(f"{card['device']}, torch {card['torch']}, triton {card['triton']}")
     say(f"copy bandwidth {card['bandwidth_gbps']:.0f} GB/s")
@@ -258,6 +260,8 @@ def report(card: dict[str, Any]) -> None:
             f"decode {row['sequences']:3d} x {row['context']:5d}: {row['step_ms']:7.2f} ms a step, floor "
             f"{row['floor_ms']:6.2f} ms, ratio {row['ratio']:.2f}, {row['tokens_per_second']:8.0f} tokens/s"
         )
+    for row in card["quantized"]:
+        say(gpu_products.line(row))
     for problem in card["problems"]:
         say(f"FAILED {problem}")
     say(f"{len(card['problems'])} checks failed")
@@ -277,6 +281,8 @@ def main() -> int:
         return 0
     import triton
 
+    from bench import gpu_products
+
     problems = check_kernels() + check_memory()
     has_engine = is_there("engine and decoding", "transformers", "safetensors", "cuda.bindings")
     if has_engine:
@@ -289,6 +295,7 @@ def main() -> int:
         "triton": triton.__version__,
         "bandwidth_gbps": bandwidth / 1e9,
         "decode": decode_rows(bandwidth) if has_engine and not args.skip_decode else [],
+        "quantized": gpu_products.quantized_rows(bandwidth),
         "problems": problems,
     }
     report(card)
