@@ -60,7 +60,7 @@ class Morphing:
         self.cache = make_cache(self.pool, self.model, limits, "test")
         reserve = reserve_pages(self.variants, self.num_layers)
         fill_caches(self.pool, [(self.cache, self.model, limits)], reserve)
-        self.instance = make_instance("m@w0", self.model, self.cache, limits)
+        self.instance = make_instance("m@w0", self.model, self.cache, limits, bits=(8, 4, 3))
         self.engine = Engine(DEVICE)
         self.engine.add_instance(self.instance)
         useful = useful_pages(self.cache, self.model, limits)
@@ -153,7 +153,7 @@ def test_with_all_layers_back_a_later_stream_equals_the_oracle(morphing: Morphin
 
 def test_a_stream_across_resizes_equals_the_oracle(morphing: Morphing, oracle: Oracle) -> None:
     before = morphing.cache.num_blocks
-    morphing.submit("early", [7] * 900, 8)  # leaves a hole below those that come later
+    morphing.submit("early", [7] * 980, 8)  # leaves a hole below those that come later
     for i, prompt in enumerate(PROMPTS):
         morphing.submit(str(i), prompt)
     while "early" not in morphing.client.ends:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from bus.client import Bus, BusUnavailable, connect
 from bus.messages import Delta, InstanceCard, PageCounts, SamplingParams, StepOutput, Submit
@@ -18,6 +18,8 @@ from worker.engine.instance import Instance
 from worker.morph.executor import MorphExecutor
 from worker.service.loaded import Loaded
 from worker.service.worker import serve
+
+B = TypeVar("B", bound="Bench")
 
 INSTANCE = "toy@w0"
 LEASE_S = 6.0  # longer than a busy machine can keep the renewal waiting
@@ -51,8 +53,9 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.engine, self.instance = toy_engine(num_blocks=40)
-        self.model = SlowToy()
+        self.model: Any = SlowToy()
         self.instance.model = self.model
+        self.morphs = MorphExecutor("w0", {})
 
     def load(self, settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> Loaded:
         progress("loading toy: 50 %")
@@ -62,7 +65,7 @@ class Bench:
             pages=lambda: PageCounts(budget=4, weights=1, kv=2, free=1),
             device="cpu",
             page_bytes=65536,
-            morphs=MorphExecutor("w0", {}),
+            morphs=self.morphs,
         )
 
     async def start(self, **changes: Any) -> None:
@@ -197,12 +200,16 @@ def card(instance: Instance) -> InstanceCard:
 
 @contextlib.asynccontextmanager
 async def running(settings: RedisSettings, **changes: Any) -> AsyncIterator[Bench]:
-    async with connect(settings, source="test") as bus:
-        bench = Bench(bus, settings)
-        listener = asyncio.create_task(bench.listen())
-        try:
-            await bench.start(**changes)
-            yield bench
-        finally:
-            listener.cancel()
-            await bench.aclose()
+    async with connect(settings, source="test") as bus, started(Bench(bus, settings), **changes) as bench:
+        yield bench
+
+
+@contextlib.asynccontextmanager
+async def started(bench: B, **changes: Any) -> AsyncIterator[B]:
+    listener = asyncio.create_task(bench.listen())
+    try:
+        await bench.start(**changes)
+        yield bench
+    finally:
+        listener.cancel()
+        await bench.aclose()

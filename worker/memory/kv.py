@@ -128,7 +128,10 @@ class KVCache:
         has a note of it, the layers' records are true and `check_integrity` tells that they differ."""
         try:
             for layer in self._ranges:
-                layer.resize(after)
+                if after > before:
+                    layer.map(before, after - before)
+                else:
+                    layer.unmap(after, before - after)
         except (RuntimeError, ValueError) as error:
             for layer in self._ranges:
                 try:

@@ -21,6 +21,9 @@ from worker.morph.run import Clock, Patience
 # A shrink that nobody asked for by number leaves every running sequence room for so many tokens more:
 # without it the next steps would preempt what the step before admitted.
 HEADROOM_TOKENS = 64
+# Pages per layer that a Resize maps or unmaps between two steps: so the calls' own cost is shared (8 layers,
+# pages of 64 KiB: one takes 0.3 ms, eight 0.6), and no step waits for all of a large change.
+PAGES_AT_ONCE = 8
 
 
 class KVResizer:
@@ -126,8 +129,8 @@ class KVResizer:
 
 
 class ResizeRun:
-    """One Resize, a page of every layer at a time. Where it ends before its goal, it goes back to where it
-    began, as far as nobody has taken the pages."""
+    """One Resize, some pages of every layer at a time. Where it ends before its goal, it goes back to where
+    it began, as far as nobody has taken the pages."""
 
     def __init__(
         self, resizer: KVResizer, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic
@@ -173,9 +176,9 @@ class ResizeRun:
                     continue
                 self._patience.get_on()
                 if missing > 0:
-                    self._resizer.grow(1)
+                    self._resizer.grow(min(missing, PAGES_AT_ONCE))
                 else:
-                    self._resizer.shrink(1)
+                    self._resizer.shrink(min(-missing, PAGES_AT_ONCE))
                 yield True
             is_done = True
         finally:
