@@ -43,6 +43,24 @@ def counts(pool: PagePool) -> tuple[int, int, int, int]:
     return now.budget, now.weights, now.kv, now.free
 
 
+def test_host_memory_is_written_to_pages_wherever_they_are(pool: PagePool) -> None:
+    owned, hole = reserve(pool, 6), reserve(pool, 3)
+    owned.map(0, 2)
+    hole.map(0, 3)
+    owned.map(2, 4)  # pages that are no neighbours of the first two
+    size = pool.page_bytes
+    source = torch.randint(0, 256, (4 * size + 77,), dtype=torch.uint8)
+    owned.write(size // 2, source)
+    everything = owned.tensor(torch.uint8, [6 * size]).cpu()
+    assert everything[size // 2 :][: len(source)].equal(source)
+    assert not everything[: size // 2].any() and not everything[size // 2 + len(source) :].any()
+    owned.write(0, source[:0])
+    owned.unmap(3, 1)
+    for offset, count in ((-1, 5), (size * 6 - 4, 5), (size, 3 * size)):
+        with pytest.raises(ValueError, match=r"someone: bytes \[.*must be mapped to be written"):
+            owned.write(offset, source[:count])
+
+
 def test_weights_kv_and_free_pages_make_the_budget(pool: PagePool) -> None:
     weights, kv = reserve(pool, 8), reserve(pool, 30, kind="kv")
     assert counts(pool) == (PAGES, 0, 0, PAGES)

@@ -48,6 +48,11 @@ class Morphing:
         variants = self.variants
         return tensors_of(variants._ranges[layer, part, precision], variants._plans[part, precision])
 
+    def bytes(self, layer: int, part: Part, precision: Precision) -> torch.Tensor:
+        """Of a mapped variant, all pages."""
+        memory = self.variants._ranges[layer, part, precision]
+        return memory.tensor(torch.uint8, (memory.nbytes,))
+
     def close(self) -> None:
         self.variants.release()
         self.runner.close()

@@ -54,6 +54,13 @@ class Backend(Protocol):
         launched on the addresses meanwhile. Raises MappingFailed; `space.pages` knows what is still mapped,
         and what it held may be lost."""
 
+    def write(self, space: AddressSpace, offset_bytes: int, source: torch.Tensor) -> None:
+        """Copy uint8 [n] from host memory to where pages are mapped. The device has it when this returns.
+
+        The one call that any thread may make: nobody may map or unmap these pages meanwhile. Raises OSError
+        or RuntimeError, when some of it may be written.
+        """
+
     def close(self) -> None:
         """Give the physical memory back. Nothing may be mapped. A backend that is dropped without it gives
         the memory back when its last space is gone."""

@@ -61,6 +61,7 @@ class CudaBackend:
         torch.cuda.set_device(self.device)
         # Zeroes new pages beside the compute streams. Making it also makes the driver's context current.
         self._stream = torch.cuda.Stream(self.device)
+        self._copies: torch.cuda.Stream | None = None  # beside both, for weights that come in while steps run
         self._prop = _allocation_properties(self.device.index)
         granularity = int(_check(driver.cuMemGetAllocationGranularity(self._prop, _MINIMUM)))
         if page_bytes <= 0 or page_bytes % granularity:
@@ -99,6 +100,14 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)  # cuMemUnmap does not wait for kernels that were launched before
         mapped = space.pages[first_page : first_page + num_pages]
         _unmap_each(space.address + first_page * self.page_bytes, mapped, self.page_bytes)
+
+    def write(self, space: AddressSpace, offset_bytes: int, source: torch.Tensor) -> None:
+        with torch.cuda.device(self.device):
+            if self._copies is None:
+                self._copies = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(self._copies):
+                space.view(offset_bytes, source.numel()).copy_(source, non_blocking=True)
+            self._copies.synchronize()
 
     def close(self) -> None:
         _release(self._handles)

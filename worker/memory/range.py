@@ -96,6 +96,24 @@ class VirtualRange:
         self._is_released = True
         self._pool.forget(self)
 
+    def write(self, offset_bytes: int, source: torch.Tensor) -> None:
+        """Copy contiguous uint8 [n] from host memory to mapped pages; the device has it when this returns.
+
+        Any thread may call this while the engine's thread runs steps: it takes no lock of the interpreter's
+        while it copies, and no stream or thread that steps run on. Nobody may map or unmap these pages
+        meanwhile. Raises ValueError where the range ends or a page is not mapped, and OSError or RuntimeError
+        when some of it may be written.
+        """
+        page_bytes, end = self._pool.page_bytes, offset_bytes + source.numel()
+        pages = self.pages[offset_bytes // page_bytes : -(-end // page_bytes)]
+        if offset_bytes < 0 or end > self.nbytes or np.any(pages == NO_PAGE):
+            raise ValueError(
+                f"{self.owner}: bytes [{offset_bytes}, {end}) of a range of {self.nbytes}"
+                " must be mapped to be written"
+            )
+        if source.numel():
+            self._pool.backend.write(self._space, offset_bytes, source)
+
     def tensor(
         self,
         dtype: torch.dtype,

@@ -70,9 +70,8 @@ class LayerVariants:
 
     def copy_job(self, layer: int, part: Part, precision: Precision) -> HostCopy:
         """Fills the mapped pages from the host image, in another thread."""
-        target = self._ranges[layer, part, precision]
         image = self._store.image((layer, part, precision, "weights"))
-        return HostCopy(image, target.tensor(torch.uint8, image.shape))
+        return HostCopy(image, self._ranges[layer, part, precision], self._device)
 
     def check(self, layer: int, part: Part, precision: Precision) -> None:
         """Raises WrongVariant unless the mapped variant computes what its host image does."""
