@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "demo"
 
 
-def start(redis: RedisSettings, log: Path, models: str) -> subprocess.Popen[bytes]:
+def start(redis: RedisSettings, log: Path, models: str, **settings: str) -> subprocess.Popen[bytes]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR_")}
     environ |= {
         "INSTAR_REDIS__URL": redis.url,
@@ -36,6 +36,7 @@ def start(redis: RedisSettings, log: Path, models: str) -> subprocess.Popen[byte
         "INSTAR_WORKER__MODELS": models,
         "PYTHONPATH": str(ROOT),
     }
+    environ |= {f"INSTAR_WORKER__{name.upper()}": value for name, value in settings.items()}
     with log.open("wb") as stderr:
         return subprocess.Popen([sys.executable, "-m", "worker"], env=environ, cwd=log.parent, stderr=stderr)
 
