@@ -22,8 +22,8 @@ from worker.model.halves import attention, feed_forward
 from worker.model.layout import plan_model
 from worker.model.quantized_layout import BITS, GROUP, plan_quantized
 from worker.model.weights import tensors_of
-from worker.morph.variants import LayerVariants
-from worker.morph.variants_check import WrongVariant
+from worker.morph.variants import LayerVariants, Place
+from worker.morph.variants_check import WrongVariant, check_outputs
 from worker.quantize.awq import round_to_nearest
 from worker.quantize.sets import (
     MATRICES,
@@ -368,6 +368,21 @@ def test_numbers_that_are_none_are_found(morphing: Morphing) -> None:
     with pytest.raises(WrongVariant):
         variants.check(0, "ffn", "int4")
     variants.unmap(0, "ffn", "int4")
+
+
+def test_a_reference_that_is_damaged_itself_lets_nothing_pass(morphing: Morphing) -> None:
+    variants = morphing.variants
+    place: Place = (0, "attention", "int4")
+    variants.map(*place)
+    half, expected = (
+        variants._resident(place),
+        torch.zeros(variants._store.image((*place, "outputs")).numel() // 4),
+    )
+    for damaged in (1e38, torch.inf, torch.nan):
+        expected[3] = damaged
+        with pytest.raises(WrongVariant):
+            check_outputs("it", half, expected, torch.float32)
+    variants.unmap(*place)
 
 
 def test_a_copy_stops_when_it_is_told_to(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
