@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not docker and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults check format bench gpu demo-model compose-test clean
+.PHONY: help serve test test-faults check format bench bench-quality gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ format: $(VENV)/.dev ## put imports and spaces in order
 
 bench: $(VENV)/.dev ## the numbers, each beside its baseline; JSON in bench/results
 	@for part in offline single_stream road idle; do $(BIN)/python -m bench.$$part || exit 1; done
+
+bench-quality: $(VENV)/.dev ## perplexity of the demo model against the number of swapped layers
+	@$(BIN)/python -m bench.quality
 
 gpu: ## kernels, engine and decoding on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu

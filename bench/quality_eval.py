@@ -1,0 +1,94 @@
+"""Perplexity of many shapes of one model over the same windows of text, computed layer by layer.
+
+A shape says for every layer what weights it has. Shapes that begin alike share the work: the layers form a
+tree, walked depth first with one hidden state for each depth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from worker.quantize.decoder import Ends, Span, Tensors, run_layer
+
+Shape = tuple[str, ...]  # of each layer, a name of its weights
+Losses = dict[Shape, list[float]]  # of each window, nats per scored token
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """windows int64 [W, T + 1]; of each window, what follows position `scored_from` - 1 is scored."""
+
+    windows: torch.Tensor
+    scored_from: int = 0
+
+    @property
+    def num_scored(self) -> int:
+        return int(self.windows.shape[0] * (self.windows.shape[1] - 1 - self.scored_from))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """layers[i][name]: weights that layer i can have."""
+
+    ends: Ends
+    layers: Sequence[dict[str, Tensors]]
+
+    def losses(self, text: Text, shapes: Sequence[Shape]) -> Losses:
+        """Of each shape."""
+        found: Losses = {shape: [] for shape in shapes}
+        with torch.inference_mode():
+            for window in text.windows:
+                x = self.ends.embed(window[None, :-1])
+                for shape, loss in self._walk(x, sorted(found), 0, window, text.scored_from):
+                    found[shape].append(loss)
+        return found
+
+    def mixed_losses(self, text: Text, pieces: Sequence[tuple[int, Shape]]) -> list[float]:
+        """Of windows whose shape changes: each piece is (first position, shape from there on)."""
+        found = []
+        stops = [start for start, _ in pieces[1:]] + [text.windows.shape[1] - 1]
+        with torch.inference_mode():
+            for window in text.windows:
+                x = self.ends.embed(window[None, :-1])
+                for layer, weights in enumerate(self.layers):
+                    spans = [
+                        Span(start, stop, weights[shape[layer]])
+                        for (start, shape), stop in zip(pieces, stops, strict=True)
+                    ]
+                    x = run_layer(self.ends, layer, x, spans)
+                found.append(self._loss(x, window, text.scored_from))
+        return found
+
+    def _walk(
+        self, x: torch.Tensor, shapes: Sequence[Shape], layer: int, window: torch.Tensor, scored_from: int
+    ) -> Iterator[tuple[Shape, float]]:
+        """x: what enters `layer` in all of the shapes, which are alike up to there."""
+        if layer == len(self.layers):
+            yield shapes[0], self._loss(x, window, scored_from)
+            return
+        for name in sorted({shape[layer] for shape in shapes}):
+            y = run_layer(self.ends, layer, x, [Span(0, x.shape[1], self.layers[layer][name])])
+            alike = [shape for shape in shapes if shape[layer] == name]
+            yield from self._walk(y, alike, layer + 1, window, scored_from)
+
+    def _loss(self, x: torch.Tensor, window: torch.Tensor, scored_from: int) -> float:
+        logits = self.ends.logits(x[0, scored_from:])
+        return float(F.cross_entropy(logits, window[scored_from + 1 :]))
+
+
+def perplexity(losses: Sequence[float]) -> float:
+    return math.exp(sum(losses) / len(losses))
+
+
+def difference(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Mean of losses - others, in nats per token, and its standard error: both saw the same windows, so what
+    makes a window hard cancels."""
+    deltas = [a - b for a, b in zip(losses, others, strict=True)]
+    mean = sum(deltas) / len(deltas)
+    variance = sum((delta - mean) ** 2 for delta in deltas) / max(1, len(deltas) - 1)
+    return mean, math.sqrt(variance / len(deltas))
