@@ -30,7 +30,8 @@ PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")  # most bit
 PARTS: tuple[Part, ...] = ("attention", "ffn")
 Number = int | float
 
-PRECISION_FLOOR = "precision_floor:"  # so begins the error of a Delta whose request must run elsewhere, or later
+# So begins the error of a Delta whose request must run elsewhere, or later.
+PRECISION_FLOOR = "precision_floor:"
 
 
 # --------------------------------------------------------------------------- gateway -> worker
