@@ -1,6 +1,6 @@
 """What swapped layers cost in quality: perplexity of the demo model on its held-out text.
 
-    python -m bench.quality [--windows 48] [--mixed-windows 8] [--methods awq,rtn] [--precisions int4,int3]
+    python -m bench.quality [--windows 40] [--mixed-windows 6] [--methods awq,rtn] [--precisions int4,int3]
 
 Two questions. How fast does perplexity rise with the number of swapped layers, for the profile's order (LIS)
 against front-to-back, back-to-front and random ones? And does a text whose precision changes on the way (the
@@ -176,9 +176,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--windows", type=int, default=48, help="of 512 tokens, for the orders")
+    parser.add_argument("--windows", type=int, default=40, help="of 512 tokens, for the orders")
     parser.add_argument(
-        "--mixed-windows", type=int, default=8, help="of 2,048 tokens, for changes on the way"
+        "--mixed-windows", type=int, default=6, help="of 2,048 tokens, for changes on the way"
     )
     parser.add_argument("--methods", default="awq,rtn")
     parser.add_argument("--precisions", default="int8,int4,int3")
