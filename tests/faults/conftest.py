@@ -65,6 +65,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if "refused" in row:
             seconds = _seconds(row["reject_p99_s"])
             terminalreporter.line(f"  of the burst {row['refused']} refused; P99 of a refusal {seconds} s")
+        for line in row.get("told", "").splitlines():
+            terminalreporter.line(f"  {line}")
     if len(ROWS) > 15:  # the whole suite ran, not a selection
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps({"faults": ROWS}) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import openai
 
@@ -44,7 +44,7 @@ class Stream:
     error: Exception | None = None
     first_chunk_at: float | None = None
 
-    def start(self) -> Stream:
+    def start(self) -> Self:
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
         return self
@@ -77,12 +77,12 @@ class Stream:
     def text(self) -> str:
         return self.texts.get(0, "")
 
-    def wait_chunks(self, count: int) -> Stream:
+    def wait_chunks(self, count: int) -> Self:
         wait_for(f"{count} chunks of a stream", lambda: self.num_chunks >= count or self.error)
         assert self.error is None, self.error
         return self
 
-    def finished(self, within_s: float = 60.0) -> Stream:
+    def finished(self, within_s: float = 60.0) -> Self:
         self.thread.join(within_s)
         if self.thread.is_alive():
             logs = self.service.logs()
