@@ -93,6 +93,7 @@ class SwapRun:
         }
 
     def steps(self) -> Flight:
+        self._target.unmap_rest()
         flying: list[Flight] = []
         with ExitStack() as undo:
             undo.callback(_close, flying)
@@ -119,11 +120,11 @@ class SwapRun:
 
     def _fly(self, half: Half) -> Flight:
         """From its pages to the KV blocks made of the old ones."""
-        target, resizer, place = self._target, self._target.resizer, (half.layer, half.part)
+        target, place = self._target, (half.layer, half.part)
         new, old = self._precision, target.precision(half)
         new_pages, old_pages = target.pages(half, new), target.pages(half, old)
         target.variants.map(*place, new)
-        resizer.spend(new_pages)
+        target.resizer.spend(new_pages)
         self._flights.take_off(old_pages)
         copy: Copy | None = None
         try:
@@ -138,14 +139,12 @@ class SwapRun:
         except BaseException:
             if copy:
                 copy.stop()
-            target.variants.unmap(*place, new)
-            resizer.gain(new_pages)
+            target.unmap(half, new)
             raise
         finally:
             self._flights.land(old_pages)
         self._count(copy, new_pages, old_pages)
-        target.variants.unmap(*place, old)
-        resizer.gain(old_pages)
+        target.unmap(half, old)
 
     def _until_released(self) -> Iterator[bool]:
         """A request came meanwhile that must not run in this precision: it was there first."""

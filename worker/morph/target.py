@@ -22,6 +22,7 @@ class Target:
         self.instance, self.variants, self.resizer = instance, variants, resizer
         self.order = list(order) or list(range(len(instance.shape)))
         self._swapped: list[int] = []  # layers below full, the last swapped last
+        self._left_mapped: set[tuple[Half, Precision]] = set()  # the system refused to unmap them
 
     def precision(self, half: Half) -> Precision:
         return precision_of(self.instance.shape[half.layer], half.part)
@@ -43,6 +44,18 @@ class Target:
             self._swapped.remove(half.layer)
         if self.instance.shape[half.layer] != LayerShape():
             self._swapped.append(half.layer)
+
+    def unmap(self, half: Half, precision: Precision) -> None:
+        """Its pages are free again, the KV cache's first. Raises MappingFailed; `unmap_rest` tries again."""
+        self._left_mapped.add((half, precision))
+        self.variants.unmap(half.layer, half.part, precision)
+        self._left_mapped.remove((half, precision))
+        self.resizer.gain(self.pages(half, precision))
+
+    def unmap_rest(self) -> None:
+        """What could not be unmapped when it should have been. Raises MappingFailed."""
+        for half, precision in list(self._left_mapped):
+            self.unmap(half, precision)
 
     def check_integrity(self, with_pool: bool = True) -> None:
         """Raises BrokenInvariant and AssertionError. The whole pool takes milliseconds on a large device."""
