@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from instar.offline import run_offline
 from kernels import quantize_rtn
 from tests.model_folders import FAMILIES, Runner, make_oracle
 from tests.tiny_model import byte_level
@@ -295,3 +297,28 @@ def test_the_default_text_has_nothing_of_what_quality_is_measured_on() -> None:
 def test_an_unusable_device_is_named(folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert quantize(folder, text, "--device", "toaster") == 2
     assert "device 'toaster' cannot be used" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- as `instar` commands
+
+
+@pytest.mark.parametrize("command", ["quantize", "profile"])
+def test_instar_hands_its_words_to_the_process_that_has_torch(command: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "instar", command, str(tmp_path / "nothing"), "--windows", "3"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"instar {command}: {tmp_path / 'nothing'}: there is no such model folder\n"
+
+
+@pytest.mark.parametrize("command", ["quantize", "profile"])
+def test_where_there_is_no_worker_the_command_says_what_to_install(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run_offline(command, []) == 2
+    assert "pip install 'instar[worker]'" in capsys.readouterr().err
