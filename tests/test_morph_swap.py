@@ -285,12 +285,13 @@ def test_a_cancelled_swap_leaves_the_old_variant_serving(rig: Rig, when: str) ->
     applied(rig, "int8", count=2)
     hog = fill(rig) if when == "waiting" else None
     shape, pages = rig.instance.shape, rig.pool.counts()
-    if when == "copying":
+    if when != "waiting":
         rig.variants.hold.clear()
     swap(rig, "full" if when == "waiting" else "int3", count=2, wait_s=5.0)
     for _ in range(3 if when == "waiting" else 1):
         rig.advance()
     if when == "copied":
+        rig.variants.hold.set()
         time.sleep(0.05)
     rig.executor.cancel(CancelMorph(id="c", epoch=0, morph_id="m").morph_id)
     report = ended(rig)

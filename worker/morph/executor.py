@@ -10,18 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
-from bus.messages import Morph, MorphKind, MorphOutcome, MorphReport, Number, Swap
+from bus.messages import Morph, MorphOutcome, MorphReport, Number, Resize, Swap
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
 from worker.morph.copier import Copier
+from worker.morph.job import Job
 from worker.morph.outcome import NotApplied
 from worker.morph.pace import Pace
-from worker.morph.plan import Half, plan_swap
+from worker.morph.plan import plan_swap
 from worker.morph.resizer import ResizeRun
-from worker.morph.run import Run
 from worker.morph.swapper import Flights, SwapRun
 from worker.morph.target import Target
 
@@ -30,18 +29,6 @@ log = logging.getLogger(__name__)
 MAX_REMEMBERED = 1000  # ids of morphs, for a command that comes again
 # The books or the device are broken: no going on.
 FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
-
-
-@dataclass(slots=True)
-class _Job:
-    command: Morph
-    epoch: int
-    started_ms: int
-    began_s: float
-    touches: frozenset[Half]  # empty: a resize
-    run: Run | None = None
-    steps: Generator[bool, None, None] | None = None
-    numbers: dict[str, Number] = field(default_factory=dict)
 
 
 class MorphExecutor:
@@ -66,7 +53,7 @@ class MorphExecutor:
         self._is_busy = False
         self._flights = Flights()
         self._epoch = 0
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._known: OrderedDict[str, None] = OrderedDict()
         self._reports: list[MorphReport] = []
         self._is_hurried = False
@@ -80,8 +67,7 @@ class MorphExecutor:
         """How long an engine without work may sleep before `advance` is due; None: until it is woken."""
         if self._reports or self._is_hurried:
             return 0.0
-        deadlines = [job.run.deadline for job in self._jobs.values() if job.run]
-        due = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        due = min((job.deadline for job in self._jobs.values() if job.deadline is not None), default=None)
         return None if due is None else max(0.0, due - self._clock())
 
     # ----------------------------------------------------------------------------- commands
@@ -91,17 +77,15 @@ class MorphExecutor:
         if command.id in self._known:
             return
         self._remember(command.id)
-        job = _Job(command, self._epoch, _now_ms(), self._clock(), frozenset())
+        job = Job(command, self._worker, self._epoch, self._clock)
         try:
-            if command.epoch != self._epoch:
-                raise NotApplied("stale", f"it is for epoch {command.epoch}; this is {self._epoch}")
-            self._plan(job)
+            self._start(job)
         except NotApplied as end:
-            self._report(job, end.state, end.reason, end.numbers)
+            self._tell(job.report(end.state, end.reason, end.numbers))
             return
         self._jobs[command.id] = job
         self._is_hurried = True
-        self._report(job, "running", "begun")
+        self._tell(job.report("running", "begun"))
 
     def cancel(self, morph_id: str) -> None:
         """The old shape goes on serving; of an id that does not run nothing is said."""
@@ -140,17 +124,17 @@ class MorphExecutor:
         reports, self._reports = self._reports, []
         return reports
 
-    def _carry_on(self, job: _Job) -> None:
-        assert job.steps is not None
+    def _carry_on(self, job: Job) -> None:
         try:
             while self._pace.has_time:
-                can_go_on = next(job.steps)
+                can_go_on = job.step()
                 self._pace.spent()
                 if not can_go_on:
                     return
             self._is_hurried = True
         except StopIteration:
-            self._end(job, "applied", "" if job.touches or _is_resize(job.command) else "it was so already")
+            is_nothing = job.kind == "swap" and not job.touches
+            self._end(job, "applied", "it was so already" if is_nothing else "")
         except NotApplied as end:
             self._end(job, end.state, end.reason, end.numbers)
         except FATAL:
@@ -159,53 +143,44 @@ class MorphExecutor:
             log.warning("morph %s failed", job.command.id, exc_info=error)
             self._end(job, "failed", f"{type(error).__name__}: {error}")
 
-    # ----------------------------------------------------------------------------- a job's beginning and end
+    # ----------------------------------------------------------------------------- beginnings and ends
 
-    def _plan(self, job: _Job) -> None:
+    def _start(self, job: Job) -> None:
         """Raises NotApplied."""
         command = job.command
+        if command.epoch != self._epoch:
+            raise NotApplied("stale", f"it is for epoch {command.epoch}; this is {self._epoch}")
         target = self.targets.get(command.instance)
         if target is None:
-            raise NotApplied(
-                "failed", f"there is no instance {command.instance}; there are {', '.join(self.targets)}"
-            )
+            there_are = ", ".join(self.targets) or "none"
+            raise NotApplied("failed", f"there is no instance {command.instance}; there are {there_are}")
         if isinstance(command, Swap):
-            halves = plan_swap(
-                command,
-                target.instance.shape,
-                target.variants.precisions,
-                target.order_towards(command.precision),
-            )
-            job.touches = frozenset(halves)
-            self._refuse_conflict(job)
-            job.run = SwapRun(
-                target,
-                halves,
-                command.precision,
-                wait_s=command.wait_s,
-                copier=self._copier,
-                flights=self._flights,
-                clock=self._clock,
-            )
+            job.start(self._swap(job, command, target))
         else:
-            self._refuse_conflict(job)
-            job.run = ResizeRun(target.resizer, command.blocks, wait_s=command.wait_s, clock=self._clock)
-        job.steps = job.run.steps()
-
-    def _refuse_conflict(self, job: _Job) -> None:
+            job.start(self._resize(command, target))
         for other in self._jobs.values():
-            if other.command.instance != job.command.instance:
-                continue
-            both_resize = _is_resize(job.command) and _is_resize(other.command)
-            shared = job.touches & other.touches
-            if both_resize or shared:
-                about = "the size of its KV cache" if both_resize else f"the {min(shared, key=str)}"
-                raise NotApplied("conflict", f"morph {other.command.id} is changing {about}")
+            job.refuse_beside(other)
 
-    def _abort(self, job: _Job, reason: str) -> None:
-        assert job.steps is not None
+    def _swap(self, job: Job, command: Swap, target: Target) -> SwapRun:
+        order, variants = target.order_towards(command.precision), target.variants.precisions
+        halves = plan_swap(command, target.instance.shape, variants, order)
+        job.touches = frozenset(halves)
+        return SwapRun(
+            target,
+            halves,
+            command.precision,
+            wait_s=command.wait_s,
+            copier=self._copier,
+            flights=self._flights,
+            clock=self._clock,
+        )
+
+    def _resize(self, command: Resize, target: Target) -> ResizeRun:
+        return ResizeRun(target.resizer, command.blocks, wait_s=command.wait_s, clock=self._clock)
+
+    def _abort(self, job: Job, reason: str) -> None:
         try:
-            job.steps.close()
+            job.undo()
         except FATAL:
             raise
         except Exception as error:
@@ -214,48 +189,19 @@ class MorphExecutor:
         self._end(job, "failed", reason)
 
     def _end(
-        self, job: _Job, state: MorphOutcome, reason: str, numbers: Mapping[str, Number] | None = None
+        self, job: Job, state: MorphOutcome, reason: str, numbers: Mapping[str, Number] | None = None
     ) -> None:
         del self._jobs[job.command.id]
         self.targets[job.command.instance].check_integrity(with_pool=not self._is_busy)
-        self._report(job, state, reason, numbers)
+        self._tell(job.report(state, reason, numbers))
 
-    def _report(
-        self, job: _Job, state: MorphOutcome, reason: str, numbers: Mapping[str, Number] | None = None
-    ) -> None:
-        command, kind = job.command, _kind(job.command)
-        numbers = (job.run.numbers() if job.run else {}) | dict(numbers or {})
-        if state != "running":
-            numbers["seconds"] = round(self._clock() - job.began_s, 6)
-            log.info("%s %s of %s: %s %s %s", kind, command.id, command.instance, state, reason, numbers)
-        self._reports.append(
-            MorphReport(
-                id=command.id,
-                kind=kind,
-                target=command.instance,
-                worker=self._worker,
-                epoch=job.epoch,
-                state=state,
-                reason=reason,
-                started_ms=job.started_ms,
-                ended_ms=None if state == "running" else _now_ms(),
-                numbers=numbers,
-            )
-        )
+    def _tell(self, report: MorphReport) -> None:
+        if report.state != "running":
+            told = (report.kind, report.id, report.target, report.state, report.reason, report.numbers)
+            log.info("%s %s of %s: %s %s %s", *told)
+        self._reports.append(report)
 
     def _remember(self, morph_id: str) -> None:
         self._known[morph_id] = None
         if len(self._known) > MAX_REMEMBERED:
             self._known.popitem(last=False)
-
-
-def _kind(command: Morph) -> MorphKind:
-    return "swap" if isinstance(command, Swap) else "resize"
-
-
-def _is_resize(command: Morph) -> bool:
-    return _kind(command) == "resize"
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -1,0 +1,77 @@
+"""A command on its way to its end, and what is reported of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping
+
+from bus.messages import Morph, MorphKind, MorphOutcome, MorphReport, Number, Swap
+from worker.morph.outcome import NotApplied
+from worker.morph.plan import Half
+from worker.morph.run import Clock, Run
+
+
+class Job:
+    """One command under one epoch. `start` gives it its run."""
+
+    def __init__(self, command: Morph, worker: str, epoch: int, clock: Clock) -> None:
+        self.command, self.epoch = command, epoch
+        self.kind: MorphKind = "swap" if isinstance(command, Swap) else "resize"
+        self.touches: frozenset[Half] = frozenset()
+        self._worker, self._clock = worker, clock
+        self._started_ms, self._began_s = _now_ms(), clock()
+        self._run: Run | None = None
+        self._steps: Generator[bool, None, None] | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        return self._run.deadline if self._run else None
+
+    def start(self, run: Run) -> None:
+        self._run, self._steps = run, run.steps()
+
+    def step(self) -> bool:
+        """The next unit of work, as `Run.steps` says; StopIteration when it is applied."""
+        assert self._steps is not None
+        return next(self._steps)
+
+    def undo(self) -> None:
+        """What is half done. Raises MappingFailed."""
+        assert self._steps is not None
+        self._steps.close()
+
+    def refuse_beside(self, other: Job) -> None:
+        """Raises NotApplied if the two would mix; `other` came first."""
+        if other.command.instance != self.command.instance:
+            return
+        if self.kind == other.kind == "resize":
+            about = "the size of its KV cache"
+        elif shared := self.touches & other.touches:
+            about = f"the {min(shared, key=str)}"
+        else:
+            return
+        raise NotApplied("conflict", f"morph {other.command.id} is changing {about}")
+
+    def report(
+        self, state: MorphOutcome, reason: str, numbers: Mapping[str, Number] | None = None
+    ) -> MorphReport:
+        """`numbers` are added to those of the run."""
+        told = {**(self._run.numbers() if self._run else {}), **(numbers or {})}
+        if state != "running":
+            told["seconds"] = round(self._clock() - self._began_s, 6)
+        return MorphReport(
+            id=self.command.id,
+            kind=self.kind,
+            target=self.command.instance,
+            worker=self._worker,
+            epoch=self.epoch,
+            state=state,
+            reason=reason,
+            started_ms=self._started_ms,
+            ended_ms=None if state == "running" else _now_ms(),
+            numbers=told,
+        )
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
