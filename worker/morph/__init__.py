@@ -1,5 +1,12 @@
-"""Morphs: variants of layers in host memory and in pages, and commands that change what serves between steps.
+"""Morphs: what serves is changed between two steps of the engine, while requests decode.
 
-`host_file` and `host` keep the byte images of all variants once for a host, `host_images` makes them,
-`variants` maps, copies, checks and installs them.
+====================================  =================================================================
+`executor`, `job`                     commands begun, carried on at every boundary, ended with a report
+`plan`                                which halves of which layers a Swap is about; pure
+`swapper`, `resizer`                  a swap and a resize as they run; who needs pages asks here
+`copier`, `pace`                      the thread that copies; how much time all of it may take
+`target`, `verbs`                     an instance as morphs see it, and what they ask of its variants
+`variants`, `variants_check`          the variants: their pages, copies, checks
+`host`, `host_file`, `host_images`    their images in host memory, made once for all workers of a host
+====================================  =================================================================
 """
