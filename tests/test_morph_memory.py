@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.memory_faults import FaultyLinux
-from tests.test_morph_demo import DEVICE, NUM_NEW, PROMPTS, Morphing
+from tests.test_engine_oracle import DEVICE
+from tests.test_morph_demo import NUM_NEW, PROMPTS, Morphing
+from worker.memory import CpuBackend, MappingFailed
+from worker.memory.backend import AddressSpace, Pages
 
 pytestmark = [
     pytest.mark.faults,
@@ -22,13 +24,36 @@ def host_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("host")
 
 
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> FaultyLinux:
-    return FaultyLinux(monkeypatch)
+class Refusals:
+    """Maps of the real system, counted, of which chosen ones are refused."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num_maps, self.refused = 0, range(0)
+        real = CpuBackend.map
+
+        def map_or_refuse(backend: CpuBackend, space: AddressSpace, first: int, pages: Pages) -> None:
+            self.num_maps += 1
+            if self.num_maps in self.refused:
+                raise MappingFailed("mmap: Cannot allocate memory")
+            real(backend, space, first, pages)
+
+        patch.setattr(CpuBackend, "map", map_or_refuse)
+
+    def arm(self, first: int, count: int) -> None:
+        self.num_maps, self.refused = 0, range(first, first + count)
+
+    @property
+    def have_struck(self) -> bool:
+        return self.num_maps >= self.refused.start
 
 
 @pytest.fixture
-def morphing(host_dir: Path, faults: FaultyLinux) -> Iterator[Morphing]:
+def refusals(monkeypatch: pytest.MonkeyPatch) -> Refusals:
+    return Refusals(monkeypatch)
+
+
+@pytest.fixture
+def morphing(host_dir: Path, refusals: Refusals) -> Iterator[Morphing]:
     made = Morphing(host_dir)
     yield made
     made.close()
@@ -52,7 +77,7 @@ def grow(morphing: Morphing) -> str:
 @pytest.mark.parametrize(("first", "count"), [(1, EVER), (3, 1), (4, EVER)], ids=["all", "one", "later"])
 def test_a_map_that_the_system_refuses_fails_the_morph_and_streams_do_not_notice(
     morphing: Morphing,
-    faults: FaultyLinux,
+    refusals: Refusals,
     order: Callable[[Morphing], str],
     first: int,
     count: int,
@@ -64,11 +89,11 @@ def test_a_map_that_the_system_refuses_fails_the_morph_and_streams_do_not_notice
     pages = morphing.pool.counts()
     morphing.submit("during", PROMPTS[1])
     morphing.steps(5)
-    faults.arm(first, count)
+    refusals.arm(first, count)
     name = order(morphing)
     morphing.finish()
-    assert faults.has_struck
-    faults.disarm()
+    assert refusals.have_struck
+    refusals.arm(1, 0)
     report = morphing.ends[name]
     assert report.state == "failed" and "MappingFailed" in report.reason, report
     applied = report.numbers.get("halves_applied", 0)
