@@ -128,7 +128,7 @@ class MorphExecutor:
         try:
             while self._pace.has_time:
                 can_go_on = job.step()
-                self._pace.spent()
+                job.boundary_s += self._pace.spent()
                 if not can_go_on:
                     return
             self._is_hurried = True

@@ -18,6 +18,7 @@ class Job:
         self.command, self.epoch = command, epoch
         self.kind: MorphKind = "swap" if isinstance(command, Swap) else "resize"
         self.touches: frozenset[Half] = frozenset()
+        self.boundary_s = 0.0  # that the engine spent on it
         self._worker, self._clock = worker, clock
         self._started_ms, self._began_s = _now_ms(), clock()
         self._run: Run | None = None
@@ -58,6 +59,7 @@ class Job:
         """`numbers` are added to those of the run."""
         told = {**(self._run.numbers() if self._run else {}), **(numbers or {})}
         if state != "running":
+            told["boundary_seconds"] = round(self.boundary_s, 6)
             told["seconds"] = round(self._clock() - self._began_s, 6)
         return MorphReport(
             id=self.command.id,

@@ -34,8 +34,10 @@ class Pace:
     def has_time(self) -> bool:
         return self._credit_s >= 0
 
-    def spent(self) -> None:
-        """A unit ended; it took the time since the last call of this or of `begin`."""
+    def spent(self) -> float:
+        """A unit ended. Returns the seconds it took: those since the last call of this or of `begin`."""
         now = self._clock()
-        self._credit_s -= now - self._since
+        took_s = now - self._since
+        self._credit_s -= took_s
         self._since = now
+        return took_s

@@ -84,9 +84,9 @@ class LayerVariants:
         self._model.install(layer, self._resident((layer, part, precision)))
 
     def unmap(self, layer: int, part: Part, precision: Precision) -> None:
-        """Give its pages back, when the device is done with what used them. Raises MappingFailed."""
-        memory = self._ranges[layer, part, precision]
-        memory.unmap(0, memory.num_pages)
+        """Give its pages back, when the device is done with what used them. Raises MappingFailed, perhaps
+        half-way; then it may be tried again."""
+        self._ranges[layer, part, precision].resize(0)
 
     def release(self) -> None:
         """Give back all pages but those of full, which are the model's, and leave the host images."""
