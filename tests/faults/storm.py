@@ -23,7 +23,7 @@ from tests.faults.morphs import NUM_LAYERS, Hand, assert_complete, assert_exact_
 from tests.service import Process, Service
 
 MIB = 1024 * 1024
-STREAM_TOKENS = 120
+STREAM_TOKENS = 200
 PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n", "import os\n\n\ndef main():\n")
 # What the service may answer: states of morphs, and codes of refusals.
 STATES = {"applied", "deferred", "failed", "conflict"}
@@ -50,7 +50,7 @@ class Storm:
     service: Service
     instance: str = "demo@w0"
     hands: int = 3
-    readers: int = 2
+    readers: int = 4
     kinds: tuple[str, ...] = ("swap", "resize", "cancel", "nonsense")
     seed: int = 1
     answers: Counter[str] = field(default_factory=Counter)

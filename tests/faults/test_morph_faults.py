@@ -71,6 +71,7 @@ def all_complete(streams: list[ShapedStream], max_tokens: int) -> None:
 # --------------------------------------------------------------------------- 12 and 15: no memory
 
 
+@pytest.mark.slow
 def test_layers_find_no_pages_for_the_way_back_and_say_so_while_all_streams_go_on(hand: Hand) -> None:
     most = hand.swap("int4", count=NUM_LAYERS)["numbers"]["blocks_after"]
     streams = fill(hand, 8, 430, 130)
@@ -83,6 +84,7 @@ def test_layers_find_no_pages_for_the_way_back_and_say_so_while_all_streams_go_o
         all_complete(streams, 430)
 
 
+@pytest.mark.slow
 def test_layers_that_may_wait_for_their_pages_come_back_when_the_streams_end(hand: Hand) -> None:
     assert hand.swap("int4", count=NUM_LAYERS)["state"] == "applied"
     streams = fill(hand, 8, 430, 130)
@@ -94,6 +96,7 @@ def test_layers_that_may_wait_for_their_pages_come_back_when_the_streams_end(han
         wait_for("full precision", hand.is_full)
 
 
+@pytest.mark.slow
 def test_a_cache_cannot_grow_beyond_the_budget_and_serves_on(hand: Hand, oracle: list[str]) -> None:
     running = stream(hand.service, 400)
     kv = hand.look()["kv"]
@@ -117,6 +120,7 @@ def test_a_cache_is_not_shrunk_below_its_use_and_drops_nothing(hand: Hand, oracl
         assert hand.preemptions() == preempted
 
 
+@pytest.mark.slow
 def test_a_shrink_that_may_wait_happens_when_the_blocks_are_free(hand: Hand, oracle: list[str]) -> None:
     least = hand.look()["min_blocks"]
     streams = fill(hand, 2, 400, least + 3)
@@ -164,6 +168,7 @@ def test_a_damaged_host_image_is_found_before_it_serves(hand: Hand, oracle: list
         assert hand.swap("int4", layers=[3])["state"] == "applied"  # the image is whole again
 
 
+@pytest.mark.slow
 def test_a_damaged_image_of_full_precision_keeps_the_swapped_layer_serving(
     hand: Hand, oracle: list[str]
 ) -> None:
@@ -216,6 +221,7 @@ def test_of_two_swaps_of_the_same_layers_at_once_one_happens_and_the_other_is_to
         assert_complete(running.finished(), 440)
 
 
+@pytest.mark.slow
 def test_of_two_resizes_at_once_one_happens_and_a_swap_beside_it_too(hand: Hand, oracle: list[str]) -> None:
     blocks, least = hand.look()["kv"]["blocks"], hand.look()["min_blocks"]
     running = stream(hand.service, 440)
@@ -234,6 +240,7 @@ def test_of_two_resizes_at_once_one_happens_and_a_swap_beside_it_too(hand: Hand,
         assert_exact_while_full(running, oracle)
 
 
+@pytest.mark.slow
 def test_a_stream_that_must_be_full_holds_all_swaps_back_until_it_ends(hand: Hand, oracle: list[str]) -> None:
     held = stream(hand.service, 400, extra_body={"min_precision": "full"})
     held.wait_chunks(5)

@@ -68,7 +68,7 @@ def test_streams_in_a_storm_of_resizes_are_the_oracles_to_the_token(stormy: Serv
     with stormy.explained():
         with Load(stormy, clients=2) as load:
             load.warm()
-            with Storm(stormy, kinds=("resize", "cancel"), readers=3, seed=2) as storm:
+            with Storm(stormy, kinds=("resize", "cancel"), seed=2) as storm:
                 load.mark()
                 storm.rage(min(STORM_S, 60))
             load.recover(5)
