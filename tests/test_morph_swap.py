@@ -198,7 +198,7 @@ def test_it_waits_for_blocks_as_long_as_it_may(rig: Rig) -> None:
     hog = fill(rig)
     swap(rig, "full", count=2, wait_s=5.0)
     for _ in range(5):
-        rig.advance()
+        rig.executor.advance(is_busy=False)
     assert rig.executor.num_running == 1 and 4 < (rig.executor.patience_s or 0) <= 5
     release(rig, hog)
     report = ended(rig)
@@ -385,6 +385,20 @@ def test_a_request_with_a_floor_holds_swaps_below_it_back(rig: Rig) -> None:
     run(rig.engine, client)
     assert ended(rig).state == "applied"
     assert client.ends == {"a": "length"}
+
+
+def test_the_end_of_the_last_request_wakes_who_waited_for_it(rig: Rig) -> None:
+    rig.engine.submit("toy@w0", request("a", [1, 2, 3], 4, min_precision="full"))
+    swap(rig, "int4", count=1, wait_s=60.0)
+    while rig.engine.has_work:
+        rig.advance()
+        rig.engine.step()
+    began = time.monotonic()
+    while rig.executor.num_running:
+        assert time.monotonic() < began + 5
+        assert (rig.executor.patience_s or 0) < 1, "the engine's thread would sleep on"
+        rig.advance()
+    assert rig.reports[-1].state == "applied"
 
 
 def test_a_floor_that_comes_while_a_layer_is_copied_is_kept(rig: Rig) -> None:

@@ -82,10 +82,10 @@ class Hand:
         """What became of it."""
 
         def look() -> dict[str, Any] | None:
-            morph = dict(httpx.get(self._url(f"morphs/{morph_id}?wait=true"), timeout=60).json())
+            morph = dict(httpx.get(self._url(f"morphs/{morph_id}"), timeout=60).json())
             return None if morph["state"] == "running" else morph
 
-        return dict(wait_for(f"morph {morph_id} to end", look, within_s))
+        return dict(wait_for(f"morph {morph_id} to end", look, within_s, every_s=0.1))
 
     # ---------------------------------------------------------------- looking at it
 

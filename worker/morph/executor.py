@@ -65,7 +65,8 @@ class MorphExecutor:
     @property
     def patience_s(self) -> float | None:
         """How long an engine without work may sleep before `advance` is due; None: until it is woken."""
-        if self._reports or self._is_hurried:
+        # After a busy boundary came a step: it may have ended what a morph waits for, and nobody else tells.
+        if self._reports or self._is_hurried or self._is_busy:
             return 0.0
         due = min((job.deadline for job in self._jobs.values() if job.deadline is not None), default=None)
         return None if due is None else max(0.0, due - self._clock())
