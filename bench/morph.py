@@ -97,7 +97,7 @@ def calibrate(service: MorphService, *, is_quick: bool) -> Script:
         capacity[name] = saturate(service.port, 5.0 if is_quick else 8.0, SATURATING)
     full, half = capacity.values()
     burst = max(BURST_SHARE * half, LEAST_OVERLOAD * full)
-    calm_s, burst_s, calm_again_s = (2.0, 10.0, 2.0) if is_quick else (3.0, 14.0, 4.0)
+    calm_s, burst_s, calm_again_s = (2.0, 10.0, 2.0) if is_quick else (3.0, 18.0, 4.0)
     say(
         f"tokens/s: full precision can do {full:.0f}, half int4 {half:.0f}; the burst asks for {burst:.0f}: "
         f"{burst / full:.2f} and {burst / half:.2f} of them"

@@ -8,6 +8,8 @@ The engine and the morph executor of a worker with its default share of time for
 Steps: some while a layer is swapped to INT4, as many without, some while it is swapped back, as many without,
 and so on. Those with a swap are compared with the mean of those around them: a longer context and the layer's
 own change of speed then cancel. A step's time includes what morphs do before it. Bar: under 5 % longer.
+Beside it stands what does not depend on who else is on the machine: the share of a swap's time that it spent
+copying or in the engine's thread, which is the most that it can have taken from the steps.
 
 Time: from the command to its end, against that of one thread that copies as many bytes, in this run: into
 pages that are there, and the way that swaps copy into fresh pages, which the system has to find first. Idle,
@@ -29,7 +31,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import bench.own_cores  # noqa: F401 before torch, as the next
 import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 
 # isort: split
@@ -258,10 +259,13 @@ def _swaps(ends: list[MorphReport], resident: float, fresh: float) -> dict[str, 
     copied = float(ends[0].numbers["bytes_copied"])
     seconds = statistics.median(float(end.numbers["seconds"]) for end in ends)
     copying = statistics.median(float(end.numbers["copy_seconds"]) for end in ends)
+    engine = statistics.median(float(end.numbers["boundary_seconds"]) for end in ends)
     return {
         "mb": round(copied / 1e6, 2),
         "ms": round(1e3 * seconds, 2),
-        "of_it_copying_ms": round(1e3 * copying, 2),
+        "copying_ms": round(1e3 * copying, 2),
+        "engine_ms": round(1e3 * engine, 2),  # map, check, install, unmap
+        "share_of_time": round((copying + engine) / seconds, 4),
         "times_floor": round(seconds * resident / copied, 2),
         "times_floor_of_fresh_pages": round(seconds * fresh / copied, 2),
     }
@@ -288,9 +292,9 @@ def _bars(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _say_card(found: dict[str, Any]) -> None:
     for way, one in found["swaps"].items():
         say(
-            f"{way:<22} {one['mb']:6.2f} MB in {one['ms']:8.2f} ms, {one['of_it_copying_ms']:.2f} of them "
-            f"copying: {one['times_floor']:.2f} times the floor, "
-            f"{one['times_floor_of_fresh_pages']:.2f} times that of fresh pages"
+            f"{way:<22} {one['mb']:5.2f} MB in {one['ms']:7.1f} ms ({one['copying_ms']:4.1f} copying, "
+            f"{one['engine_ms']:4.1f} of the engine's time: {one['share_of_time']:.1%}): "
+            f"{one['times_floor']:.1f} times the floor, {one['times_floor_of_fresh_pages']:.1f} that of fresh"
         )
     low, high = found["steps_longer_quartiles"]
     say(
