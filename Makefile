@@ -20,8 +20,8 @@ serve: $(VENV)/.serve ## start the service; MODEL=dir, INSTAR_PORT and INSTAR_WO
 test: $(VENV)/.dev ## the tests, without the slow ones
 	@$(BIN)/pytest -q -m "$(QUICK)"
 
-test-faults: $(VENV)/.dev ## harms the real service; ends in a table; INSTAR_STORM_S=600 for long storms of morphs
-	@INSTAR_STORM_S=$${INSTAR_STORM_S:-60} $(BIN)/pytest -q -m "faults and not docker and not gpu"
+test-faults: $(VENV)/.dev ## harms the real service; ends in a table; STORM_S=600 for long storms of morphs
+	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -m "faults and not docker and not gpu"
 
 check: $(VENV)/.dev ## lint, format, types, and the arrows between the packages
 	@$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""Storms of morphs under load: fault 13 of docs/faults.md. INSTAR_STORM_S says how many seconds they last."""
+"""Storms of morphs under load: fault 13 of docs/faults.md. STORM_S says how many seconds they last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults.morphs import NUM_LAYERS, SMALL_BUDGET, Hand, assert_complete,
 from tests.faults.storm import PROMPTS, STREAM_TOKENS, Storm
 from tests.service import Service, wait_for
 
-STORM_S = float(os.environ.get("INSTAR_STORM_S", "8"))
+STORM_S = float(os.environ.get("STORM_S", "8"))
 # Morphs may take what they like here: the more of them, the better.
 STORMY = {"WORKER__MORPH_SHARE": "0.5"}
 # A slope needs time to show; allocators take some minutes to have all that they ever will.
