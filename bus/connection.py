@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from redis import exceptions
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import AbstractConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -89,8 +89,41 @@ def make_client(url: str, *, max_connections: int, pool_wait_s: float) -> Redis:
     }
     if "path" not in options:  # a Unix socket knows no keep-alive
         options["socket_keepalive"] = True
-    pool = BlockingConnectionPool(max_connections=max_connections, timeout=pool_wait_s, **options)
-    return Redis.from_pool(pool)
+    return Redis.from_pool(_Pool(max_connections=max_connections, timeout=pool_wait_s, **options))
+
+
+class _Pool(BlockingConnectionPool):
+    """One that leaves no connection open. redis-py's own forgets those that come up while it closes (who
+    connects is not connected yet) and all of them when its closing is cancelled."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._made: list[AbstractConnection] = []  # as many as were in use at once; they are used again
+        self._is_closed = False
+
+    def make_connection(self) -> AbstractConnection:
+        connection: AbstractConnection = super().make_connection()  # type: ignore[no-untyped-call]
+        self._made.append(connection)
+        return connection
+
+    async def release(self, connection: AbstractConnection) -> None:
+        if self._is_closed:
+            _drop(connection)
+        await super().release(connection)
+
+    def close(self) -> None:
+        """At once: nothing can come between. Who waits for an answer gets a ConnectionError."""
+        self._is_closed = True
+        for connection in self._made:
+            _drop(connection)
+
+
+def _drop(connection: AbstractConnection) -> None:
+    # Not by its own `disconnect`, which has moments in which it can be cancelled; and a transport that is
+    # closed, not aborted, first sends what a Redis that hangs does not take.
+    if connection._writer:
+        connection._writer.transport.abort()
+        connection._close()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -170,9 +203,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 async def close(client: Redis) -> None:
-    """Closes the client's connections, whatever state they are in."""
-    try:
-        async with asyncio.timeout(1.0):
-            await client.aclose(close_connection_pool=True)
-    except AWAY:
-        pass
+    """Closes the connections of a client of `make_client`, whatever state they are in; they are closed also
+    when this is cancelled."""
+    pool = client.connection_pool
+    assert isinstance(pool, _Pool)
+    pool.close()
+    await asyncio.sleep(0)  # the sockets are closed when the event loop comes by

@@ -79,13 +79,15 @@ class Bench:
         await self.until(self.is_serving)
 
     async def aclose(self) -> None:
-        if self.task:
-            self.stop.set()
-            self.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.task
-        if self.worker_bus:
-            await self.worker_bus.aclose()
+        try:
+            if self.task:
+                self.stop.set()
+                self.task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self.task
+        finally:
+            if self.worker_bus:
+                await self.worker_bus.aclose()
 
     async def is_serving(self) -> bool:
         return any(live.card.state == "serving" for live in await self.bus.workers())

@@ -164,7 +164,8 @@ def assert_exact_while_full(one: ShapedStream, oracle: list[str]) -> None:
 def told(service: Service) -> list[tuple[float, Event | MorphReport]]:
     """All decisions and reports on the stream of events, each with its time of arrival in seconds."""
     found = []
-    entries: Any = service.redis.xrange(Names("instar:").events)
+    with service.redis as client:
+        entries: Any = client.xrange(Names("instar:").events)
     for entry_id, fields in entries:
         message = decode(fields[b"m"])
         if isinstance(message, Event | MorphReport):
