@@ -23,6 +23,7 @@ MESSAGE_TYPES: Final[tuple[type, ...]] = (
     messages.Drain,
     messages.Swap,
     messages.Resize,
+    messages.Transform,
     messages.CancelMorph,
     messages.Policy,
     messages.MorphReport,
@@ -30,6 +31,7 @@ MESSAGE_TYPES: Final[tuple[type, ...]] = (
     messages.WorkerCard,
     messages.WorkerTelemetry,
     messages.Metrics,
+    messages.Demand,
     messages.Event,
     messages.DeadLetter,
 )

@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 FinishReason = Literal["stop", "length", "error"]
 Precision = Literal["full", "int8", "int4", "int3"]
 Part = Literal["attention", "ffn"]
-MorphKind = Literal["swap", "resize"]
+MorphKind = Literal["swap", "resize", "transform"]
 MorphOutcome = Literal["running", "applied", "deferred", "stale", "conflict", "failed"]
 Mode = Literal["default", "accuracy", "performance", "manual"]
 
@@ -127,6 +127,27 @@ class Resize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transform:
+    """`control:{worker}` of the worker that leads `instance`: serve it on these workers at degree `tp`.
+
+    `workers`: all that take part, those of the running group too. Scaling up, each leads an instance of the
+    same model and degree, and one group of degree `tp` comes of them; scaling down, they are the group, and
+    groups of degree `tp` come of it. `epochs`: of each worker, when this was ordered; another incarnation of
+    any of them makes the answer `stale`. `layers_per_step`: how many layers change between two steps; 0: as
+    the setting says. Requests stay with the worker that took them. `wait_s` as in Swap.
+    """
+
+    id: str
+    epoch: int
+    instance: str
+    workers: list[str]
+    epochs: dict[str, int]
+    tp: int
+    layers_per_step: int = 0
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelMorph:
     """`control:{worker}`: give up a morph that is still running; the old shape goes on serving."""
 
@@ -135,8 +156,9 @@ class CancelMorph:
     morph_id: str
 
 
-Morph = Swap | Resize  # transform, deploy and retire join here
-Command = Cancel | Drain | Swap | Resize | CancelMorph
+Morph = Swap | Resize | Transform  # deploy and retire join here
+Command = Cancel | Drain | Morph | CancelMorph
+KIND_OF: dict[type[Morph], MorphKind] = {Swap: "swap", Resize: "resize", Transform: "transform"}
 
 
 # --------------------------------------------------------------------------- worker -> gateway
@@ -186,7 +208,12 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceCard:
-    """A model being served. `model_path` must be readable by the gateway too: it holds the tokenizer."""
+    """A model being served. `model_path` must be readable by the gateway too: it holds the tokenizer.
+
+    A group is one instance of several workers, and each of them has a card of its own with the same `tp` and
+    `workers`: its members in the order of their shards. The first leads the group and its card stands for it;
+    the others' take no requests.
+    """
 
     id: str
     model: str
@@ -204,6 +231,9 @@ class InstanceCard:
     order_name: str = ""  # "profile", "front-to-back", "back-to-front", "random"
     min_blocks: int = 0  # a resize below it is refused: the longest sequence must fit
     layer_pages: dict[Precision, int] = field(default_factory=dict)  # of its largest layer in each variant
+    kv_heads: int = 0  # 0: not told
+    degrees: list[int] = field(default_factory=lambda: [1])  # that its weights are padded for
+    tokens_at: dict[int, int] = field(default_factory=dict)  # degree: the longest sequence its KV could hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +249,8 @@ class WorkerCard:
     state: Literal["loading", "serving", "draining"]
     instances: list[InstanceCard] = field(default_factory=list)
     progress: str = ""  # while loading: what, and how far
+    link: str = ""  # "host:port", where the members of its groups reach it; "": it joins none
+    link_key: bytes = b""  # what they show there
 
 
 # --------------------------------------------------------------------------- telemetry and metrics
@@ -259,6 +291,7 @@ class InstanceTelemetry:
     time_to_first_token: Histogram  # from the worker's receipt
     time_per_output_token: Histogram
     oldest_wait_seconds: float = 0.0
+    recomputed_tokens: int = 0  # whose KV was lost or given away, and was made again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +397,21 @@ class MorphReport:
     started_ms: int
     ended_ms: int | None = None
     numbers: dict[str, Number] = field(default_factory=dict)
+
+
+# --------------------------------------------------------------------------- gateway -> controller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """`demand`: requests wait here that no instance can hold in its shape of now, but one of a higher degree
+    could. Told again and again while they wait; a demand that is not repeated is over."""
+
+    gateway: str
+    model: str
+    tokens: int  # prompt and output of the longest that waits
+    count: int
+    at_ms: int
 
 
 # --------------------------------------------------------------------------- events

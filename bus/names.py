@@ -36,6 +36,10 @@ class Names:
         return f"{self.prefix}metrics"
 
     @property
+    def demand(self) -> str:
+        return f"{self.prefix}demand"
+
+    @property
     def events(self) -> str:
         return f"{self.prefix}events"
 
@@ -76,4 +80,11 @@ class Names:
 
 
 # Of the streams that are read as they grow: enough for the slowest reader's pause, not for history.
-LIMITS = {"control": 4096, "telemetry": 2048, "metrics": 16, "events": 10_000, "dead-letters": 256}
+LIMITS = {
+    "control": 4096,
+    "telemetry": 2048,
+    "metrics": 16,
+    "demand": 256,
+    "events": 10_000,
+    "dead-letters": 256,
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from bus.messages import PRECISIONS, LayerShape, Morph, Precision, Resize
+from bus.messages import PRECISIONS, LayerShape, Morph, Precision, Resize, Transform
 
 NUM_LAYERS = 2
 
@@ -13,6 +13,7 @@ NUM_LAYERS = 2
 class FakeShape:
     layers: list[LayerShape] = field(default_factory=lambda: [LayerShape() for _ in range(NUM_LAYERS)])
     blocks: int = 64
+    tp: int = 1
 
     @property
     def num_below_full(self) -> int:
@@ -25,6 +26,9 @@ class FakeShape:
     def apply(self, command: Morph) -> None:
         if isinstance(command, Resize):
             self.blocks = command.blocks
+            return
+        if isinstance(command, Transform):
+            self.tp = command.tp
             return
         for layer in command.layers or range(command.count):
             self.layers[layer] = replace(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bus.client import Bus, BusUnavailable
 from bus.messages import (
+    KIND_OF,
     PRECISION_FLOOR,
     PRECISIONS,
     Cancel,
@@ -30,6 +31,7 @@ from bus.messages import (
     Submit,
     Swap,
     TokenLogprobs,
+    Transform,
     WorkerCard,
 )
 from tests.fake_shape import NUM_LAYERS, FakeShape
@@ -189,7 +191,7 @@ class FakeWorker:
             del self._runs[request_id]
 
     async def _obey(self) -> None:
-        commands = (Cancel, Drain, Swap, Resize, CancelMorph)
+        commands = (Cancel, Drain, Swap, Resize, Transform, CancelMorph)
         async with self.bus.reader(self.bus.names.control(self.id), *commands, start="0") as reader:
             async for batch in reader:
                 for _, command in batch:
@@ -198,7 +200,7 @@ class FakeWorker:
     async def _carry_out(self, command: Command) -> None:
         if isinstance(command, Drain):
             self.drained = True
-        elif isinstance(command, Swap | Resize):
+        elif isinstance(command, Swap | Resize | Transform):
             await self._morph(command)
         elif command.epoch != self.epoch:
             return
@@ -230,7 +232,7 @@ class FakeWorker:
         now_ms = time.time_ns() // 1_000_000
         report = MorphReport(
             id=command.id,
-            kind="swap" if isinstance(command, Swap) else "resize",
+            kind=KIND_OF[type(command)],
             target=command.instance,
             worker=self.id,
             epoch=self.epoch,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import asdict
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.codec import MESSAGE_TYPES, DecodeError, decode, encode
-from bus.messages import SCHEMA_VERSION, Cancel, Event, StepOutput, Submit
-from tests.bus_samples import any_of, cancel, event, step_output, submit
+from bus.messages import KIND_OF, SCHEMA_VERSION, Cancel, Event, Morph, StepOutput, Submit, WorkerCard
+from tests.bus_samples import any_of, cancel, card, event, step_output, submit
 
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: str(kind.__name__))
@@ -78,6 +79,19 @@ def test_a_message_of_a_type_that_is_not_wanted_is_refused_by_name() -> None:
 def test_fields_of_a_newer_sender_are_ignored() -> None:
     fields = {"id": "c1", "epoch": 1, "request_ids": ["r1"], "added_later": True}
     assert decode(msgspec.msgpack.encode([SCHEMA_VERSION, "Cancel", fields]), Cancel) == cancel()
+
+
+def test_a_card_of_an_older_sender_is_of_one_that_joins_no_group() -> None:
+    fields = asdict(card())
+    del fields["link"], fields["link_key"]
+    for name in ("kv_heads", "degrees", "tokens_at"):
+        del fields["instances"][0][name]
+    found = decode(msgspec.msgpack.encode([SCHEMA_VERSION, "WorkerCard", fields]), WorkerCard)
+    assert (found.link, found.instances[0].degrees, found.instances[0].tokens_at) == ("", [1], {})
+
+
+def test_every_morph_has_a_kind_and_travels_alone() -> None:
+    assert set(get_args(Morph)) == set(KIND_OF) <= set(MESSAGE_TYPES)
 
 
 def test_what_is_no_message_is_not_encoded() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bus.client import connect
-from bus.messages import CancelMorph, MorphReport, Resize, Swap, WorkerTelemetry
+from bus.messages import CancelMorph, MorphReport, Resize, Swap, Transform, WorkerTelemetry
 from bus.settings import RedisSettings
 from tests.conftest import settings_of
 from tests.engine_toys import continuation
@@ -98,6 +98,15 @@ async def test_a_swap_is_reported_and_telemetry_and_tokens_tell_of_it(bench: Mor
     assert shapes[0] == ("tp1-full", 0) and shapes[-1] == ("tp1-int4x0.5", 1)
     last = await bench.until(lambda: bench.telemetry and bench.telemetry[-1])
     assert [layer.ffn for layer in last.instances[0].layers] == ["int4", "full"]
+
+
+async def test_a_transform_that_cannot_be_is_answered_and_the_worker_serves_on(bench: MorphBench) -> None:
+    await bench.command(Transform, "t", instance=INSTANCE, workers=["w0", "w9"], epochs={}, tp=2)
+    report = await bench.ended("t")
+    assert (report.state, report.kind, report.target) == ("failed", "transform", INSTANCE) and report.reason
+    await bench.submit("a", [1, 2], 5)
+    await bench.until(lambda: bench.end("a"))
+    assert bench.tokens("a") == continuation([1, 2], 5)
 
 
 async def test_an_idle_worker_morphs_at_once(bench: MorphBench) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bus.messages import Event, Morph, MorphKind, MorphOutcome, MorphReport, Number, Resize, WorkerCard
+from bus.messages import KIND_OF, Event, Morph, MorphKind, MorphOutcome, MorphReport, Number, WorkerCard
 from gateway.operations.stats import LATENCY, Distribution
 
 KEPT: Final = 256  # that ended
@@ -95,7 +95,7 @@ class Morphs:
 
     def ordered(self, command: Morph, worker: str, decided: str) -> Entry:
         """By hand, here. It may have been reported already: its worker is quick."""
-        kind: MorphKind = "resize" if isinstance(command, Resize) else "swap"
+        kind = KIND_OF[type(command)]
         entry = self._entries.get(command.id) or self._enter(
             command.id, kind, command.instance, worker, command.epoch, time.time()
         )

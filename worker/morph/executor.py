@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from bus.messages import Morph, MorphOutcome, MorphReport, Number, Resize, Swap
+from bus.messages import Morph, MorphOutcome, MorphReport, Number, Resize, Swap, Transform
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
 from worker.morph.copier import Copier
@@ -155,6 +155,8 @@ class MorphExecutor:
         if target is None:
             there_are = ", ".join(self.targets) or "none"
             raise NotApplied("failed", f"there is no instance {command.instance}; there are {there_are}")
+        if isinstance(command, Transform):
+            raise NotApplied("failed", "this worker cannot change its tensor parallelism while it serves yet")
         if isinstance(command, Swap):
             job.start(self._swap(job, command, target))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 
-from bus.messages import Morph, MorphKind, MorphOutcome, MorphReport, Number, Swap
+from bus.messages import KIND_OF, Morph, MorphOutcome, MorphReport, Number
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Run
@@ -16,7 +16,7 @@ class Job:
 
     def __init__(self, command: Morph, worker: str, epoch: int, clock: Clock) -> None:
         self.command, self.epoch = command, epoch
-        self.kind: MorphKind = "swap" if isinstance(command, Swap) else "resize"
+        self.kind = KIND_OF[type(command)]
         self.touches: frozenset[Half] = frozenset()
         self.boundary_s = 0.0  # that the engine spent on it
         self._worker, self._clock = worker, clock

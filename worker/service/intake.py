@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from bus.client import Bus, BusFull, BusUnavailable, GroupReader, StreamReader
-from bus.messages import Cancel, CancelMorph, Command, Drain, Resize, Submit, Swap
+from bus.messages import Cancel, CancelMorph, Command, Drain, Resize, Submit, Swap, Transform
 from bus.names import consumer
 from worker.core import Request
 from worker.service.engine_thread import EngineThread
@@ -93,7 +93,7 @@ class Intake:
     async def read_commands(self, on_drain: Callable[[], None]) -> None:
         """Those that are meant for the epoch of now; a morph for another one is answered, too: `stale`."""
         stream = self._bus.names.control(self._worker)
-        async with self._bus.reader(stream, Cancel, CancelMorph, Drain, Resize, Swap) as reader:
+        async with self._bus.reader(stream, Cancel, CancelMorph, Drain, Resize, Swap, Transform) as reader:
             await self._open(reader)
             self.is_listening.set()
             async for batch in reader:
@@ -102,7 +102,7 @@ class Intake:
 
     def _obey(self, command: Command, on_drain: Callable[[], None]) -> None:
         match command:
-            case Swap() | Resize():
+            case Swap() | Resize() | Transform():
                 self._thread.morph(command)
             case _ if command.epoch != self._epoch():
                 log.info("%s %s is for another epoch", type(command).__name__, command.id)
