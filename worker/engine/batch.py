@@ -1,4 +1,4 @@
-"""The running sequences as tables, one row each, and the tensors of one step made from them.
+"""The running sequences as tables, one row each, and the work of one step made from them.
 
 A step's inputs are index arithmetic over whole arrays: nothing is done per token, and per sequence only what
 changed (a new row, a new block).
@@ -9,22 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from kernels.plan import AttentionPlan
 from worker.core import Chunk, Limits, Sequence, StepPlan
-
-Ints = npt.NDArray[np.int64]
+from worker.engine.work import Ints, Work
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """T tokens of S chunks; R of the chunks sample, P rows are for prompt log-probabilities."""
+    """A step's work and what becomes of its logits: R of the chunks sample, P rows are for prompt
+    log-probabilities; the work's logit rows are R + P."""
 
-    token_ids: torch.Tensor  # int64 [T]
-    attention: AttentionPlan
-    logit_rows: torch.Tensor  # int64 [R + P] of 0..T-1
+    work: Work
     sampling: list[Chunk]  # R
     sampling_rows: Ints  # [R] rows of the tables
     output_positions: Ints  # [R] index of the token to be chosen in its request's output
@@ -34,8 +29,8 @@ class StepInputs:
 class Batch:
     """Tables (row, position) -> token id and (row, index) -> block id; rows are taken at admission."""
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
-        self.limits, self.device = limits, device
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
         num_rows, block_tokens = limits.max_num_seqs, limits.block_tokens
         # np.zeros maps pages on first touch: rows and positions that are never used cost no memory.
         self._tokens = np.zeros((num_rows, limits.max_model_len + 1), np.int64)
@@ -76,33 +71,22 @@ class Batch:
         sampling_at = np.fromiter((i for i, chunk in enumerate(chunks) if chunk.samples), np.int64)
         sampling = [chunks[i] for i in sampling_at.tolist()]
         prompt_ranges, prompt_rows = self._prompt_logprob_rows(chunks, ends)
+        context_lens = starts + q_lens
+        width = -(-int(context_lens.max(initial=0)) // self.limits.block_tokens)
         return StepInputs(
-            token_ids=self._tensor(self._tokens[token_rows, positions]),
-            attention=self._attention(rows, starts + q_lens, q_lens, ends, token_rows, positions),
-            logit_rows=self._tensor(np.concatenate([ends[sampling_at] - 1, *prompt_rows])),
+            work=Work(
+                token_ids=self._tokens[token_rows, positions],
+                q_lens=q_lens,
+                context_lens=context_lens,
+                blocks=self._blocks[rows, :width],
+                logit_rows=np.concatenate([ends[sampling_at] - 1, *prompt_rows]),
+            ),
             sampling=sampling,
             sampling_rows=rows[sampling_at],
             output_positions=np.fromiter(
                 (chunk.seq.num_output for chunk in sampling), np.int64, len(sampling)
             ),
             prompt_ranges=prompt_ranges,
-        )
-
-    def _attention(
-        self, rows: Ints, context_lens: Ints, q_lens: Ints, ends: Ints, token_rows: Ints, positions: Ints
-    ) -> AttentionPlan:
-        block_tokens, max_context_len = self.limits.block_tokens, int(context_lens.max())
-        cu_seqlens_q = np.zeros(len(rows) + 1, np.int32)
-        cu_seqlens_q[1:] = ends
-        slots = self._blocks[token_rows, positions // block_tokens] * np.int64(block_tokens)
-        return AttentionPlan(
-            cu_seqlens_q=self._tensor(cu_seqlens_q),
-            context_lens=self._tensor(context_lens.astype(np.int32)),
-            block_table=self._tensor(self._blocks[rows, : -(-max_context_len // block_tokens)]),
-            slot_mapping=self._tensor(slots + positions % block_tokens),
-            positions=self._tensor(positions),
-            max_q_len=int(q_lens.max()),
-            max_context_len=max_context_len,
         )
 
     def _update_blocks(self, seq: Sequence) -> None:
@@ -126,6 +110,3 @@ class Batch:
                     ranges.append((seq, first, end))
                     rows.append(np.arange(chunk_begin + first, chunk_begin + end))
         return ranges, rows
-
-    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)

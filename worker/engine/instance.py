@@ -20,6 +20,7 @@ from worker.engine.sampler import Sampled, Sampler
 from worker.engine.scheduler import Scheduler
 from worker.engine.shape import below_floor, fingerprint, is_below, layers_below_full
 from worker.engine.stats import Stats
+from worker.engine.work import attention_plan, to_tensor
 
 # A silence longer than this is broken: a gateway that hears nothing for long takes a request for lost.
 SIGN_OF_LIFE_S = 5.0
@@ -44,6 +45,14 @@ class RunnableModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A step that was planned and has not run."""
+
+    plan: StepPlan
+    inputs: StepInputs
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     request: Request
     delta: Delta
@@ -64,9 +73,9 @@ class Instance:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id, self.model, self.kv, self.limits = instance_id, model, kv, limits
-        self.vocab_size = vocab_size
+        self.vocab_size, self.device = vocab_size, device
         self.scheduler = Scheduler(limits, kv.allocator)
-        self.batch = Batch(limits, device)
+        self.batch = Batch(limits)
         self.sampler = Sampler(limits.max_num_seqs, vocab_size, device)
         self.stats = Stats()
         self.num_steps = 0
@@ -132,26 +141,48 @@ class Instance:
         return len(found)
 
     def step(self) -> list[Output]:
+        """Alone: plan, run, sample, publish."""
         began = self._clock()
+        planned = self.plan()
+        if planned is None:
+            return self.take_unsent()
+        work = planned.inputs.work
+        attention = attention_plan(work, self.limits.block_tokens, self.device)
+        logits = self.model.forward(
+            to_tensor(work.token_ids, self.device),
+            attention,
+            self.kv,
+            to_tensor(work.logit_rows, self.device),
+        )
+        return self.finish(planned, logits, began)
+
+    def plan(self) -> Planned | None:
+        """What to run next; None: nothing. A plan that is not run may be forgotten: the next one is as if it
+        had not been made."""
         plan = self.scheduler.plan()
         self._settle(plan)
-        published: list[Output] = []
-        if plan.chunks:
-            inputs = self.batch.build(plan)
-            logits = self.model.forward(inputs.token_ids, inputs.attention, self.kv, inputs.logit_rows)
-            sampled = self._sample(inputs, logits)
-            self.scheduler.commit(plan)
-            published = self._publish(plan, inputs, sampled)
-            self.num_steps += 1
-            self.stats.step.observe(self._clock() - began)
-        return self._take_unsent() + published
+        return Planned(plan, self.batch.build(plan)) if plan.chunks else None
+
+    def finish(self, planned: Planned, logits: torch.Tensor, began: float) -> list[Output]:
+        """It ran: logits float32 [R + P, vocab] of its work; `began`: by the clock."""
+        sampled = self._sample(planned.inputs, logits)
+        self.scheduler.commit(planned.plan)
+        published = self._publish(planned.plan, planned.inputs, sampled)
+        self.num_steps += 1
+        self.stats.step.observe(self._clock() - began)
+        return self.take_unsent() + published
+
+    def take_unsent(self) -> list[Output]:
+        """Ends that needed no step."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
 
     def fail(self, reason: str) -> list[Output]:
         """A step raised: everything that ran ends with an error, or the whole queue if nothing ran."""
         victims = list(self.scheduler.running) or list(self.scheduler.waiting)
         for seq in victims:
             self._drop(seq)
-        return self._take_unsent() + [self._end(seq, "error", error=reason) for seq in victims]
+        return self.take_unsent() + [self._end(seq, "error", error=reason) for seq in victims]
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
@@ -161,10 +192,6 @@ class Instance:
         return below_floor(self.shape, request.min_precision) if request.min_precision else None
 
     # ----------------------------------------------------------------------------- the step's parts
-
-    def _take_unsent(self) -> list[Output]:
-        unsent, self._unsent = self._unsent, []
-        return unsent
 
     def _settle(self, plan: StepPlan) -> None:
         """Rows for those who came, none for those who went."""
