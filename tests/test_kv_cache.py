@@ -239,3 +239,17 @@ def test_any_sequence_of_calls_keeps_blocks_apart(calls: list[tuple[str, int]]) 
             blocks.truncate(n)
         blocks.check_integrity()
         assert blocks.num_used == len(live)
+
+
+def test_heads_are_outermost_so_a_block_is_several_of_fewer_heads(pool: PagePool) -> None:
+    kv = cache(pool)
+    assert kv.layers_at(2) == []
+    kv.grow(2)
+    for layer, halves in zip(kv.layers, kv.layers_at(2), strict=True):
+        assert halves.shape == (200, 1, 2, kv.block_tokens, 8) and halves.data_ptr() == layer.data_ptr()
+        for block in range(kv.num_blocks):
+            halves[2 * block], halves[2 * block + 1] = block, -block
+            assert bool((layer[block, 0] == block).all()) and bool((layer[block, 1] == -block).all())
+    for degree in (0, 3, 4):
+        with pytest.raises(ValueError, match=f"2 KV heads cannot be split over {degree} ranks"):
+            kv.layers_at(degree)

@@ -65,6 +65,20 @@ class KVCache:
         room = self._ranges[0].num_pages - self.pages_per_layer
         return min(room, self.pool.num_free // len(self._ranges))
 
+    def layers_at(self, degree: int) -> list[torch.Tensor]:
+        """The layers as a tensor-parallel group of `degree` sees them, at the same addresses:
+        [max_blocks * degree, Hkv // degree, 2, block_tokens, D]. Block c is its c * degree .. + degree - 1.
+
+        Raises ValueError if the heads cannot be split so.
+        """
+        num_kv_heads, *rest = self.block_shape
+        if degree < 1 or num_kv_heads % degree:
+            raise ValueError(
+                f"{self.owner}: {num_kv_heads} KV heads cannot be split over {degree} ranks; take a divisor"
+            )
+        shape = (self.max_blocks * degree, num_kv_heads // degree, *rest)
+        return [layer.view(shape) for layer in self.layers]
+
     def pages_for(self, num_blocks: int) -> int:
         """Pages per layer that hold `num_blocks` blocks."""
         return self.pool.pages_for(num_blocks * self.block_bytes)

@@ -1,0 +1,122 @@
+"""The KV cache of one layer changes its tensor-parallel degree: a transposition in place, in stages.
+
+n subgroups of degree d are together one group of degree n*d. Heads are outermost within a block, so block c
+of a subgroup is n sub-blocks at the same addresses, numbered c*n .. c*n + n-1 by the group; sub-block c*n + g
+has the heads of subgroup g's members. What each rank needs lies with the others (the rank of subgroup r, the
+rank of subgroup g, both with the same low shard):
+
+::
+
+    at r: sub-block c*n + g   <->   at g: sub-block c*n + r
+
+Afterwards every rank has its own heads of every subgroup's block c: of subgroup j's as number c*n + j. The
+same call takes it back. Each stage fills the places that it sent away, so no page is mapped, nothing is moved
+up afterwards, and the only memory it takes is the stage's (Gyges §4.1.2: in-place, phased migration).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.parallel.communicator import Communicator
+
+_Ints = npt.NDArray[np.int64]
+_WORD = torch.int64  # rows are moved as words: torch scatters bytes one by one, 8 times slower
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one rank did: bytes sent (as many came), stages, and the most memory it took besides the cache."""
+
+    bytes: int
+    stages: int
+    peak_bytes: int
+
+
+def exchange(
+    layer: torch.Tensor,
+    live: Sequence[Sequence[int]],
+    subgroup: int,
+    group: Communicator,
+    peers: Sequence[int],
+    stage_bytes: int,
+) -> Moved:
+    """Exchange sub-blocks of the live blocks with the other subgroups; every rank of `group` must call it.
+
+    ==============  ====================================================================================
+    layer           [blocks * n, heads, 2, block_tokens, D]: `KVCache.layers_at` the group's degree
+    live[j]         subgroup j's blocks in use, in its own numbers; the same on every rank. What lies in the
+                    others is undefined afterwards
+    subgroup        of this rank
+    peers[j]        the rank in `group` with this rank's low shard in subgroup j, ascending
+    stage_bytes     bound of a stage's buffers; one block goes at a time where that alone takes more
+    ==============  ====================================================================================
+
+    A block that is live in one of two subgroups is exchanged between these two: its number must have memory
+    on every rank. Raises PeerLost: then this rank's stage has not begun or is complete, and which of them the
+    others completed is unknown. Raises ValueError for what does not fit together.
+    """
+    n = len(live)
+    _check(layer, live, subgroup, group, peers)
+    rows = layer.view(layer.shape[0], -1).view(_WORD)
+    row_bytes = rows.shape[1] * _WORD.itemsize
+    per_stage = max(1, stage_bytes // (2 * (n - 1) * row_bytes)) if n > 1 else 1
+    plan = list(_stages(live, subgroup, per_stage))
+    largest = max((sum(map(len, stage)) for stage in plan), default=0)
+    sent, received = (rows.new_empty(largest, rows.shape[1]) for _ in range(2))
+    sizes = [0] * group.size
+    moved = 0
+    for stage in plan:
+        for peer, places in zip(peers, stage, strict=True):
+            sizes[peer] = len(places)
+        index = torch.from_numpy(np.concatenate(stage)).to(layer.device)
+        there, here = sent[: len(index)], received[: len(index)]
+        torch.index_select(rows, 0, index, out=there)
+        group.all_to_all(here, there, sizes, sizes)
+        rows.index_copy_(0, index, here)
+        moved += len(index) * row_bytes
+    return Moved(moved, len(plan), 2 * largest * row_bytes)
+
+
+def _stages(live: Sequence[Sequence[int]], subgroup: int, per_stage: int) -> Iterator[list[_Ints]]:
+    """For each stage, the sub-blocks to exchange with each subgroup (none with its own). Stages are the same
+    blocks on every rank, so that all make the same calls, also those that have nothing in them."""
+    n = len(live)
+    blocks = np.unique(np.concatenate([np.asarray(part, np.int64) for part in live]))
+    is_live = [np.isin(blocks, np.asarray(part, np.int64)) for part in live]
+    for first in range(0, len(blocks), per_stage):
+        where = slice(first, first + per_stage)
+        yield [
+            blocks[where][is_live[subgroup][where] | is_live[other][where]] * n + other
+            if other != subgroup
+            else np.empty(0, np.int64)
+            for other in range(n)
+        ]
+
+
+def _check(
+    layer: torch.Tensor,
+    live: Sequence[Sequence[int]],
+    subgroup: int,
+    group: Communicator,
+    peers: Sequence[int],
+) -> None:
+    n, highest = len(live), max((max(part) for part in live if part), default=-1)
+    if len(peers) != n or not 0 <= subgroup < n or peers[subgroup] != group.rank:
+        raise ValueError(f"rank {group.rank} is not the one of subgroup {subgroup} among the peers {peers}")
+    if list(peers) != sorted(set(peers)) or peers[-1] >= group.size:
+        raise ValueError(f"peers must be ascending ranks below {group.size}, not {list(peers)}")
+    if min((min(part) for part in live if part), default=0) < 0 or (highest + 1) * n > layer.shape[0]:
+        raise ValueError(
+            f"live blocks up to {highest} of {n} subgroups; the layer has {layer.shape[0] // n} of each"
+        )
+    if not layer.is_contiguous() or layer[0].nbytes % _WORD.itemsize:
+        raise ValueError(
+            f"a layer of shape {tuple(layer.shape)} and strides {layer.stride()} has no contiguous rows of"
+            f" whole {_WORD}; only the header-centric layout can be exchanged in place"
+        )
