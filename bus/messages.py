@@ -30,8 +30,10 @@ PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")  # most bit
 PARTS: tuple[Part, ...] = ("attention", "ffn")
 Number = int | float
 
-# So begins the error of a Delta whose request must run elsewhere, or later.
+# So begins the error of a Delta whose request must run elsewhere, or later: a layer is below the floor it
+# asks for; the whole KV cache, as it is now, does not hold it.
 PRECISION_FLOOR = "precision_floor:"
+KV_CAPACITY = "kv_capacity:"
 
 
 # --------------------------------------------------------------------------- gateway -> worker
@@ -130,11 +132,12 @@ class Resize:
 class Transform:
     """`control:{worker}` of the worker that leads `instance`: serve it on these workers at degree `tp`.
 
-    `workers`: all that take part, those of the running group too. Scaling up, each leads an instance of the
-    same model and degree, and one group of degree `tp` comes of them; scaling down, they are the group, and
-    groups of degree `tp` come of it. `epochs`: of each worker, when this was ordered; another incarnation of
-    any of them makes the answer `stale`. `layers_per_step`: how many layers change between two steps; 0: as
-    the setting says. Requests stay with the worker that took them. `wait_s` as in Swap.
+    `workers`: all that take part, in the order of their shards at the higher degree. Scaling up, they are
+    whole instances of the same model and degree, and one group of degree `tp` comes of them; scaling down,
+    they are one group, and groups of degree `tp` come of it. `epochs`: of each worker, when this was ordered;
+    another incarnation of any of them makes the answer `stale`. `layers_per_step`: how many layers change
+    between two steps; 0: as the setting says. Requests stay with the worker that took them. `wait_s` as in
+    Swap.
     """
 
     id: str
@@ -292,6 +295,7 @@ class InstanceTelemetry:
     time_per_output_token: Histogram
     oldest_wait_seconds: float = 0.0
     recomputed_tokens: int = 0  # whose KV was lost or given away, and was made again
+    longest_tokens: int = 0  # prompt and output that the longest request here may come to, running or waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,12 +384,18 @@ class Policy:
     step_layers: int = 0  # layers of one morph; 0: what the mode says
     max_layers: int = 0  # at most so many below full; 0: what the mode says
     precision: Precision = "int4"
+    max_tp: int = 0  # no group beyond it; 0: what the workers are prepared for
+    scale_down_free: float = 0.5  # 0..1; a group without a long request parts when so much KV is free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MorphReport:
     """`events`: where a morph is. `ended_ms` with every state but running. `numbers`: bytes, seconds, pages,
-    blocks: what it took, or what was missing."""
+    blocks: what it took, or what was missing.
+
+    Of a transform there is a report after every boundary at which layers changed: `layers_done` of `layers`,
+    the last layer first, from degree `tp_before` to `tp_after`; `workers` are those of the command.
+    """
 
     id: str
     kind: MorphKind
@@ -397,6 +407,7 @@ class MorphReport:
     started_ms: int
     ended_ms: int | None = None
     numbers: dict[str, Number] = field(default_factory=dict)
+    workers: list[str] = field(default_factory=list)  # none: it alone
 
 
 # --------------------------------------------------------------------------- gateway -> controller

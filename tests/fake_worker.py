@@ -59,6 +59,8 @@ class FakeWorker:
         self.pid = os.getpid()  # of each start another
         self.max_model_len, self.vocab_size, self.fingerprint = 512, 1000, "fp-full-tp1"
         self.variants = list(PRECISIONS)
+        self.host, self.device, self.dtype = "test", "cpu", "float32"
+        self.kv_heads, self.degrees, self.group = 8, [1, 2, 4], [worker]
         self.behave(reply)
         self._morphs: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
@@ -101,25 +103,33 @@ class FakeWorker:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             num_layers=NUM_LAYERS,
-            dtype="float32",
+            dtype=self.dtype,
             block_tokens=16,
-            workers=[self.id],
+            tp=len(self.group),
+            workers=self.group,
             variants=self.variants,
             order=list(range(NUM_LAYERS)),
             order_name="front-to-back",
             min_blocks=8,
             layer_pages={"full": 20, "int8": 10, "int4": 6, "int3": 5},
+            kv_heads=self.kv_heads,
+            degrees=self.degrees,
         )
         return WorkerCard(
             id=self.id,
             epoch=self.epoch,
-            host="test",
+            host=self.host,
             pid=self.pid,
-            device="cpu",
+            device=self.device,
             page_bytes=65536,
             state=state,  # type: ignore[arg-type]
             instances=[instance],
         )
+
+    async def join(self, *group: str) -> None:
+        """Its card tells of another group, itself included, in the order of shards."""
+        self.group = list(group)
+        assert await self.bus.update_card(self.card())
 
     async def die(self) -> None:
         """As by kill -9: nothing more is said, the lease runs out by itself."""
@@ -241,6 +251,7 @@ class FakeWorker:
             started_ms=now_ms,
             ended_ms=None if state == "running" else now_ms,
             numbers=dict(numbers),
+            workers=command.workers if isinstance(command, Transform) else [],
         )
         await self.bus.publish(self.bus.names.events, report)
 

@@ -13,11 +13,11 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from bus.client import BusFull, BusUnavailable
-from bus.messages import CancelMorph, Event, Resize, Swap
+from bus.messages import CancelMorph, Event, Morph
 from gateway.errors import ApiError, bad_json, unavailable
 from gateway.http.body import ClientLeft, check_content_type, read_body
 from gateway.openai.formats import to_json
-from gateway.operations import orders
+from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
 from gateway.operations.admin import Here, allowed
 from gateway.operations.morphs import Entry
@@ -26,6 +26,16 @@ from gateway.state import Gateway
 WAIT_S: Final = 30.0  # longest answer to ?wait=true; ask again for longer
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
+
+
+@router.post("/instances/transform")
+async def transform(request: Request, gateway: Here, wait: bool = False) -> Response:
+    """Serve a model at another degree of tensor parallelism. 404 for a worker there is not, 409 for one that
+    loads or drains, 400 for workers and degrees that make no group."""
+    body = orders.parse(transforms.TransformBody, await _body(request, gateway))
+    place, command = transforms.transform(gateway.cluster, body, _new_id())
+    entry = await _send(gateway, place, command)
+    return await _told(entry, wait)
 
 
 @router.post("/instances/{instance:path}/swap")
@@ -98,7 +108,7 @@ async def _body(request: Request, gateway: Gateway) -> bytes:
         raise bad_json("the body is incomplete") from error
 
 
-async def _send(gateway: Gateway, place: orders.Place, command: Swap | Resize) -> Entry:
+async def _send(gateway: Gateway, place: orders.Place, command: Morph) -> Entry:
     """The order and the event that tells of it, both or neither. Raises ApiError 503."""
     bus, worker = gateway.bus, place.worker.id
     decided = f"ordered by hand: {orders.in_words(command)}"

@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bus.messages import KIND_OF, Event, Morph, MorphKind, MorphOutcome, MorphReport, Number, WorkerCard
+from bus.messages import (
+    KIND_OF,
+    Event,
+    Morph,
+    MorphKind,
+    MorphOutcome,
+    MorphReport,
+    Number,
+    Transform,
+    WorkerCard,
+)
 from gateway.operations.stats import LATENCY, Distribution
 
 KEPT: Final = 256  # that ended
@@ -30,7 +40,8 @@ class Entry:
     id: str
     kind: MorphKind
     target: str
-    worker: str
+    worker: str  # that answers
+    workers: list[str]  # that take part; of a transform in the order of their shards
     epoch: int
     started: float
     ordered_at: float
@@ -61,6 +72,7 @@ class Entry:
             "kind": self.kind,
             "target": self.target,
             "worker": self.worker,
+            "workers": self.workers,
             "epoch": self.epoch,
             "state": self.state,
             "reason": self.reason,
@@ -95,9 +107,17 @@ class Morphs:
 
     def ordered(self, command: Morph, worker: str, decided: str) -> Entry:
         """By hand, here. It may have been reported already: its worker is quick."""
-        kind = KIND_OF[type(command)]
         entry = self._entries.get(command.id) or self._enter(
-            command.id, kind, command.instance, worker, command.epoch, time.time()
+            Entry(
+                id=command.id,
+                kind=KIND_OF[type(command)],
+                target=command.instance,
+                worker=worker,
+                workers=command.workers if isinstance(command, Transform) else [worker],
+                epoch=command.epoch,
+                started=time.time(),
+                ordered_at=self._clock(),
+            )
         )
         entry.patience_s = UNHEARD_S + command.wait_s
         entry.decided = decided
@@ -109,7 +129,16 @@ class Morphs:
 
     def on_report(self, report: MorphReport, *, is_history: bool = False) -> Entry:
         entry = self._entries.get(report.id) or self._enter(
-            report.id, report.kind, report.target, report.worker, report.epoch, report.started_ms / 1000
+            Entry(
+                id=report.id,
+                kind=report.kind,
+                target=report.target,
+                worker=report.worker,
+                workers=report.workers or [report.worker],
+                epoch=report.epoch,
+                started=report.started_ms / 1000,
+                ordered_at=self._clock(),
+            )
         )
         entry.is_heard = True
         if not entry.is_running and not (entry.is_assumed and report.state != "running"):
@@ -162,20 +191,9 @@ class Morphs:
     def _running(self) -> Iterable[Entry]:
         return [entry for entry in self._entries.values() if entry.is_running]
 
-    def _enter(
-        self, morph_id: str, kind: MorphKind, target: str, worker: str, epoch: int, started: float
-    ) -> Entry:
-        entry = Entry(
-            id=morph_id,
-            kind=kind,
-            target=target,
-            worker=worker,
-            epoch=epoch,
-            started=started,
-            ordered_at=self._clock(),
-            decided=self._decided.pop(morph_id, ""),
-        )
-        self._entries[morph_id] = entry
+    def _enter(self, entry: Entry) -> Entry:
+        entry.decided = self._decided.pop(entry.id, "")
+        self._entries[entry.id] = entry
         ended = [one.id for one in self._entries.values() if not one.is_running]
         for old in ended[: max(0, len(ended) - KEPT)]:
             del self._entries[old]

@@ -9,7 +9,7 @@ from typing import Annotated, Final, TypeVar
 
 from pydantic import Field, ValidationError
 
-from bus.messages import PARTS, InstanceCard, Part, Precision, Resize, Swap, WorkerCard
+from bus.messages import PARTS, InstanceCard, Morph, Part, Precision, Resize, Swap, Transform, WorkerCard
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid, unavailable
 from gateway.openai.json_body import json_object
@@ -122,8 +122,10 @@ def resize(place: Place, body: ResizeBody, morph_id: str) -> Resize:
     )
 
 
-def in_words(command: Swap | Resize) -> str:
+def in_words(command: Morph) -> str:
     """What was ordered, for people."""
+    if isinstance(command, Transform):
+        return f"tp {command.tp} on {', '.join(command.workers)}"
     if isinstance(command, Resize):
         return f"{command.blocks} KV blocks"
     which = f"layers {', '.join(map(str, command.layers))}" if command.layers else f"{command.count} more"

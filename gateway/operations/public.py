@@ -22,6 +22,7 @@ ADMIN_ENDPOINTS: Final = (
     "/admin/state",
     "/admin/events",
     "/admin/policy",
+    "/admin/instances/transform",
     "/admin/instances/{instance}/swap",
     "/admin/instances/{instance}/resize",
     "/admin/morphs/{morph}",

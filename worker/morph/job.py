@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 
-from bus.messages import KIND_OF, Morph, MorphOutcome, MorphReport, Number
+from bus.messages import KIND_OF, Morph, MorphOutcome, MorphReport, Number, Transform
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Run
@@ -72,6 +72,7 @@ class Job:
             started_ms=self._started_ms,
             ended_ms=None if state == "running" else _now_ms(),
             numbers=told,
+            workers=self.command.workers if isinstance(self.command, Transform) else [],
         )
 
 

@@ -1,0 +1,199 @@
+"""Orders to change tensor parallelism: which workers take part, in which order, and why not. Pure.
+
+The workers of an order are whole instances of one model: several of one degree that become a group, or one
+group that parts. Every refusal names what was asked and what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from bus.messages import InstanceCard, Transform, WorkerCard
+from gateway.delivery.cluster import Cluster
+from gateway.errors import ApiError, invalid
+from gateway.openai.params import MAX_COUNT, Body, between
+from gateway.operations.orders import Place, Seconds, meant
+
+MAX_DEGREE: Final = 64
+
+Group = Sequence[Place]  # the members of one instance, in the order of their shards
+
+
+class TransformBody(Body):
+    """`model`: which of those that the workers serve; left out where it is one. `layers_per_step`: left out,
+    as the workers are set."""
+
+    workers: Annotated[list[str], Field(min_length=1, max_length=MAX_DEGREE)]
+    tp: Annotated[int, between(1, MAX_DEGREE)]
+    model: str | None = None
+    layers_per_step: Annotated[int, between(1, MAX_COUNT)] | None = None
+    wait_s: Seconds = 0.0
+
+
+def transform(cluster: Cluster, body: TransformBody, morph_id: str) -> tuple[Place, Transform]:
+    """The order and whom it goes to: the worker that leads, now if it is a group and then if it becomes one.
+    Its `workers` are in the order of their shards at the higher degree.
+
+    Raises ApiError: 404 for a worker that is not there, 409 for one that loads or drains, 400 for workers and
+    degrees that make no group.
+    """
+    members = _members(cluster, body)
+    groups = _whole_instances(members)
+    _check_alike(members)
+    _check_degree(groups, body.tp)
+    _check_count(groups, body.tp)
+    # Shards nest: shard s of the n groups' becomes n shards of the larger group, one at each.
+    in_shard_order = [place for shard in zip(*groups, strict=True) for place in shard]
+    leader = in_shard_order[0]
+    command = Transform(
+        id=morph_id,
+        epoch=leader.worker.epoch,
+        instance=leader.card.id,
+        workers=[place.worker.id for place in in_shard_order],
+        epochs={place.worker.id: place.worker.epoch for place in in_shard_order},
+        tp=body.tp,
+        layers_per_step=body.layers_per_step or 0,
+        wait_s=body.wait_s,
+    )
+    return leader, command
+
+
+# ------------------------------------------------------------------------------------- who takes part
+
+
+def _members(cluster: Cluster, body: TransformBody) -> dict[str, Place]:
+    """By worker, in the order of the body."""
+    if twice := [name for name in body.workers if body.workers.count(name) > 1]:
+        raise _wrong_workers(f"workers names {twice[0][:200]!r} more than once")
+    workers = [_worker(cluster, name) for name in body.workers]
+    model = body.model or _common_model(workers)
+    return {worker.id: Place(worker, _card(worker, model)) for worker in workers}
+
+
+def _worker(cluster: Cluster, name: str) -> WorkerCard:
+    worker = cluster.workers.get(name)
+    if worker is None:
+        message = f"no worker {name[:200]!r}; {meant(name, cluster.workers)}"
+        raise ApiError(404, message, param="workers", code="worker_not_found")
+    if worker.state != "serving":
+        how_far = f" ({worker.progress})" if worker.state == "loading" and worker.progress else ""
+        message = f"{name} is {worker.state}{how_far}; only workers that serve change their degree"
+        raise ApiError(409, message, param="workers", code=f"worker_{worker.state}")
+    return worker
+
+
+def _common_model(workers: Sequence[WorkerCard]) -> str:
+    served = [{card.model for card in worker.instances} for worker in workers]
+    common = sorted(set.intersection(*served))
+    if len(common) == 1:
+        return common[0]
+    if common:
+        raise invalid(f"these workers serve {', '.join(common)}; say which as model", "model")
+    serves = "; ".join(
+        f"{worker.id} serves {', '.join(sorted(models)) or 'none'}"
+        for worker, models in zip(workers, served, strict=True)
+    )
+    raise _wrong_workers(f"these workers have no model in common: {serves}")
+
+
+def _card(worker: WorkerCard, model: str) -> InstanceCard:
+    for card in worker.instances:
+        if card.model == model:
+            return card
+    served = sorted({card.model for card in worker.instances})
+    raise invalid(f"{worker.id} does not serve {model[:200]!r}; {meant(model, served)}", "model")
+
+
+def _whole_instances(members: dict[str, Place]) -> list[Group]:
+    """The instances that they form now, in the order of the body. All of one degree."""
+    groups: dict[tuple[str, ...], Group] = {}
+    for worker, place in members.items():
+        names = tuple(place.card.workers) or (worker,)
+        if absent := [name for name in names if name not in members]:
+            raise _wrong_workers(
+                f"{worker} is in the group of {', '.join(names)}, of which {', '.join(absent)} "
+                f"{'is' if len(absent) == 1 else 'are'} not named; a group changes as a whole"
+            )
+        groups[names] = [members[name] for name in names]
+    if len({len(names) for names in groups}) > 1:
+        shapes = "; ".join(f"{', '.join(names)} at {len(names)}" for names in groups)
+        raise _wrong_workers(f"these instances are of different degrees: {shapes}; first make them equal")
+    return list(groups.values())
+
+
+# ------------------------------------------------------------------------------------- what fits together
+
+
+def _check_alike(members: dict[str, Place]) -> None:
+    first, *others = members.values()
+    for other in others:
+        for what, one, another in zip(_TRAITS, _traits(first), _traits(other), strict=True):
+            if one != another:
+                raise _wrong_workers(
+                    f"the workers of a group share {what}: {first.worker.id} has {one}, "
+                    f"{other.worker.id} has {another}"
+                )
+
+
+_TRAITS: Final = (
+    "one host",
+    "one kind of device",
+    "one page size",
+    "one dtype",
+    "one number of layers",
+    "one vocabulary size",
+    "one block size",
+)
+
+
+def _traits(place: Place) -> tuple[str | int, ...]:
+    worker, card = place.worker, place.card
+    kind = worker.device.partition(":")[0]
+    return (
+        *(worker.host, kind, worker.page_bytes),
+        *(card.dtype, card.num_layers, card.vocab_size, card.block_tokens),
+    )
+
+
+def _check_degree(groups: Sequence[Group], tp: int) -> None:
+    cards = [place.card for group in groups for place in group]
+    degrees = sorted(set.intersection(*(set(card.degrees) for card in cards)))
+    for card in cards:
+        if card.kv_heads and card.kv_heads % tp:
+            raise _wrong_degree(
+                f"tp is {tp}, which does not divide the {card.kv_heads} KV heads of {card.model}", degrees
+            )
+    if tp not in degrees:
+        raise _wrong_degree(
+            f"tp is {tp}, which the weights were not padded for when they were loaded (worker.max_tp)",
+            degrees,
+        )
+
+
+def _wrong_degree(message: str, degrees: Sequence[int]) -> ApiError:
+    return invalid(f"{message}; allowed is: {', '.join(map(str, degrees))}", "tp")
+
+
+def _check_count(groups: Sequence[Group], tp: int) -> None:
+    """Up: as many workers as shards. Down: one group, of a multiple. As they are already: any number."""
+    now, num_workers = len(groups[0]), sum(map(len, groups))
+    if tp > now and num_workers != tp:
+        too = "too few" if num_workers < tp else "too many"
+        raise _wrong_workers(
+            f"a group of degree {tp} takes {tp} workers; {num_workers} are {too}: {_names(groups)}"
+        )
+    if tp < now and len(groups) > 1:
+        raise _wrong_workers(f"one group parts at a time, and these are {len(groups)}: {_names(groups)}")
+    if tp < now and now % tp:
+        raise invalid(f"tp is {tp}; the group of {_names(groups)} cannot be parted into equal groups", "tp")
+
+
+def _names(groups: Sequence[Group]) -> str:
+    return ", ".join(place.worker.id for group in groups for place in group)
+
+
+def _wrong_workers(message: str) -> ApiError:
+    return invalid(message, "workers")
