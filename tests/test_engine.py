@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus import histogram
+from bus.messages import KV_CAPACITY
 from tests.engine_toys import VOCAB, Client, ToyModel, continuation, request, run, toy_engine
 
 
@@ -128,7 +129,7 @@ def test_a_request_too_long_for_the_cache_even_alone_ends_with_an_error_not_a_ha
     engine.submit("toy@w0", request("fits", [2], 3))
     client = run(engine, Client())
     assert client.ends == {"prompt": "error", "grows": "error", "fits": "length"}
-    assert "KV blocks" in client.errors["grows"]
+    assert client.errors["grows"].startswith(f"{KV_CAPACITY} 13 tokens need 4 KV blocks")
     assert client.tokens["grows"] == continuation([1] * 8, 5)
 
 
@@ -239,6 +240,18 @@ def test_statistics_add_up() -> None:
     )
     assert histogram.count(stats.time_per_output_token.snapshot()) == 18
     assert histogram.count(stats.step.snapshot()) == instance.num_steps
+
+
+def test_the_longest_request_counts_while_it_waits_and_while_it_runs() -> None:
+    engine, instance = toy_engine(num_seqs=1)
+    assert instance.longest_tokens() == 0
+    engine.submit("toy@w0", request("runs", [1] * 3, 4))
+    engine.submit("toy@w0", request("waits", [1] * 5, 6))
+    client = Client()
+    client.take(engine.step())
+    assert instance.longest_tokens() == 11
+    run(engine, client)
+    assert instance.longest_tokens() == 0
 
 
 actions = st.lists(

@@ -125,6 +125,13 @@ class Instance:
         waiting = self.scheduler.waiting
         return self._clock() - waiting[0].arrived if waiting else 0.0
 
+    def longest_tokens(self) -> int:
+        """Prompt and output that the longest request here may come to; 0 without requests. Any shape that is
+        to come must hold its KV."""
+        seqs = self._sequences.values()
+        longest = max((seq.num_prompt + seq.request.sampling.max_tokens for seq in seqs), default=0)
+        return min(longest, self.limits.max_model_len)
+
     def reset(self) -> None:
         """Forget all requests and all numbers."""
         self._unsent.clear()

@@ -27,4 +27,5 @@ def instance_telemetry(instance: Instance) -> InstanceTelemetry:
         time_to_first_token=stats.time_to_first_token.snapshot(),
         time_per_output_token=stats.time_per_output_token.snapshot(),
         oldest_wait_seconds=instance.oldest_wait_seconds(),
+        longest_tokens=instance.longest_tokens(),
     )
