@@ -7,6 +7,7 @@
 `CudaBackend`           cuMemCreate, cuMemMap and friends (imported where CUDA is: `memory.cuda`)
 `KVCache`               one range per layer, seen as blocks; grows and shrinks by pages in all of them
 `BlockAllocator`        which block ids are free
+`layouts`               the orders a KV cache can be stored in, as kernels see them
 ======================  ==========================================================================
 """
 
