@@ -45,6 +45,10 @@ class ToyBlocks:
     def num_free(self) -> int:
         return len(self.free_ids)
 
+    @property
+    def num_used(self) -> int:
+        return self.capacity - self.num_free
+
     def allocate(self, n: int) -> list[int]:
         assert 0 < n <= self.num_free
         return [self.free_ids.pop() for _ in range(n)]

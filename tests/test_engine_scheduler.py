@@ -28,6 +28,10 @@ class Blocks:
     def num_free(self) -> int:
         return len(self.free_ids)
 
+    @property
+    def num_used(self) -> int:
+        return self.capacity - self.num_free
+
     def allocate(self, n: int) -> list[int]:
         assert 0 < n <= self.num_free
         taken, self.free_ids = self.free_ids[:n], self.free_ids[n:]

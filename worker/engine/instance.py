@@ -79,6 +79,7 @@ class Instance:
         self.sampler = Sampler(limits.max_num_seqs, vocab_size, device)
         self.stats = Stats()
         self.num_steps = 0
+        self.tp = 1  # the degree; while it changes, the old one
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
         self._looked_at = 0.0  # for those who are silent
@@ -106,9 +107,10 @@ class Instance:
             self.scheduler.add(seq)
 
     def reshaped(self) -> None:
-        """A layer changed its precision: from the next step on this is the shape that serves."""
+        """A layer or the degree changed: from the next step on this is the shape that serves."""
         self.shape = self.model.shape()
-        self.fingerprint, self.layers_below_full = fingerprint(self.shape), layers_below_full(self.shape)
+        self.fingerprint = fingerprint(self.shape, self.tp)
+        self.layers_below_full = layers_below_full(self.shape)
 
     def num_held_above(self, precision: Precision) -> int:
         """How many requests are here that must not run in `precision`."""
@@ -119,6 +121,17 @@ class Instance:
         """The KV cache moved blocks (old id -> new id), between two steps."""
         for seq in self.scheduler.renumber(moved):
             self.batch.reread_blocks(seq)
+
+    def renumber_all_blocks(self, number: Callable[[int], int]) -> None:
+        """The same blocks have other numbers, between two steps."""
+        self.scheduler.renumber_all(number)
+        for seq in self.scheduler.running:
+            self.batch.reread_blocks(seq)
+
+    def recompute_all(self, blocks: BlockPool) -> None:
+        """The KV cache is lost; these blocks are empty. What ran begins again, with the tokens it has."""
+        for seq in self.scheduler.restart(blocks):
+            self.batch.release(seq)
 
     def oldest_wait_seconds(self) -> float:
         """How long the head of the queue has been here; 0.0 without a queue."""
@@ -136,7 +149,7 @@ class Instance:
         """Forget all requests and all numbers."""
         self._unsent.clear()
         self.cancel(list(self._sequences))
-        self.scheduler.num_preemptions = 0
+        self.scheduler.num_preemptions = self.scheduler.num_recomputed = 0
         self.stats = Stats()
 
     def cancel(self, request_ids: Iterable[str]) -> int:

@@ -16,7 +16,7 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from bus.messages import KV_CAPACITY
 from worker.core import BlockPool, Limits, Sequence, StepPlan
@@ -31,6 +31,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self.num_recomputed = 0  # tokens whose KV was given up, and will be computed again
         # Every running sequence may decode at once, and a decode is never left out of a step.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
@@ -65,6 +66,30 @@ class Scheduler:
         for seq in holders:
             seq.block_ids = [moved.get(block, block) for block in seq.block_ids]
         return holders
+
+    def renumber_all(self, number: Callable[[int], int]) -> None:
+        """Every block has another number from here on; `self.blocks` was told, or is another."""
+        for seq in self.running:
+            seq.block_ids = [number(block) for block in seq.block_ids]
+
+    def restart(self, blocks: BlockPool) -> list[Sequence]:
+        """All KV is lost; `blocks` are what there is now. Whoever ran waits at the head, oldest first, to be
+        recomputed; returns them."""
+        lost, self.running = self.running, []
+        for seq in reversed(lost):
+            self.num_recomputed += seq.num_computed
+            seq.block_ids, seq.num_computed = [], 0
+            self.waiting.appendleft(seq)
+        self.blocks = blocks
+        return lost
+
+    @property
+    def num_blocks_wanted(self) -> int:
+        """How many blocks more would let the queue's head in, and leave a spare one for each that runs."""
+        needed = len(self.running)
+        if self.waiting and len(self.running) < self._max_running:
+            needed += self.waiting[0].num_blocks_needed(self.limits.block_tokens)
+        return max(0, needed - self.blocks.num_free)
 
     # ----------------------------------------------------------------------------- the four passes
 
@@ -121,6 +146,7 @@ class Scheduler:
 
     def _preempt_youngest(self, plan: StepPlan) -> None:
         seq = self.running.pop()
+        self.num_recomputed += seq.num_computed
         self._free(seq)
         self.waiting.appendleft(seq)
         plan.preempted.append(seq)
@@ -142,7 +168,7 @@ class Scheduler:
         """AssertionError unless the blocks of the running sequences are exactly those handed out."""
         held = [block for seq in self.running for block in seq.block_ids]
         assert len(set(held)) == len(held), "a block belongs to two sequences"
-        assert self.blocks.num_free + len(held) == self.blocks.capacity, (
-            f"{self.blocks.capacity} blocks, {self.blocks.num_free} free, {len(held)} held by sequences"
+        assert self.blocks.num_used == len(held), (
+            f"{self.blocks.num_used} blocks of {self.blocks.capacity} are taken, sequences hold {len(held)}"
         )
         assert all(not seq.block_ids and seq.num_computed == 0 for seq in self.waiting)

@@ -1,0 +1,68 @@
+"""The leader's part of a step: who is ready, what is to be done after it, and when it is called. Pure."""
+
+from __future__ import annotations
+
+from worker.parallel.share import loans
+from worker.parallel.wire import Actions, Lend, Ready, Step
+
+
+class Chair:
+    """A step is called when all members are ready for it and one of them has work, or there is something to
+    do after it. So an idle group costs nothing, and nobody waits inside of a step for one that has not come.
+    """
+
+    def __init__(self, group: str, size: int) -> None:
+        self.group, self.size = group, size
+        self.step = 0  # the next to be called
+        self.latest: list[Ready] = []  # of the step called last, by rank
+        self._ready: dict[int, Ready] = {}
+        self._after: list[Actions] = []
+        self._grants: dict[int, list[int]] = {}
+
+    def add(self, action: Actions) -> None:
+        """To be done by all after the next step."""
+        self._after.append(action)
+
+    def take(self, ready: Ready) -> None:
+        """One for a step that was called already is out of date."""
+        if ready.step != self.step:
+            return
+        for taker, blocks in ready.given.items():
+            self._grants.setdefault(taker, []).extend(blocks)
+        self._ready[ready.rank] = ready
+
+    @property
+    def is_everyone_ready(self) -> bool:
+        return len(self._ready) == self.size
+
+    def ready_of(self, rank: int) -> Ready | None:
+        """What it told last."""
+        return self._ready.get(rank) or (self.latest[rank] if self.latest else None)
+
+    def call(self) -> Step | None:
+        if not self.is_everyone_ready:
+            return None
+        ready = [self._ready[rank] for rank in range(self.size)]
+        lending = self._lend(ready)
+        if not (any(each.work for each in ready) or self._after or self._grants or lending):
+            return None
+        called = Step(
+            group=self.group,
+            step=self.step,
+            works=[each.work for each in ready],
+            used=[each.used for each in ready],
+            num_used=[each.num_used for each in ready],
+            grants=self._grants,
+            after=[*self._after, *lending],
+        )
+        self.latest = ready
+        self._ready, self._after, self._grants = {}, [], {}
+        self.step += 1
+        return called
+
+    def _lend(self, ready: list[Ready]) -> list[Actions]:
+        """Nothing beside other changes: blocks are counted, or change their numbers."""
+        if self._after or self._grants or any(each.given for each in ready):
+            return []
+        made = loans([each.free for each in ready], [each.wanted for each in ready])
+        return [Lend(giver=giver, taker=taker, blocks=blocks) for giver, taker, blocks in made]

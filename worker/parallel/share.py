@@ -1,0 +1,124 @@
+"""The KV blocks of a group, shared out among its planners: each allocates from its own, and lends.
+
+Numbers are the same on every rank, since a block of a group is a part of the memory of each. While layers
+run at two degrees a planner has the numbers of the lower one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+
+from worker.memory import BrokenInvariant, OutOfBlocks
+
+
+class BlockShare:
+    """One planner's blocks: `worker.core.BlockPool` over any numbers, the lowest free ones first."""
+
+    def __init__(self, ids: Iterable[int], used: Iterable[int], capacity: int) -> None:
+        """capacity: blocks of the whole group; no sequence can have more."""
+        self._used = set(used)
+        self._free = sorted(set(ids) - self._used)  # a heap
+        self.capacity = capacity
+        self.num_used_by_others = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return len(self._used)
+
+    @property
+    def used(self) -> list[int]:
+        return sorted(self._used)
+
+    @property
+    def free_ids(self) -> list[int]:
+        return sorted(self._free)
+
+    def allocate(self, n: int) -> list[int]:
+        """Raises OutOfBlocks and takes none if fewer are free here."""
+        if n > len(self._free):
+            raise OutOfBlocks(n, len(self._free), self.capacity)
+        taken = [heapq.heappop(self._free) for _ in range(n)]
+        self._used.update(taken)
+        return taken
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Raises ValueError, having freed none, if one is not in use or comes twice."""
+        if len(set(blocks)) != len(blocks) or not self._used.issuperset(blocks):
+            raise ValueError(f"KV blocks freed that are not in use, or freed twice: {list(blocks)}")
+        self._used.difference_update(blocks)
+        for block in blocks:
+            heapq.heappush(self._free, block)
+
+    def give(self, n: int) -> list[int]:
+        """Up to n free ones leave this share, the highest first."""
+        self._free.sort()
+        kept = max(0, len(self._free) - n)
+        given, self._free = self._free[kept:], self._free[:kept]
+        return given
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """Free ones of another share."""
+        for block in blocks:
+            heapq.heappush(self._free, block)
+
+    def renumber(self, number: Callable[[int], int]) -> None:
+        self._used = {number(block) for block in self._used}
+        self._free = sorted(number(block) for block in self._free)
+
+    def check_integrity(self) -> None:
+        """Raises BrokenInvariant if a block is free twice, or free and in use."""
+        free = set(self._free)
+        if len(free) != len(self._free) or free & self._used:
+            raise BrokenInvariant(f"KV blocks both free and in use: {sorted(free & self._used)[:8]}")
+
+
+def loans(free: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(giver, taker, blocks) so that planners that wait get what they miss: from those that have most free
+    and want nothing. Nobody who wants gives; half of what is free stays for the giver's own next steps."""
+    left = [0 if want else have // 2 for have, want in zip(free, wanted, strict=True)]
+    made = []
+    for taker in sorted(range(len(wanted)), key=lambda i: -wanted[i]):
+        missing = wanted[taker]
+        for giver in sorted(range(len(left)), key=lambda i: -left[i]):
+            count = min(missing, left[giver])
+            if count > 0:
+                made.append((giver, taker, count))
+                left[giver] -= count
+                missing -= count
+    return made
+
+
+class NoRoom(ValueError):
+    """A planner's blocks do not fit where it goes. `planner`: its subgroup; `used` and `room`: blocks."""
+
+    def __init__(self, planner: int, used: int, room: int) -> None:
+        super().__init__(f"subgroup {planner} has {used} KV blocks in use and will have {room}")
+        self.planner, self.used, self.room = planner, used, room
+
+
+def homes(used: Sequence[Sequence[int]], capacity_after: int) -> list[dict[int, int]]:
+    """Where each subgroup's blocks must lie before the group parts: number c * n + j with c < capacity_after.
+
+    used: by subgroup, the numbers in use. Returns moves (from -> to) by subgroup, of the blocks that do not
+    lie right yet; no target is in use, so they may be copied in any order. Raises NoRoom where a subgroup
+    has more in use than it will have, or so much is in use by others that there is no free target.
+    """
+    n = len(used)
+    taken = {block for blocks in used for block in blocks}
+    moves: list[dict[int, int]] = []
+    for subgroup, blocks in enumerate(used):
+        own = range(subgroup, capacity_after * n, n)
+        if len(blocks) > capacity_after:
+            raise NoRoom(subgroup, len(blocks), capacity_after)
+        wrong = [block for block in blocks if block not in own]
+        targets = [block for block in own if block not in taken][: len(wrong)]
+        if len(targets) < len(wrong):
+            raise NoRoom(subgroup, len(blocks), capacity_after - sum(block in taken for block in own))
+        moves.append(dict(zip(wrong, targets, strict=True)))
+        taken.update(targets)
+    return moves

@@ -1,0 +1,199 @@
+"""What members of a group tell each other, and how it is written: msgpack by msgspec, one message a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from bus.messages import Number
+from worker.engine.work import Work
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All belong to a group, by its id: the transformation that made it."""
+
+    group: str
+
+
+# --------------------------------------------------------------------------- coming together
+
+
+class Invite(Message, frozen=True, kw_only=True, tag=True):
+    """From the leader: come into this formation. `store`: where its ranks meet (host:port)."""
+
+    leader: str
+    model: str
+    members: list[str]
+    epochs: dict[str, int]
+    low: int
+    store: str
+    key: str  # what the meeting is called in the store
+
+
+class Answer(Message, frozen=True, kw_only=True, tag=True):
+    """To the leader. `reason`: why not; empty: it comes. `numbers`: what it has."""
+
+    worker: str
+    reason: str = ""
+    numbers: dict[str, Number] = {}
+
+
+class Met(Message, frozen=True, kw_only=True, tag=True):
+    """To the leader: this rank has met the others, or why not."""
+
+    worker: str
+    reason: str = ""
+
+
+class Enter(Message, frozen=True, kw_only=True, tag=True):
+    """From the leader: from the next boundary on you are in. `blocks`: of every subgroup."""
+
+    blocks: int
+
+
+class Dismiss(Message, frozen=True, kw_only=True, tag=True):
+    """From the leader: it does not come about. The old shape serves on."""
+
+    reason: str
+
+
+# --------------------------------------------------------------------------- between two steps
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What every member does after the same step."""
+
+
+class MoveBoundary(Action, frozen=True, kw_only=True, tag=True):
+    """The layers from `to` up to the boundary of now change their degree."""
+
+    to: int
+
+
+class Settle(Action, frozen=True, kw_only=True, tag=True):
+    """All layers are at the high degree: one set of blocks, so many, in so many pages of each layer."""
+
+    blocks: int
+    pages: list[int]  # by rank
+
+
+class Census(Action, frozen=True, kw_only=True, tag=True):
+    """Tell which blocks are in use with the next Ready."""
+
+
+class PartingBegins(Action, frozen=True, kw_only=True, tag=True):
+    """Blocks move home (from -> to), each subgroup keeps `blocks`, and layers begin to go back to `low`."""
+
+    low: int
+    blocks: int
+    pages: list[int]  # of every layer, that stay; by rank
+    moves: dict[int, int]
+
+
+class Part(Action, frozen=True, kw_only=True, tag=True):
+    """All layers are at the low degree: every subgroup goes on on its own."""
+
+
+class Lend(Action, frozen=True, kw_only=True, tag=True):
+    """The giver (a rank) gives the taker so many of its free blocks."""
+
+    giver: int
+    taker: int
+    blocks: int
+
+
+class EnterNext(Action, frozen=True, kw_only=True, tag=True):
+    """This group becomes a subgroup of another one, of that id."""
+
+    next_group: str
+    blocks: int
+
+
+Actions = MoveBoundary | Settle | Census | PartingBegins | Part | Lend | EnterNext
+
+
+# --------------------------------------------------------------------------- steps
+
+
+class PackedWork(msgspec.Struct, frozen=True, kw_only=True):
+    """`Work`; arrays as the bytes they have in memory."""
+
+    token_ids: bytes
+    q_lens: bytes
+    context_lens: bytes
+    blocks: bytes
+    logit_rows: bytes
+
+
+class Ready(Message, frozen=True, kw_only=True, tag=True):
+    """To the leader: what this planner has for the step. It may come again, with more, until the step is
+    called."""
+
+    rank: int
+    step: int
+    work: PackedWork | None
+    free: int  # blocks
+    wanted: int  # blocks that its next sequence misses
+    used: list[int]  # blocks in use, while layers change their degree or after a Census
+    num_used: int
+    filled: int  # layers from here on have their wider weights in memory
+    given: dict[int, list[int]] = {}  # taker -> blocks, after a Lend
+
+
+class Step(Message, frozen=True, kw_only=True, tag=True):
+    """From the leader: run this, then do that. By rank."""
+
+    step: int
+    works: list[PackedWork | None]
+    used: list[list[int]]
+    num_used: list[int]
+    grants: dict[int, list[int]]  # taker -> blocks
+    after: list[Actions]
+
+
+class Bye(Message, frozen=True, kw_only=True, tag=True):
+    """The group has fallen apart here: nothing more comes."""
+
+    reason: str
+
+
+Messages = Invite | Answer | Met | Enter | Dismiss | Ready | Step | Bye
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Messages] = msgspec.msgpack.Decoder(Messages)
+
+
+def encode(message: Messages) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Messages:
+    """Raises ValueError for what is no message."""
+    return _decoder.decode(data)
+
+
+def pack(work: Work) -> PackedWork:
+    return PackedWork(
+        token_ids=work.token_ids.tobytes(),
+        q_lens=work.q_lens.tobytes(),
+        context_lens=work.context_lens.tobytes(),
+        blocks=np.ascontiguousarray(work.blocks).tobytes(),
+        logit_rows=work.logit_rows.tobytes(),
+    )
+
+
+def unpack(packed: PackedWork) -> Work:
+    q_lens = np.frombuffer(packed.q_lens, np.int64)
+    return Work(
+        token_ids=np.frombuffer(packed.token_ids, np.int64),
+        q_lens=q_lens,
+        context_lens=np.frombuffer(packed.context_lens, np.int64),
+        blocks=np.frombuffer(packed.blocks, np.int32).reshape(len(q_lens), -1),
+        logit_rows=np.frombuffer(packed.logit_rows, np.int64),
+    )
+
+
+def by_rank(messages: Iterable[Ready]) -> list[Ready]:
+    return sorted(messages, key=lambda ready: ready.rank)
