@@ -2,12 +2,13 @@
 
 `load_model` is the way in; `config` reads the folder, `families` says what differs between architectures,
 `layout` and `quantized_layout` say where every weight lies, `sources` where its values come from, `weights`
-fills the ranges, `halves` makes of a variant's tensors what a layer runs, `transformer` runs them.
+fills the ranges, `halves` makes of a variant's tensors what a layer runs (`layer`), `transformer` runs them.
 """
 
 from worker.model.config import ModelConfig, read_config
 from worker.model.errors import ModelError
 from worker.model.model import Model, load_model
 from worker.model.shard import Shard
+from worker.model.transformer import Segment
 
-__all__ = ["Model", "ModelConfig", "ModelError", "Shard", "load_model", "read_config"]
+__all__ = ["Model", "ModelConfig", "ModelError", "Segment", "Shard", "load_model", "read_config"]

@@ -14,6 +14,7 @@ from bus.messages import Precision
 from kernels import QuantizedWeight
 from kernels.quantized import Split
 from worker.model.config import ModelConfig
+from worker.model.layer import Attention, FeedForward
 from worker.model.products import (
     DenseProduct,
     Product,
@@ -25,7 +26,6 @@ from worker.model.products import (
 )
 from worker.model.quantized_layout import BITS
 from worker.model.shard import Shard
-from worker.model.transformer import Attention, FeedForward
 
 Half = Attention | FeedForward
 Tensors = Mapping[str, torch.Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,10 +14,11 @@ from worker.memory import KVCache, PagePool
 from worker.model.config import ModelConfig, read_config
 from worker.model.errors import ModelError
 from worker.model.halves import Half, attention, feed_forward
+from worker.model.layer import Attention, Layer
 from worker.model.layout import ModelPlan, plan_model
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
-from worker.model.transformer import Attention, Layer, Transformer
+from worker.model.transformer import Segment, Transformer
 from worker.model.weights import LayerWeights, ModelWeights, Progress, WeightBytes, load_weights
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -39,6 +41,7 @@ class Model:
                 Layer(
                     attention(config, layer.attention.tensors, shard, config.sliding_windows[i]),
                     feed_forward(config, layer.feed_forward.tensors, shard),
+                    shard,
                 )
                 for i, layer in enumerate(weights.layers)
             ],
@@ -78,11 +81,25 @@ class Model:
     def forward(
         self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """One step: token_ids int64 [T], packed as `plan` says; float32 [R, vocab] for logit_rows int64 [R].
+        """One step, alone: token_ids int64 [T], packed as `plan` says; float32 [R, vocab] for logit_rows
+        int64 [R].
 
         The step's keys and values are in `kv` afterwards.
         """
-        return self._transformer.forward(token_ids, plan, kv.layers, logit_rows)
+        alone = Segment(0, len(self.layers), plan)
+        return self._transformer.forward(token_ids, [alone], lambda _: kv.layers, logit_rows)
+
+    def forward_segments(
+        self,
+        token_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        kv: KVCache,
+        logit_rows: torch.Tensor,
+        own: slice,
+    ) -> torch.Tensor:
+        """One step of a group, which all of its members make together, each with its own planner's rows
+        asked for: as `Transformer.forward`."""
+        return self._transformer.forward(token_ids, segments, kv.layers_at, logit_rows, own)
 
     def release(self) -> None:
         """Give all pages back; its variants must have given theirs. The model cannot run any more."""

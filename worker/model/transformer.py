@@ -3,125 +3,45 @@
 Letters as in `kernels`: T tokens of the step, R rows whose logits are asked for, H hidden size, Hq and Hkv
 heads of this rank, D head dimension. Norms and the residual follow the pre-norm Transformer (Llama,
 Touvron et al. 2023); grouped-query attention, SwiGLU and rotary embeddings are the kernels'.
+
+Tensor parallelism splits heads and FFN rows, and two sums over the group make a layer (Megatron-LM, Shoeybi
+et al. 2019). While the degree changes, the layers are two segments: those below a boundary run at one
+degree, those above at the other, and between them a step changes over once (Gyges, section 4.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from bus.messages import Precision
-from kernels import (
-    AttentionPlan,
-    add_rms_norm,
-    linear,
-    paged_attention,
-    rms_norm,
-    rotary,
-    silu_mul,
-    store_kv,
-)
+from kernels import AttentionPlan, add_rms_norm, linear, rms_norm
 from worker.model.config import ModelConfig
-from worker.model.products import Product
+from worker.model.layer import Layer
+from worker.model.shard import Shard
+from worker.parallel.communicator import Communicator
+
+CachesAt = Callable[[int], list[torch.Tensor]]  # degree -> the cache of each layer in its block numbers
 
 
-class Attention:
-    """One layer's attention for one rank; at size > 1 the group's sum of the outputs is the layer's."""
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Layers [first, end) at one degree, of which at least one.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        norms: Mapping[str, torch.Tensor],
-        qkv: Sequence[Product],
-        o: Product,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        sliding_window: int,
-        precision: Precision = "full",
-    ) -> None:
-        """norms: input_norm and post_norm, q_norm and k_norm where the family has them. qkv: one product
-        that makes queries, keys and values in this order, or three. The numbers of heads are this rank's."""
-        self.precision: Precision = precision
-        self.qkv, self.o = list(qkv), o
-        self._split = (num_heads, num_kv_heads, num_kv_heads)
-        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
-        self.eps, self.sliding_window = config.rms_norm_eps, sliding_window
-        self.input_norm, self.post_norm = norms["input_norm"], norms["post_norm"]
-        self.q_norm, self.k_norm = norms.get("q_norm"), norms.get("k_norm")
+    Everyone plans its own: `plan` is of all rows that run here, those of every planner of the group, in
+    block numbers of this degree. Where a step changes its degree, `rows` of the lower segment are its rows
+    among those of the higher one: it takes them, or one rank of its group gives them. A rank without a row
+    of its own takes part all the same.
+    """
 
-    @property
-    def products(self) -> list[Product]:
-        return [*self.qkv, self.o]
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        plan: AttentionPlan,
-        cache: torch.Tensor,
-        cos_sin: torch.Tensor,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x [T, H], normed, to [T, H], or to [R, H] where only `rows` are asked for. cache [B, Hkv, 2, bt, D]
-        takes the keys and values of all T."""
-        q, k, v = self._project(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        rotary(q, k, plan.positions, cos_sin)
-        store_kv(k, v, cache, plan.slot_mapping)
-        mixed = paged_attention(q, cache, plan, self.scale, sliding_window=self.sliding_window)
-        mixed = mixed.view(mixed.shape[0], -1)
-        return self.o(mixed if rows is None else mixed[rows])
-
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, Hq, D], k and v [T, Hkv, D]; views of one buffer where one product makes them all."""
-        made = [product(x).view(x.shape[0], -1, self.head_dim) for product in self.qkv]
-        q, k, v = made if len(made) == 3 else made[0].split_with_sizes(self._split, 1)
-        return q, k, v
-
-
-class FeedForward:
-    """One layer's SwiGLU for one rank; at size > 1 the group's sum of the outputs is the layer's."""
-
-    def __init__(
-        self,
-        gate_up: Sequence[Product],
-        down: Product,
-        *,
-        size: int,
-        up_at: int = 0,
-        units: int = 1,
-        precision: Precision = "full",
-    ) -> None:
-        """gate_up: two products of `size` outputs, or one that makes for each of `units` the gate's `size`
-        outputs and, `up_at` columns after their first, as many of up. down reads units * size inputs."""
-        self.precision: Precision = precision
-        self.gate_up, self.down = list(gate_up), down
-        self._size, self._up, self._units = size, slice(up_at, up_at + size), units
-
-    @property
-    def products(self) -> list[Product]:
-        return [*self.gate_up, self.down]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
-        if len(self.gate_up) == 2:
-            gate, up = self.gate_up[0](x), self.gate_up[1](x)
-        else:
-            both = self.gate_up[0](x)
-            both = both.view(both.shape[0] * self._units, both.shape[1] // self._units)
-            gate, up = both[:, : self._size], both[:, self._up]
-        return self.down(silu_mul(gate, up).view(x.shape[0], self._units * self._size))
-
-
-@dataclass(slots=True)
-class Layer:
-    """What a step runs; a morph replaces either half between two steps."""
-
-    attention: Attention
-    feed_forward: FeedForward
+    first: int
+    end: int
+    plan: AttentionPlan
+    degree: int = 1
+    group: Communicator | None = None  # of `degree` ranks; None: alone
+    rows: slice = field(default_factory=lambda: slice(None))
+    is_giver: bool = True  # this rank gives its group's rows
 
 
 class Transformer:
@@ -144,23 +64,84 @@ class Transformer:
     def forward(
         self,
         token_ids: torch.Tensor,
-        plan: AttentionPlan,
-        caches: list[torch.Tensor],
+        segments: Sequence[Segment],
+        caches_at: CachesAt,
         logit_rows: torch.Tensor,
+        own: slice = slice(None),
     ) -> torch.Tensor:
-        """token_ids int64 [T]; caches[i] is layer i's; logit_rows int64 [R] of 0..T-1. float32 [R, vocab].
+        """float32 [R, vocab].
 
-        In the last layer only the R rows go on after attention: nothing reads the others any more.
+        token_ids: int64 [T] of the first segment's rows. logit_rows: int64, of the last segment's rows; the
+        same on every rank of its group. own: which of logit_rows this rank's planner asked for, R of them.
+        In the last layer only logit_rows go on after attention: nothing reads the others any more.
+
+        Raises ValueError for segments that are not the layers as they are, and the group's PeerLost.
         """
+        self._check(segments)
         residual = self.embedding.index_select(0, token_ids)
         x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
+        before = segments[0]
+        for segment in segments:
+            if segment.degree > before.degree:
+                x, residual = self._rise(before, segment, residual)
+            elif segment.degree < before.degree:
+                x, residual = x[segment.rows], residual[segment.rows]
+            x, residual = self._run(segment, caches_at(segment.degree), x, residual, logit_rows)
+            before = segment
+        return linear(x[own], self.head).float()
+
+    def _run(
+        self,
+        segment: Segment,
+        caches: list[torch.Tensor],
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        logit_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H], normed for the segment's first layer, to the next layer's; the residual grows in place.
+        Without rows there is nothing to compute, nor to sum: the group has the same rows."""
+        if not x.shape[0]:
+            return x, residual
         last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
+        for i in range(segment.first, segment.end):
+            layer = self.layers[i]
             rows = logit_rows if i == last else None
-            x = layer.attention(x, plan, caches[i], self.cos_sin, rows)
+            x = layer.attention(x, segment.plan, caches[i], self.cos_sin, rows)
+            _sum(x, segment.group)
             residual = residual if rows is None else residual[rows]
             x = add_rms_norm(x, residual, layer.attention.post_norm, self.eps)
             x = layer.feed_forward(x)
+            _sum(x, segment.group)
             next_norm = self.norm if i == last else self.layers[i + 1].attention.input_norm
             x = add_rms_norm(x, residual, next_norm, self.eps)
-        return linear(x, self.head).float()
+        return x, residual
+
+    def _rise(self, low: Segment, high: Segment, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and residual of all rows of `high`. Each row comes from one rank; the others add zeros to it."""
+        wide = residual.new_zeros(high.plan.positions.shape[0], residual.shape[1])
+        if low.is_giver:
+            wide[low.rows] = residual
+        _sum(wide, high.group)
+        return rms_norm(wide, self.layers[high.first].attention.input_norm, self.eps), wide
+
+    def _check(self, segments: Sequence[Segment]) -> None:
+        """That the segments are the layers in their order, each at the degree that it is at."""
+        at = 0
+        for segment in segments:
+            if not at == segment.first < segment.end:
+                raise ValueError(f"a segment of layers [{segment.first}, {segment.end}); layer {at} is next")
+            at = segment.end
+            shard = Shard(segment.group.rank, segment.group.size) if segment.group else Shard()
+            for i in range(segment.first, segment.end):
+                if self.layers[i].shard != shard or segment.degree != shard.size:
+                    raise ValueError(
+                        f"layer {i} is at {self.layers[i].shard}; a segment of degree {segment.degree} cannot"
+                        f" run it as {shard}"
+                    )
+        if at != len(self.layers):
+            raise ValueError(f"the segments end at layer {at} of {len(self.layers)}")
+
+
+def _sum(x: torch.Tensor, group: Communicator | None) -> None:
+    if group is not None and x.shape[0]:
+        group.all_reduce(x)
