@@ -19,6 +19,7 @@ from kernels import AttentionPlan
 from tests.model_folders import Runner
 from worker.model import Segment, Shard
 from worker.model.halves import attention, feed_forward
+from worker.model.weights import tensors_of
 from worker.parallel.communicator import Communicator, connect
 
 T = TypeVar("T")
@@ -59,7 +60,8 @@ class Ranks:
                 shard = rank.shard(self.degrees[i >= boundary])
                 stored, window = model.weights[i], model.config.sliding_windows[i]
                 layer.attention = attention(model.config, stored.attention.tensors, shard, window)
-                layer.feed_forward = feed_forward(model.config, stored.feed_forward.tensors, shard)
+                plan = model.plan.layers[i][1].at(shard)
+                layer.feed_forward = feed_forward(model.config, tensors_of(stored.feed_forward.memory, plan))
                 layer.shard = shard
 
     def scatter(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from tests.model_folders import FAMILIES, Runner, make_oracle
 from worker.model import Model, Shard
 from worker.model.halves import attention, feed_forward
+from worker.model.weights import tensors_of
 
 # Float32 on both sides; only the order of sums differs.
 EXACT = {"rtol": 1e-4, "atol": 1e-4}
@@ -173,8 +174,11 @@ def test_the_sum_over_the_shards_is_the_whole_layer(saved: Folder, size: int) ->
         heads = Shard(rank, size).part(config.num_kv_heads, "KV heads")
         torch.testing.assert_close(kv, whole_kv[:, heads], **EXACT)
     torch.testing.assert_close(sum(parts), whole, **EXACT)
-    shards = [feed_forward(config, stored.feed_forward.tensors, Shard(r, size))(x) for r in range(size)]
-    torch.testing.assert_close(sum(shards), layer.feed_forward(x), **EXACT)
+    memory, whole_plan = stored.feed_forward.memory, model.plan.layers[1][1]
+    fed = [
+        feed_forward(config, tensors_of(memory, whole_plan.at(Shard(rank, size))))(x) for rank in range(size)
+    ]
+    torch.testing.assert_close(sum(fed), layer.feed_forward(x), **EXACT)
     runner.close()
 
 

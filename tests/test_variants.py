@@ -169,10 +169,8 @@ def test_the_sum_over_the_shards_of_a_variant_is_the_whole_half(
     made.swap_all(precision)
     model, runner = made.model, made.runner
     config, layer = model.config, model.layers[1]
-    stored = {
-        part: tensors_of(made.variants._ranges[1, part, precision], made.variants._plans[part, precision])
-        for part in PARTS
-    }
+    memory = {part: made.variants._ranges[1, part, precision] for part in PARTS}
+    plans = {part: made.variants._plans[part, precision] for part in PARTS}
     x = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(0))
     plan = runner._plan({0: tokens(9)})
     whole_kv = torch.zeros(128, *runner.kv.block_shape)
@@ -181,10 +179,11 @@ def test_the_sum_over_the_shards_of_a_variant_is_the_whole_half(
     for rank in range(size):
         shard = Shard(rank, size)
         kv = torch.zeros(128, config.num_kv_heads // size, *runner.kv.block_shape[1:])
-        part = attention(config, stored["attention"], shard, 0, precision)
+        tensors = {part: tensors_of(memory[part], plans[part].at(shard)) for part in PARTS}
+        part = attention(config, tensors["attention"], shard, 0, precision)
         attended.append(part(x, plan, kv, model._transformer.cos_sin))
         torch.testing.assert_close(kv, whole_kv[:, shard.part(config.num_kv_heads, "KV heads")], **EXACT)
-        fed.append(feed_forward(config, stored["ffn"], shard, precision)(x))
+        fed.append(feed_forward(config, tensors["ffn"], precision)(x))
     torch.testing.assert_close(sum(attended), whole, **EXACT)
     torch.testing.assert_close(sum(fed), layer.feed_forward(x), **EXACT)
     made.close()

@@ -22,7 +22,6 @@ from worker.model.products import (
     TransposedProduct,
     inputs_of,
     outputs_of,
-    units_of,
 )
 from worker.model.quantized_layout import BITS
 from worker.model.shard import Shard
@@ -38,7 +37,7 @@ _MAX_COMPUTED_PADDING = 0.03
 def attention(
     config: ModelConfig, tensors: Tensors, shard: Shard, sliding_window: int, precision: Precision = "full"
 ) -> Attention:
-    """For one rank. Raises ValueError where the heads cannot be split."""
+    """For one rank; `tensors` are those of all heads. Raises ValueError where the heads cannot be split."""
     heads = shard.part(config.num_heads, "attention heads")
     kv_heads = shard.part(config.num_kv_heads, "KV heads")
     columns = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
@@ -55,17 +54,13 @@ def attention(
     )
 
 
-def feed_forward(
-    config: ModelConfig, tensors: Tensors, shard: Shard, precision: Precision = "full"
-) -> FeedForward:
-    """For one rank. Raises ValueError where the rows cannot be split."""
+def feed_forward(config: ModelConfig, tensors: Tensors, precision: Precision = "full") -> FeedForward:
+    """For one rank, whose part `tensors` are (`RangePlan.at`)."""
     if precision == "full":
-        return _dense_feed_forward(config, tensors, shard)
-    gate_up = _quantized(tensors, "gate_up", "outputs", precision)
-    units = shard.part(gate_up.num_units, "units of the FFN")
-    down = units_of(_quantized(tensors, "down", "inputs", precision), units)
+        return _dense_feed_forward(config, tensors)
+    down = _quantized(tensors, "down", "inputs", precision)
     return FeedForward(
-        [QuantizedProduct(units_of(gate_up, units))],
+        [QuantizedProduct(_quantized(tensors, "gate_up", "outputs", precision))],
         QuantizedProduct(down),
         size=down.unit_inputs,
         up_at=down.unit_inputs,
@@ -74,17 +69,15 @@ def feed_forward(
     )
 
 
-def _dense_feed_forward(config: ModelConfig, tensors: Tensors, shard: Shard) -> FeedForward:
+def _dense_feed_forward(config: ModelConfig, tensors: Tensors) -> FeedForward:
     gate_up, down = tensors["gate_up"], tensors["down"]
     padded = down.shape[0]
-    rows = shard.part(padded, "padded FFN rows")
-    if shard.size == 1:
-        rows = slice(0, config.intermediate_size)  # nothing needs the padding
-    size = rows.stop - rows.start
-    products: list[Product] = [DenseProduct(gate_up[0, rows]), DenseProduct(gate_up[1, rows])]
-    if shard.size == 1 and padded <= (1 + _MAX_COMPUTED_PADDING) * size:
+    size = min(padded, config.intermediate_size)  # nothing needs the padding
+    products: list[Product] = [DenseProduct(gate_up[0, :size]), DenseProduct(gate_up[1, :size])]
+    lies_together = gate_up.stride(0) == padded * gate_up.stride(1)
+    if lies_together and padded <= (1 + _MAX_COMPUTED_PADDING) * size:
         products = [DenseProduct(gate_up.flatten(0, 1))]
-    return FeedForward(products, TransposedProduct(down[rows]), size=size, up_at=padded)
+    return FeedForward(products, TransposedProduct(down[:size]), size=size, up_at=padded)
 
 
 def _qkv(

@@ -19,11 +19,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker.model.config import ModelConfig
+from worker.model.shard import Shard
 
 # Start of a parameter within its range: whole cache lines, and CUDA's vector loads.
 _ALIGN_BYTES = 256
@@ -37,6 +41,27 @@ class Param:
     strides: tuple[int, ...]  # in elements
     offset_bytes: int
     dtype: torch.dtype
+    split: int | None = None  # the dimension of which every rank has a part; None: each has everything
+
+    def at(self, shard: Shard) -> Param:
+        """The rank's part. Raises ValueError where it cannot be split so."""
+        if self.split is None:
+            return self
+        part = shard.part(self.shape[self.split], "parts of a matrix")
+        shape = (*self.shape[: self.split], part.stop - part.start, *self.shape[self.split + 1 :])
+        skipped = part.start * self.strides[self.split] * self.dtype.itemsize
+        return replace(self, shape=shape, offset_bytes=self.offset_bytes + skipped)
+
+    def stretches(self) -> Iterator[tuple[int, int]]:
+        """[begin, end) in bytes of the range: a stretch for each index before the split dimension."""
+        outer = self.split or 0
+        inner = 1 + sum(
+            (n - 1) * stride for n, stride in zip(self.shape[outer:], self.strides[outer:], strict=True)
+        )
+        for index in product(*map(range, self.shape[:outer])):
+            skipped = sum(i * stride for i, stride in zip(index, self.strides, strict=False))
+            begin = self.offset_bytes + skipped * self.dtype.itemsize
+            yield begin, begin + inner * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +112,20 @@ class RangePlan:
         dtype: torch.dtype,
         *sources: Source,
         row_size: int | None = None,
+        split: int | None = None,
     ) -> None:
         """Put a parameter behind the others; `row_size` elements from row to row (default: no gap)."""
         row_size = row_size or shape[-1]
         sizes = (*shape[1:-1], row_size, 1) if len(shape) > 1 else (1,)
         strides = tuple(math.prod(sizes[i:]) for i in range(len(sizes)))
         offset = -(-self.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self.params[name] = Param(shape, strides, offset, dtype)
+        self.params[name] = Param(shape, strides, offset, dtype, split)
         self.nbytes = offset + math.prod(shape[:1]) * strides[0] * dtype.itemsize
         self.sources.extend(sources)
 
     def repeated(self, times: int, each_bytes: int) -> RangePlan:
-        """`times` of it, one every `each_bytes`: parameters get a first dimension that counts them."""
+        """`times` of it, one every `each_bytes`: parameters get a first dimension that counts them, and a
+        rank has some of them."""
         return RangePlan(
             self.name,
             {
@@ -107,11 +134,26 @@ class RangePlan:
                     (each_bytes // param.dtype.itemsize, *param.strides),
                     param.offset_bytes,
                     param.dtype,
+                    split=0,
                 )
                 for name, param in self.params.items()
             },
             nbytes=times * each_bytes,
         )
+
+    def at(self, shard: Shard) -> RangePlan:
+        """The same range, of which a rank reads its part only. Raises ValueError where it cannot be split
+        so."""
+        return replace(self, params={name: param.at(shard) for name, param in self.params.items()})
+
+    def pages(self, page_bytes: int) -> npt.NDArray[np.bool_]:
+        """Which pages of the range hold something of a parameter. Those of the shards of one degree, if the
+        range was laid out for it, have no page in common but what every rank has."""
+        is_needed = np.zeros(max(1, -(-self.nbytes // page_bytes)), np.bool_)
+        for param in self.params.values():
+            for begin, end in param.stretches():
+                is_needed[begin // page_bytes : -(-end // page_bytes)] = True
+        return is_needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +279,7 @@ def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: P
         Source(f"{prefix}gate_proj.weight", (intermediate, hidden), "gate_up", index=0),
         Source(f"{prefix}up_proj.weight", (intermediate, hidden), "gate_up", index=1),
         row_size=padded.row_size,
+        split=1,
     )
     plan.add(
         "down",
@@ -244,6 +287,7 @@ def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: P
         dtype,
         Source(f"{prefix}down_proj.weight", (hidden, intermediate), "down", is_transposed=True),
         row_size=padded.row_size,
+        split=0,
     )
     stored, needed = padded.rows * padded.row_size, intermediate * hidden
     plan.padding_bytes = 3 * (stored - needed) * dtype.itemsize

@@ -28,20 +28,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Model:
     """Weights in the pool and the transformer over them. One thread runs it."""
 
-    def __init__(
-        self, config: ModelConfig, plan: ModelPlan, weights: ModelWeights, source: Weights, shard: Shard
-    ) -> None:
-        self.config, self.plan, self.dtype, self.shard = config, plan, plan.dtype, shard
+    def __init__(self, config: ModelConfig, plan: ModelPlan, weights: ModelWeights, source: Weights) -> None:
+        self.config, self.plan, self.dtype = config, plan, plan.dtype
         self.source = source
         self._weights = weights
-        embedding, head = weights.embedding.tensors["embedding"], weights.head.tensors
+        embedding, head, alone = weights.embedding.tensors["embedding"], weights.head.tensors, Shard()
         self._transformer = Transformer(
             config,
             [
                 Layer(
-                    attention(config, layer.attention.tensors, shard, config.sliding_windows[i]),
-                    feed_forward(config, layer.feed_forward.tensors, shard),
-                    shard,
+                    attention(config, layer.attention.tensors, alone, config.sliding_windows[i]),
+                    feed_forward(config, layer.feed_forward.tensors),
+                    alone,
                 )
                 for i, layer in enumerate(weights.layers)
             ],
@@ -134,4 +132,4 @@ def load_model(
     plan = plan_model(config, dtype, pool.page_bytes, max_tp)
     source: Weights = RandomWeights(seed) if load_format == "dummy" else Checkpoint(config.folder)
     weights = load_weights(config, plan, pool, source, progress)
-    return Model(config, plan, weights, source, Shard())
+    return Model(config, plan, weights, source)

@@ -113,12 +113,3 @@ def inputs_of(weight: QuantizedWeight, columns: slice) -> QuantizedWeight:
         zeros=weight.zeros[..., of_groups],
         input_scale=None if weight.input_scale is None else weight.input_scale[columns],
     )
-
-
-def units_of(weight: QuantizedWeight, units: slice) -> QuantizedWeight:
-    """A shard."""
-    scale = weight.input_scale
-    if scale is not None and weight.split == "inputs":
-        scale = scale[units.start * weight.unit_inputs : units.stop * weight.unit_inputs]
-    codes, scales, zeros = weight.codes[units], weight.scales[units], weight.zeros[units]
-    return replace(weight, codes=codes, scales=scales, zeros=zeros, input_scale=scale)

@@ -17,6 +17,7 @@ from worker.model.halves import Half, attention, feed_forward
 from worker.model.layout import RangePlan
 from worker.model.model import Model
 from worker.model.quantized_layout import plan_quantized
+from worker.model.shard import Shard
 from worker.model.sources import Checkpoint
 from worker.model.weights import LoadedRange, Tensors, tensors_in, tensors_of
 from worker.morph.host import HostStore, Images
@@ -135,10 +136,10 @@ class LayerVariants:
 
     def _half(self, place: Place, tensors: Tensors) -> Half:
         layer, part, precision = place
-        config, shard = self._model.config, self._model.shard
+        config = self._model.config
         if part == "attention":
-            return attention(config, tensors, shard, config.sliding_windows[layer], precision)
-        return feed_forward(config, tensors, shard, precision)
+            return attention(config, tensors, Shard(), config.sliding_windows[layer], precision)
+        return feed_forward(config, tensors, precision)
 
     def _resident(self, place: Place) -> Half:
         """Over the pages that are mapped."""
