@@ -32,6 +32,20 @@ class BlockAllocator:
     def num_used(self) -> int:
         return self.capacity - self.num_free
 
+    @property
+    def used(self) -> list[int]:
+        return [block for block in range(self.capacity) if self._in_use[block]]
+
+    def claim(self, blocks: Sequence[int]) -> None:
+        """Take these very blocks. Raises ValueError, and takes none, if one is not free."""
+        wanted = set(blocks)
+        free = set(self._free)
+        if not wanted <= free or len(wanted) != len(blocks):
+            raise ValueError(f"KV blocks claimed that are not free: {sorted(wanted - free)[:8]}")
+        self._free = sorted(free - wanted)
+        for block in blocks:
+            self._in_use[block] = True
+
     def allocate(self, n: int) -> list[int]:
         """Take n blocks, ascending. Raises OutOfBlocks and takes none if fewer are free."""
         if n > len(self._free):

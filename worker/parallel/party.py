@@ -1,0 +1,384 @@
+"""This worker's part in a group: plan its own, run everybody's, publish its own. The engine's thread owns it.
+
+Whatever the group does between two steps, all members do after the same one: the leader says so with the
+step. A member that raises, dies or hangs costs the group, never a request: everyone left is alone again and
+computes its own sequences anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels import copy_blocks
+from worker.engine.instance import Instance, Output, Planned
+from worker.engine.work import Work, attention_plan, merge, no_work, to_tensor
+from worker.memory import BlockAllocator, KVCache
+from worker.model import Model, Segment
+from worker.model.shard import Shard
+from worker.morph.copier import Copier
+from worker.parallel.chair import Chair
+from worker.parallel.communicator import Communicator
+from worker.parallel.exchange import exchange
+from worker.parallel.filling import Filling, Weights
+from worker.parallel.formation import Formation, Run
+from worker.parallel.share import BlockShare
+from worker.parallel.wire import (
+    Actions,
+    Census,
+    Lend,
+    MoveBoundary,
+    PackedWork,
+    Part,
+    PartingBegins,
+    Ready,
+    Settle,
+    Step,
+    pack,
+    unpack,
+)
+
+ALONE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a worker brings into a group: one instance and all that belongs to it."""
+
+    instance: Instance
+    model: Model
+    cache: KVCache
+    weights: Weights
+    copier: Copier
+    stage_bytes: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.model.layers)
+
+
+@dataclass(slots=True)
+class Costs:
+    """Of the transformation that runs, at this rank."""
+
+    moving_s: float = 0.0  # between steps, for layers that change their degree
+    bytes_exchanged: int = 0
+    pages_freed: int = 0
+    peak_bytes: int = 0
+
+
+class Party:
+    """`tick` until `is_over`; `fall_apart` when it raises."""
+
+    def __init__(
+        self,
+        group: str,
+        formation: Formation,
+        rank: int,
+        place: Place,
+        high: Communicator,
+        low: Communicator | None,
+        blocks: int,
+        *,
+        send: Callable[[Ready], None],
+        broadcast: Callable[[Step], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Enter: from here on this instance steps with the others. blocks: low-degree blocks that every
+        subgroup has; this one's live blocks are below. low: None for subgroups of one. send: a Ready to the
+        leader; broadcast: the leader's, a Step to the others."""
+        self.group, self.formation, self.rank = group, formation, rank
+        self.chair = Chair(group, formation.size) if rank == 0 else None
+        self.costs = Costs()
+        self.is_over = False
+        self.place, self._high, self._low = place, high, low
+        self._send, self._broadcast, self._clock = send, broadcast, clock
+        self._pages_alone = place.cache.pages_per_layer
+        self._blocks = blocks
+        self._filling: Filling | None = None
+        self._step = 0
+        self._called: Step | None = None
+        self._planned: Planned | None = None
+        self._told: tuple[object, ...] | None = None
+        self._given: dict[int, list[int]] = {}
+        self._is_counted = False
+        held = place.cache.allocator
+        self._share = BlockShare(range(blocks), held.used, blocks)
+        place.cache.allocator = BlockAllocator(held.capacity)  # the share has the truth from here on
+        place.instance.scheduler.blocks = self._share
+
+    @property
+    def step(self) -> int:
+        """The next one."""
+        return self._step
+
+    @property
+    def filled(self) -> int:
+        return self._filling.filled if self._filling else self.place.num_layers
+
+    # ----------------------------------------------------------------------------- at every boundary
+
+    def take_step(self, step: Step) -> None:
+        """The leader calls it."""
+        self._called = step
+
+    def tick(self, may_plan: bool) -> list[Output]:
+        """Tell what there is to run, and run the step when it is called. may_plan: else this planner has
+        nothing. Raises PeerLost, and whatever makes a step or a change fail; then `fall_apart`."""
+        if self._filling:
+            self._filling.advance()
+        self._tell(may_plan)
+        if self.chair and self._called is None and (called := self.chair.call()):
+            self._broadcast(called)
+            self._called = called
+        if self._called is None:
+            return self.place.instance.take_unsent()
+        step, self._called = self._called, None
+        if step.step != self._step:
+            raise RuntimeError(f"step {step.step} was called, this rank is at {self._step}")
+        return self._run(step)
+
+    def _tell(self, may_plan: bool) -> None:
+        """Once for each step, and again when there is news: work that came meanwhile, layers filled."""
+        instance = self.place.instance
+        if self._planned is None and may_plan and instance.has_work:
+            self._planned = instance.plan()
+        wanted = instance.scheduler.num_blocks_wanted if may_plan else 0
+        told = (self._step, self._planned is None, wanted, self.filled)
+        if told == self._told:
+            return
+        self._told = told
+        must_count = self._is_counted or not self.formation.is_uniform
+        ready = Ready(
+            group=self.group,
+            rank=self.rank,
+            step=self._step,
+            work=pack(self._planned.inputs.work) if self._planned else None,
+            free=self._share.num_free,
+            wanted=wanted,
+            used=self._share.used if must_count else [],
+            num_used=self._share.num_used,
+            filled=self.filled,
+            given=self._given,
+        )
+        if self.chair:
+            self.chair.take(ready)
+        else:
+            self._send(ready)
+        self._given = {}
+
+    def _run(self, step: Step) -> list[Output]:
+        began = self._clock()
+        self._step += 1
+        self._is_counted = False
+        self._share.take(step.grants.get(self.rank, []))
+        self._share.num_used_by_others = sum(step.num_used) - step.num_used[self.rank]
+        # A plan that came too late for this step is forgotten; the next one is as if it had not been made.
+        planned = self._planned if step.works[self.rank] else None
+        self._planned = None
+        outputs: list[Output] = []
+        if any(step.works):
+            logits = self._forward(step.works)
+            if planned:
+                outputs = self.place.instance.finish(planned, logits, began)
+        for action in step.after:
+            self._do(action, step)
+        return outputs + self.place.instance.take_unsent()
+
+    # ----------------------------------------------------------------------------- one step
+
+    def _forward(self, packed: Sequence[PackedWork | None]) -> torch.Tensor:
+        works = [unpack(each) if each else no_work() for each in packed]
+        device, num_layers = self.place.instance.device, self.place.num_layers
+        runs = self.formation.runs(num_layers)
+        batches = [self._batch(run, works) for run in runs]
+        return self.place.model.forward_segments(
+            to_tensor(batches[0].token_ids, device),
+            [self._segment(run, batch, works) for run, batch in zip(runs, batches, strict=True)],
+            self.place.cache,
+            to_tensor(batches[-1].logit_rows, device),
+            self._own_rows(runs[-1], works),
+        )
+
+    def _ranks(self, run: Run) -> list[int]:
+        """Whose work it runs, in the order of the batch."""
+        if run.is_high:
+            return self.formation.planners()
+        return self.formation.ranks_of(self.formation.subgroup(self.rank))
+
+    def _batch(self, run: Run, works: Sequence[Work]) -> Work:
+        formation, ranks = self.formation, self._ranks(run)
+        if not run.is_high or formation.is_uniform:
+            return merge([works[rank] for rank in ranks])
+        n = formation.num_subgroups
+        return merge([works[rank].renumbered(n, formation.subgroup(rank)) for rank in ranks])
+
+    def _segment(self, run: Run, batch: Work, works: Sequence[Work]) -> Segment:
+        formation, instance = self.formation, self.place.instance
+        subgroup = formation.subgroup(self.rank)
+        sizes = [
+            sum(works[rank].num_tokens for rank in formation.ranks_of(j))
+            for j in range(formation.num_subgroups)
+        ]
+        first = sum(sizes[:subgroup])
+        return Segment(
+            first=run.first,
+            end=run.end,
+            plan=attention_plan(batch, instance.limits.block_tokens, instance.device),
+            degree=formation.size if run.is_high else formation.low,
+            group=self._high if run.is_high else self._low,
+            rows=slice(first, first + sizes[subgroup]),
+            is_giver=formation.low_shard(self.rank).rank == 0,
+        )
+
+    def _own_rows(self, run: Run, works: Sequence[Work]) -> slice:
+        ranks = self._ranks(run)
+        first = sum(len(works[rank].logit_rows) for rank in ranks[: ranks.index(self.rank)])
+        return slice(first, first + len(works[self.rank].logit_rows))
+
+    # ----------------------------------------------------------------------------- after a step
+
+    def _do(self, action: Actions, step: Step) -> None:
+        match action:
+            case MoveBoundary():
+                self._move_boundary(action.to, step)
+            case Settle():
+                self._settle(action)
+            case Census():
+                self._is_counted = True
+            case PartingBegins():
+                self._begin_parting(action, step)
+            case Part():
+                self._part()
+            case Lend():
+                if action.giver == self.rank:
+                    self._given = {action.taker: self._share.give(action.blocks)}
+            case _:
+                raise RuntimeError(f"{type(action).__name__} is nothing that this member can do")
+
+    def _move_boundary(self, to: int, step: Step) -> None:
+        began = self._clock()
+        formation, weights, costs = self.formation, self.place.weights, self.costs
+        live = self._live(step.used)
+        for layer in reversed(range(to, formation.boundary)):
+            if formation.grows:
+                costs.pages_freed += weights.narrow(layer, formation.high_shard(self.rank))
+                self._exchange(layer, live)
+            else:
+                self._exchange(layer, live)
+                weights.widen(layer, formation.low_shard(self.rank))
+        self.formation = formation.moved(to)
+        costs.moving_s += self._clock() - began
+
+    def _live(self, used: Sequence[Sequence[int]]) -> list[list[int]]:
+        """By subgroup, in its own numbers."""
+        formation = self.formation
+        return [
+            sorted(block for rank in formation.ranks_of(j) for block in used[rank])
+            for j in range(formation.num_subgroups)
+        ]
+
+    def _exchange(self, layer: int, live: Sequence[Sequence[int]]) -> None:
+        formation = self.formation
+        moved = exchange(
+            self.place.cache.layers_at(formation.size)[layer],
+            live,
+            formation.subgroup(self.rank),
+            self._high,
+            formation.peers(self.rank),
+            self.place.stage_bytes,
+        )
+        self.costs.bytes_exchanged += moved.bytes
+        self.costs.peak_bytes = max(self.costs.peak_bytes, moved.peak_bytes)
+
+    def _settle(self, action: Settle) -> None:
+        n, subgroup = self.formation.num_subgroups, self.formation.subgroup(self.rank)
+
+        def number(block: int) -> int:
+            return block * n + subgroup
+
+        self._share.renumber(number)
+        self.place.instance.renumber_all_blocks(number)
+        cache = self.place.cache
+        cache.grow(max(0, action.pages[self.rank] - cache.pages_per_layer))
+        if self.rank == 0:
+            self._share.take(range(self._blocks * n, action.blocks))
+        self._share.capacity = self._blocks = action.blocks
+        self.formation = self.formation.grown()
+        self._reshaped(self.formation.size)
+
+    def _begin_parting(self, action: PartingBegins, step: Step) -> None:
+        """Blocks that finished in this very step are still counted, and free again where they come to lie."""
+        began = self._clock()
+        cache, moves = self.place.cache, action.moves
+        if moves:
+            device = self.place.instance.device
+            sources, targets = torch.tensor(list(moves.items()), device=device).unbind(1)
+            for layer in cache.layers_at(self.formation.size):
+                copy_blocks(layer, sources, targets)
+        formation = self.formation.beginning(action.low, self.place.num_layers, grows=False)
+        n, subgroup = formation.num_subgroups, formation.subgroup(self.rank)
+
+        def number(block: int) -> int:
+            return moves.get(block, block) // n
+
+        ranks = formation.ranks_of(subgroup)
+        counted = {rank: {number(block) for block in step.used[rank]} for rank in ranks}
+        nobodys = sorted(set(range(action.blocks)).difference(*counted.values()))
+        own = counted[self.rank].union(nobodys[ranks.index(self.rank) :: len(ranks)])
+        self._share = BlockShare(own, map(number, self._share.used), action.blocks)
+        self.place.instance.scheduler.blocks = self._share
+        self.place.instance.renumber_all_blocks(number)
+        cache.shrink(cache.pages_per_layer - action.pages[self.rank])
+        self.formation, self._blocks = formation, action.blocks
+        self._filling = Filling(
+            self.place.weights, formation.low_shard(self.rank), self.place.num_layers, self.place.copier
+        )
+        self.costs.moving_s += self._clock() - began
+
+    def _part(self) -> None:
+        if self.formation.low > 1:
+            raise RuntimeError("a group parts into single workers")
+        place, cache = self.place, self.place.cache
+        cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
+        cache.allocator.claim(self._share.used)
+        place.instance.scheduler.blocks = cache.allocator
+        self._filling = None
+        self.is_over = True
+        self._reshaped(1)
+
+    def _reshaped(self, tp: int) -> None:
+        self.place.instance.tp = tp
+        self.place.instance.reshaped()
+
+    # ----------------------------------------------------------------------------- the end nobody wanted
+
+    def fall_apart(self) -> None:
+        """Alone again, whatever the others do: with all weights and as many KV pages as before, as far as
+        there are; what ran is computed anew. Raises what makes the worker useless."""
+        self.is_over = True
+        for group in (self._high, self._low):
+            if group:
+                group.close()
+        if self._filling:
+            self._filling.stop()
+            self._filling = None
+        place, cache = self.place, self.place.cache
+        cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
+        place.instance.recompute_all(cache.allocator)
+        cache.shrink(max(0, cache.pages_per_layer - self._pages_alone))
+        for layer in range(place.num_layers):
+            if place.weights.shard(layer) != ALONE:
+                place.weights.map(layer, ALONE)
+                place.weights.fill(layer, ALONE)(lambda: True)
+                place.weights.widen(layer, ALONE)
+        cache.grow(min(self._pages_alone - cache.pages_per_layer, cache.growable_pages))
+        self._reshaped(1)
+
+    def check_integrity(self) -> None:
+        """Raises BrokenInvariant and AssertionError."""
+        self._share.check_integrity()
+        self.place.instance.check_integrity()
