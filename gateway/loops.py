@@ -140,6 +140,8 @@ class Loops:
             self._gateway.events.publish(told)
         else:
             self._gateway.events.publish_morph(self._gateway.morphs.on_report(told, is_history=is_history))
+            if told.kind == "transform" and told.state != "running":
+                self._poll_now.set()  # the cards tell of another shape
 
     def _on_event(self, event: Event) -> None:
         """Of a changed epoch the poll knows more: whether the process died."""

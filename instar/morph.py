@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -12,8 +13,10 @@ import httpx
 
 from bus.settings import Settings
 from instar.client import GatewayProblem, ask_json, gateway_client, get_json
+from instar.morph_workers import workers_for
 
 DONE: Final = ("applied", "running")
+POLL_S: Final = 0.05
 
 
 def morph(settings: Settings, args: argparse.Namespace) -> int:
@@ -34,26 +37,66 @@ def _morph(client: httpx.Client, args: argparse.Namespace) -> dict[str, Any]:
         return _object(get_json(client, _path(args.morph)))
     if args.verb == "cancel":
         return _until_end(client, _object(ask_json(client, "DELETE", _path(args.morph))))
-    body: dict[str, Any] = {"wait_s": args.wait}
-    if args.verb == "resize":
-        body["blocks"] = args.blocks
-    else:
-        body |= {"precision": args.precision, "layers": args.layers, "count": args.count, "parts": args.part}
-    given = {name: value for name, value in body.items() if value is not None}
-    instance = quote(args.instance or _only_instance(client), safe="@")
-    ordered = _object(ask_json(client, "POST", f"/admin/instances/{instance}/{args.verb}", given))
+    path, body = _transform(client, args) if args.verb == "tp" else _of_instance(client, args)
+    given = {name: value for name, value in (body | {"wait_s": args.wait}).items() if value is not None}
+    ordered = _object(ask_json(client, "POST", path, given))
     return ordered if args.detach else _until_end(client, ordered)
+
+
+def _of_instance(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    instance = quote(args.instance or _only_instance(client), safe="@")
+    path = f"/admin/instances/{instance}/{args.verb}"
+    if args.verb == "resize":
+        return path, {"blocks": args.blocks}
+    return path, {
+        "precision": args.precision,
+        "layers": args.layers,
+        "count": args.count,
+        "parts": args.part,
+    }
+
+
+def _transform(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    workers, model = args.members, args.served
+    if not workers:
+        workers, model = workers_for(get_json(client, "/admin/state"), args.tp, args.instance, model)
+    body = {"workers": workers, "tp": args.tp, "model": model, "layers_per_step": args.layers_per_step}
+    return "/admin/instances/transform", body
 
 
 def _until_end(client: httpx.Client, found: dict[str, Any]) -> dict[str, Any]:
     """Ctrl-C ends the wait, not the morph. Raises GatewayProblem."""
+    follow = _layer_by_layer if found["kind"] == "transform" else _at_once
     try:
-        while found["state"] == "running":
-            found = _object(get_json(client, _path(found["id"]) + "?wait=true"))
+        return follow(client, found)
     except KeyboardInterrupt:
         sys.stderr.write(f"it goes on: `instar morph show {found['id']}`, or cancel\n")
         raise
+
+
+def _at_once(client: httpx.Client, found: dict[str, Any]) -> dict[str, Any]:
+    while found["state"] == "running":
+        found = _object(get_json(client, _path(found["id"]) + "?wait=true"))
     return found
+
+
+def _layer_by_layer(client: httpx.Client, found: dict[str, Any]) -> dict[str, Any]:
+    """Tells on stderr how far it is."""
+    told = ""
+    while found["state"] == "running":
+        if (progress := progress_text(found["numbers"])) != told:
+            sys.stderr.write(f"  {progress}\n")
+            told = progress
+        time.sleep(POLL_S)
+        found = _object(get_json(client, _path(found["id"])))
+    return found
+
+
+def progress_text(numbers: dict[str, Any]) -> str:
+    """Empty before the first layer is told of."""
+    if "layers_done" not in numbers:
+        return ""
+    return f"{numbers['layers_done']} of {numbers['layers']} layers at tp {numbers['tp_after']}"
 
 
 def _only_instance(client: httpx.Client) -> str:

@@ -15,6 +15,8 @@ Changes the shape of a running instance by hand, and the policy by which the ser
   instar morph swap demo@w0 --layers 0,4-6 --precision full
   instar morph swap --layers 3 --part ffn --precision int8
   instar morph resize 400                               KV blocks
+  instar morph tp 2                                     two workers become one instance
+  instar morph tp 1 --workers w0,w1                     and part again
   instar morph policy                                   shows it
   instar morph policy mode=manual kv_usage_high=0.9     changes it
   instar morph show ID                                  how far one is
@@ -46,6 +48,7 @@ def add_verbs(parser: Parser, add_client_flags: Callable[[Parser], None]) -> Non
     _add_instance(resize)
     resize.add_argument("blocks", type=_at_least_one, metavar="BLOCKS", help="as many as whole pages allow")
     _add_waits(resize)
+    _add_tp(verb("tp", "serve a model at another degree of tensor parallelism"))
     policy = verb("policy", "show the policy, or change its fields")
     policy.add_argument("words", nargs="*", metavar="FIELD=VALUE", help="without any: shows all fields")
     for name, summary in (("show", "how far a morph is"), ("cancel", "give up a morph that runs")):
@@ -74,13 +77,35 @@ def _add_swap(swap: Parser) -> None:
     _add_waits(swap)
 
 
+def _add_tp(tp: Parser) -> None:
+    """`members` and `served`: flags of `instar serve` have the names that they would have."""
+    tp.add_argument("tp", type=_at_least_one, metavar="DEGREE", help="workers of one instance")
+    which = tp.add_mutually_exclusive_group()
+    which.add_argument(
+        "--workers",
+        dest="members",
+        type=_names,
+        metavar="LIST",
+        help="all that take part, as w0,w1 [the least loaded]",
+    )
+    which.add_argument("--instance", metavar="INSTANCE", help="one that takes part [of the only model]")
+    tp.add_argument("--model", dest="served", metavar="NAME", help="where the workers serve several")
+    tp.add_argument(
+        "--layers-per-step",
+        type=_at_least_one,
+        metavar="N",
+        help="that change between two steps [worker.layers_per_step]",
+    )
+    _add_waits(tp)
+
+
 def _add_instance(parser: Parser) -> None:
     parser.add_argument("instance", nargs="?", metavar="INSTANCE", help="[the only one]")
 
 
 def _add_waits(parser: Parser) -> None:
     parser.add_argument(
-        "--wait", type=float, default=0.0, metavar="S", help="how long it may wait for free pages [0]"
+        "--wait", type=float, default=0.0, metavar="S", help="how long it may wait for free memory [0]"
     )
     parser.add_argument("--detach", action="store_true", help="return at once instead of when it has ended")
 
@@ -98,6 +123,14 @@ def layer_numbers(text: str) -> list[int]:
             raise argparse.ArgumentTypeError(f"{piece!r} is no range of layers; write it as 4-6")
         found += range(low, high + 1)
     return found
+
+
+def _names(text: str) -> list[str]:
+    """`w0,w1` -> ["w0", "w1"]."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of workers; write it as w0,w1")
+    return names
 
 
 def _at_least_one(text: str) -> int:

@@ -17,6 +17,14 @@ def layers_text(layers: Sequence[Mapping[str, str]]) -> str:
     )
 
 
+def degrees_text(degrees: Sequence[int]) -> str:
+    """[1, 1, 2] -> `0-1 at tp1, 2 at tp2`."""
+    numbers: dict[int, list[int]] = {}
+    for number, degree in enumerate(degrees):
+        numbers.setdefault(degree, []).append(number)
+    return ", ".join(f"{ranges_text(layers)} at tp{degree}" for degree, layers in numbers.items())
+
+
 def _shape(layer: Mapping[str, str]) -> str:
     attention, ffn = layer.get("attention", "?"), layer.get("ffn", "?")
     if attention == ffn:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bus.settings import Settings
 from instar.client import GatewayProblem, gateway_client, get_json
-from instar.shapes import layers_text
+from instar.shapes import degrees_text, layers_text
 
 MIB = 1 << 20
 ENDED_SHOWN = 3  # morphs
@@ -63,14 +63,16 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def instances_table(instances: list[dict[str, Any]]) -> Table:
+    """Workers of a group in the order of their shards."""
     counts = ("KV blocks\nused/all", "running\nreqs", "waiting\nreqs")
-    table = _table("instance", "model", "state", "shape", "layers\nfull/all", *counts)
+    table = _table("instance", "model", "workers", "state", "shape", "layers\nfull/all", *counts)
     for instance in instances:
         kv = instance.get("kv") or {}
         used, blocks = kv.get("used"), kv.get("blocks")
         table.add_row(
             instance["id"],
             instance.get("model", ""),
+            ", ".join(instance.get("workers") or []),
             instance.get("state", ""),
             f"tp{instance.get('tp', 1)} pp{instance.get('pp', 1)}",
             _full_layers(instance.get("layers") or []),
@@ -82,12 +84,19 @@ def instances_table(instances: list[dict[str, Any]]) -> Table:
 
 
 def layer_lines(instances: list[dict[str, Any]]) -> list[str]:
-    """Of each instance that is not all full: which layers are in which precision."""
-    return [
+    """Of each instance that is not all full: which layers are in which precision; of each that is between
+    two degrees: which layers are at which."""
+    swapped = [
         f"{instance['id']}: {layers_text(instance['layers'])}"
         for instance in instances
         if any(layer != FULL for layer in instance.get("layers") or [])
     ]
+    travelling = [
+        f"{instance['id']}: layers {degrees_text(instance['layer_tp'])}"
+        for instance in instances
+        if len(set(instance.get("layer_tp") or [])) > 1
+    ]
+    return swapped + travelling
 
 
 def _full_layers(layers: list[dict[str, str]]) -> str:

@@ -13,9 +13,11 @@ import pytest
 from rich.console import Console
 
 from instar.cli import main
+from instar.client import GatewayProblem
 from instar.morph_flags import layer_numbers
+from instar.morph_workers import workers_for
 from instar.shapes import layers_text, ranges_text
-from instar.status import morphs_table, policy_text, shown_morphs
+from instar.status import instances_table, layer_lines, morphs_table, policy_text, shown_morphs
 
 RUNNING: dict[str, Any] = {
     "id": "a1",
@@ -45,6 +47,7 @@ class Script:
     answers: list[tuple[int, Any]] = field(default_factory=list)
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
     instances: list[str] = field(default_factory=lambda: ["demo@w0"])
+    state: dict[str, Any] | None = None  # all of it, in place of `instances`
 
     def run(self, *argv: str) -> int:
         return main(["morph", *argv, "--url", self.url])
@@ -56,7 +59,8 @@ def gateway() -> Iterator[Script]:
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             if self.path == "/admin/state":
-                status, answer = 200, {"instances": [{"id": name} for name in script.instances]}
+                named = {"instances": [{"id": name} for name in script.instances]}
+                status, answer = 200, script.state or named
             else:
                 script.asked.append((self.command, self.path, json.loads(body) if body else None))
                 status, answer = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
@@ -128,6 +132,32 @@ def test_a_cancelled_morph_is_waited_for(gateway: Script, capsys: pytest.Capture
     assert "failed in 1.00 s\n  cancelled" in capsys.readouterr().out
 
 
+def test_a_change_of_degree_is_told_layer_by_layer(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = RUNNING | {"kind": "transform"}
+    numbers = [{"layers_done": done, "layers": 8, "tp_before": 1, "tp_after": 2} for done in (1, 1, 5)]
+    gateway.answers = [(202, running), *((200, running | {"numbers": one}) for one in numbers)]
+    gateway.answers += [(200, running | {"state": "applied", "ended": 100.5, "numbers": {"layers_done": 8}})]
+    argv = ["tp", "2", "--workers", "w1,w0", "--layers-per-step", "2", "--wait", "1"]
+    assert gateway.run(*argv) == 0
+    order = {"workers": ["w1", "w0"], "tp": 2, "layers_per_step": 2, "wait_s": 1.0}
+    assert gateway.asked[0] == ("POST", "/admin/instances/transform", order)
+    assert set(gateway.asked[1:]) == {("GET", "/admin/morphs/a1", None)}
+    told = capsys.readouterr()
+    assert told.err == "  1 of 8 layers at tp 2\n  5 of 8 layers at tp 2\n"
+    assert told.out == "transform a1 of demo@w0: applied in 0.50 s\n  layers_done 8\n"
+
+
+def test_workers_that_are_not_named_are_found(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.answers = [(202, RUNNING | {"kind": "transform"})]
+    gateway.state = cluster(instance("w0"), instance("w1"))
+    assert gateway.run("tp", "2", "--detach") == 0
+    assert gateway.asked[0][2] == {"workers": ["w0", "w1"], "tp": 2, "model": "demo", "wait_s": 0.0}
+    assert gateway.run("tp", "4") == 1
+    assert "has 1 other instance of demo at that degree" in capsys.readouterr().err
+
+
 def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.answers = [(200, {"revision": 1, "mode": "manual", "cooldown_s": 5.0})]
     assert gateway.run("policy") == 0
@@ -149,6 +179,9 @@ def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.Capture
         (["swap", "--layers", "a", "--precision", "int4"], "'a' is no list of layers; write it as 0,4-6"),
         (["swap", "--precision", "int4"], "one of the arguments --layers --count is required"),
         (["swap", "--count", "1", "--precision", "int5"], "invalid choice: 'int5'"),
+        (["tp", "two"], "'two' must be a whole number, 1 or more"),
+        (["tp", "2", "--workers", "w0,,w1"], "'w0,,w1' is no list of workers; write it as w0,w1"),
+        (["tp", "2", "--wrokers", "w0"], "there is no flag --wrokers; did you mean --workers?"),
         (
             ["resize", "9", "--waite", "3"],
             "instar morph resize: there is no flag --waite; did you mean --wait?",
@@ -175,6 +208,66 @@ def test_lists_of_layers_are_read_as_they_are_written() -> None:
     assert ranges_text([]) == ""
 
 
+# --------------------------------------------------------------------------- workers of a group
+
+
+def instance(*workers: str, model: str = "demo", running: int | None = 0, **fields: Any) -> dict[str, Any]:
+    counts = {"running": running, "waiting": running}
+    named = {"id": f"{model}@{workers[0]}", "model": model, "workers": list(workers), "tp": len(workers)}
+    return named | counts | {"state": "serving"} | fields
+
+
+def cluster(*instances: dict[str, Any], **hosts: str) -> dict[str, Any]:
+    """`hosts`: of workers that are not on "here"."""
+    names = sorted({worker for one in instances for worker in one["workers"]})
+    return {
+        "instances": list(instances),
+        "workers": [{"id": name, "host": hosts.get(name, "here")} for name in names],
+    }
+
+
+def test_the_least_loaded_of_one_host_become_a_group() -> None:
+    busy = cluster(*(instance(f"w{n}", running=load) for n, load in enumerate([3, 1, None, 2])))
+    assert workers_for(busy, 2) == (["w1", "w3"], "demo")
+    assert workers_for(busy, 2, "demo@w2") == (["w1", "w2"], "demo")
+    assert workers_for(busy, 4) == (["w0", "w1", "w2", "w3"], "demo")
+    apart = cluster(*busy["instances"], w3="there")
+    assert workers_for(apart, 2) == (["w0", "w1"], "demo")
+
+
+def test_groups_become_larger_groups_or_part() -> None:
+    pairs = cluster(instance("w0", "w1"), instance("w2", "w3"))
+    assert workers_for(pairs, 4)[0] == ["w0", "w1", "w2", "w3"]
+    assert workers_for(pairs, 1, "demo@w2")[0] == ["w2", "w3"]
+    assert workers_for(cluster(instance("w3", "w1", "w0", "w2")), 2)[0] == ["w3", "w1", "w0", "w2"]
+
+
+def test_a_model_may_be_named_where_there_are_several() -> None:
+    both = cluster(*(instance(name, model=model) for name in ("w0", "w1") for model in ("a", "b")))
+    assert workers_for(both, 2, model="b") == (["w0", "w1"], "b")
+
+
+@pytest.mark.parametrize(
+    ("state", "tp", "named", "told"),
+    [
+        (cluster(instance("w0", "w1"), instance("w2")), 2, "demo@w9", "no instance demo@w9 serves"),
+        (cluster(instance("w0", "w1"), instance("w2", "w3")), 1, None, "say which instance"),
+        (cluster(instance("w0", model="a"), instance("w1", model="b")), 2, None, "a@w0 (tp 1), b@w1 (tp 1)"),
+        (cluster(instance("w0"), instance("w1")), 1, None, "every instance is at tp 1 already"),
+        (cluster(instance("w0"), instance("w1"), w1="far"), 2, None, "has 0 other instances"),
+        (cluster(instance("w0"), instance("w1", state="draining")), 2, None, "has 0 other instances"),
+        (cluster(), 2, None, "there are: none"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_where_it_is_not_clear_who_is_meant_it_asks(
+    state: dict[str, Any], tp: int, named: str | None, told: str
+) -> None:
+    with pytest.raises(GatewayProblem) as problem:
+        workers_for(state, tp, named)
+    assert told in str(problem.value)
+
+
 # --------------------------------------------------------------------------- status
 
 
@@ -198,6 +291,15 @@ def test_status_shows_what_is_in_flight_and_the_last_that_ended(capsys: pytest.C
     out = capsys.readouterr().out
     for told in ("running", "0.25 s", "ordered by hand: 2 more to int4; no pages"):
         assert told in out
+
+
+def test_status_shows_groups_and_layers_between_two_degrees(capsys: pytest.CaptureFixture[str]) -> None:
+    group = instance("w2", "w0", layer_tp=[1] * 5 + [2] * 3)
+    Console(width=160).print(instances_table([group]))
+    out = capsys.readouterr().out
+    assert "w2, w0" in out and "tp2" in out
+    assert layer_lines([group]) == ["demo@w2: layers 0-4 at tp1, 5-7 at tp2"]
+    assert layer_lines([instance("w0", layer_tp=[1] * 8)]) == []
 
 
 def test_the_policy_is_one_sentence() -> None:

@@ -16,6 +16,7 @@ from gateway.delivery.precision import layers_below_full
 from gateway.errors import ApiError, unavailable
 from gateway.http.auth import check_admin
 from gateway.openai.formats import to_json
+from gateway.operations.transforms import layer_degrees
 from gateway.state import Gateway
 
 
@@ -122,12 +123,16 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
         "dtype": card.dtype,
         "max_model_len": card.max_model_len,
         "num_layers": card.num_layers,
+        "layer_tp": layer_degrees(card, gateway.morphs.transform_of(worker.id)),
         "layers_below_full": layers_below_full(last.layers) if last else None,
         "variants": card.variants,
         "order": card.order,
         "order_name": card.order_name,
         "min_blocks": card.min_blocks,
         "layer_pages": card.layer_pages,
+        "kv_heads": card.kv_heads,
+        "degrees": card.degrees,
+        "tokens_at": card.tokens_at,
     }
 
 

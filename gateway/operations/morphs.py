@@ -103,6 +103,11 @@ class Morphs:
         shown = set(ended[max(0, len(ended) - max(0, num - (len(entries) - len(ended)))) :])
         return [entry for entry in entries if entry.is_running or entry in shown]
 
+    def transform_of(self, worker: str) -> Entry | None:
+        """The running one in which this worker takes part."""
+        running = (entry for entry in self._running() if entry.kind == "transform")
+        return next((entry for entry in running if worker in entry.workers), None)
+
     # ------------------------------------------------------------------------------------- what is told
 
     def ordered(self, command: Morph, worker: str, decided: str) -> Entry:

@@ -15,6 +15,7 @@ from bus.messages import InstanceCard, Transform, WorkerCard
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid
 from gateway.openai.params import MAX_COUNT, Body, between
+from gateway.operations.morphs import Entry
 from gateway.operations.orders import Place, Seconds, meant
 
 MAX_DEGREE: Final = 64
@@ -59,6 +60,15 @@ def transform(cluster: Cluster, body: TransformBody, morph_id: str) -> tuple[Pla
         wait_s=body.wait_s,
     )
     return leader, command
+
+
+def layer_degrees(card: InstanceCard, travelling: Entry | None) -> list[int]:
+    """Of every layer: where a transform is on its way, as it reported last. The last layer goes first."""
+    told = travelling.numbers if travelling else {}
+    if not {"layers_done", "tp_before", "tp_after"} <= told.keys():
+        return [card.tp] * card.num_layers
+    num_done = int(told["layers_done"])
+    return [int(told["tp_before"])] * (card.num_layers - num_done) + [int(told["tp_after"])] * num_done
 
 
 # ------------------------------------------------------------------------------------- who takes part

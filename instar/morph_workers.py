@@ -1,0 +1,76 @@
+"""Which workers `instar morph tp` means where they are not named: a group to part, or the least loaded
+instances of one host to become a group. Pure; the gateway judges the order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from instar.client import GatewayProblem
+
+Instance = Mapping[str, Any]  # as /admin/state tells it
+
+
+def workers_for(
+    state: Mapping[str, Any], tp: int, instance: str | None = None, model: str | None = None
+) -> tuple[list[str], str]:
+    """And their model. `instance`: one that takes part; `model`: of those that may. Raises GatewayProblem
+    where it is not clear who is meant, or there are too few."""
+    serving = [
+        one for one in state["instances"] if one["state"] == "serving" and model in (None, one["model"])
+    ]
+    hosts = {worker["id"]: str(worker["host"]) for worker in state["workers"]}
+    first = _named(serving, instance) if instance else _most_likely(serving, tp)
+    if first["tp"] >= tp:
+        return list(first["workers"]), first["model"]
+    return _joined(serving, hosts, tp, first), first["model"]
+
+
+def _named(serving: Sequence[Instance], instance: str) -> Instance:
+    for one in serving:
+        if one["id"] == instance:
+            return one
+    raise GatewayProblem(f"no instance {instance} serves; there are: {_ids(serving)}")
+
+
+def _most_likely(serving: Sequence[Instance], tp: int) -> Instance:
+    """The only group above `tp`; or, where all are below, the least loaded of the highest degree."""
+    lower = [one for one in serving if one["tp"] < tp]
+    higher = [one for one in serving if one["tp"] > tp]
+    is_one_model = len({one["model"] for one in serving}) == 1
+    if is_one_model and lower and not higher:
+        return min(lower, key=lambda one: (-one["tp"], _load(one), one["id"]))
+    if is_one_model and len(higher) == 1 and not lower:
+        return higher[0]
+    if is_one_model and not higher:
+        raise GatewayProblem(f"every instance is at tp {tp} already: {_ids(serving)}")
+    raise GatewayProblem(f"say which instance (--instance); there are: {_ids(serving)}")
+
+
+def _joined(instances: Sequence[Instance], hosts: Mapping[str, str], tp: int, first: Instance) -> list[str]:
+    """`first` and the least loaded of its host and degree."""
+
+    def is_neighbour(one: Instance) -> bool:
+        traits = [(it["model"], it["tp"], hosts.get(it["workers"][0])) for it in (one, first)]
+        return one["id"] != first["id"] and traits[0] == traits[1]
+
+    neighbours = sorted(filter(is_neighbour, instances), key=lambda one: (_load(one), one["id"]))
+    taken = [first, *neighbours[: max(0, tp // first["tp"] - 1)]]
+    if sum(one["tp"] for one in taken) != tp:
+        host = hosts.get(first["workers"][0], "its host")
+        beside = len(neighbours)
+        raise GatewayProblem(
+            f"{first['id']} is at tp {first['tp']}, and tp {tp} takes {tp} workers of one host; {host} has "
+            f"{beside} other instance{'' if beside == 1 else 's'} of {first['model']} at that degree"
+        )
+    return [worker for one in sorted(taken, key=lambda one: str(one["id"])) for worker in one["workers"]]
+
+
+def _load(one: Instance) -> float:
+    """Requests; not told is not idle."""
+    counts = one.get("running"), one.get("waiting")
+    return float("inf") if None in counts else float(sum(count or 0 for count in counts))
+
+
+def _ids(instances: Sequence[Instance]) -> str:
+    return ", ".join(f"{one['id']} (tp {one['tp']})" for one in instances) or "none"
