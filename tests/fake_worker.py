@@ -124,6 +124,8 @@ class FakeWorker:
             page_bytes=65536,
             state=state,  # type: ignore[arg-type]
             instances=[instance],
+            link="127.0.0.1:9",
+            link_key=b"s3cret",
         )
 
     async def join(self, *group: str) -> None:

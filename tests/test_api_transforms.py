@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from base64 import b64encode
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 
 from bus.messages import Transform
 from bus.settings import RedisSettings
-from tests.gateway_harness import ANSWER, BODY, Gate, running
+from tests.fake_worker import FakeWorker
+from tests.gateway_harness import ANSWER, BODY, Gate, metrics_of, running
 
 pytest_plugins = ["tests.gateway_fixtures"]
 
@@ -151,8 +154,49 @@ async def test_a_group_is_one_instance_with_its_workers_in_the_order_of_their_sh
     assert [worker["id"] for worker in (await pair.state())["workers"]] == ["w0", "w1"]
 
 
+async def measured(gate: Gate, *workers: FakeWorker) -> None:
+    """The monitor tells of each: one request runs, 16 of 64 blocks are in use."""
+    pictures = [metrics_of(worker, running=1, waiting=2, kv_used=16) for worker in workers]
+    all_workers = [one for picture in pictures for one in picture.workers]
+    all_instances = [one for picture in pictures for one in picture.instances]
+    both = replace(pictures[0], workers=all_workers, instances=all_instances)
+    await gate.bus.publish(gate.bus.names.metrics, both)
+
+
+async def test_a_groups_requests_are_those_of_all_and_its_cache_is_one(
+    pair: Gate, http: httpx.AsyncClient
+) -> None:
+    w0, w1 = pair.workers
+    await join(pair, "w1", "w0")
+    await instances(pair, 1)
+    await measured(pair, w1)
+    for _ in range(100):
+        (group,) = (await pair.state())["instances"]
+        if group["kv"]["used"] is not None:
+            break
+        await asyncio.sleep(0.02)
+    assert (group["kv"]["used"], group["running"]) == (16, None)  # w0 did not tell: absent is not zero
+    await measured(pair, w0, w1)
+    for _ in range(100):
+        (group,) = (await pair.state())["instances"]
+        if group["running"] is not None:
+            break
+        await asyncio.sleep(0.02)
+    assert (group["running"], group["waiting"], group["recomputed_tokens"]) == (2, 4, 0)
+    assert group["kv"] == {"blocks": 64, "used": 16, "block_tokens": 16}
+    text = (await http.get("/metrics")).text
+    for worker in ("w0", "w1"):
+        assert f'instar_num_requests_running{{engine="demo@{worker}",model_name="demo"}} 1.0' in text
+        assert f'instar_recomputed_tokens_total{{engine="demo@{worker}",model_name="demo"}} 0.0' in text
+    assert 'instar_tensor_parallel_size{engine="demo@w1",model_name="demo"} 2.0' in text
+    assert 'instar_kv_blocks_total{engine="demo@w1",model_name="demo"} 64.0' in text
+    assert 'instar_kv_blocks_total{engine="demo@w0"' not in text
+
+
 async def test_the_key_of_a_workers_link_is_shown_to_nobody(pair: Gate, http: httpx.AsyncClient) -> None:
-    assert "link" not in (await http.get("/admin/state")).text
+    shown = (await http.get("/admin/state")).text
+    key = pair.worker.card().link_key
+    assert key and not any(written in shown for written in (key.decode(), b64encode(key).decode()))
 
 
 # --------------------------------------------------------------------------- requests of members

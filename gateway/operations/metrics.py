@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -16,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.messages import InstanceMetrics
+from bus.messages import InstanceCard, InstanceMetrics
 from gateway.delivery.precision import layers_below_full
 from gateway.operations.morphs import Morphs
 from gateway.operations.stats import Distribution, ModelStats
@@ -69,15 +70,23 @@ class _Page(Collector):
             yield from _models("vllm:", self._gateway.stats.models)
 
 
-Fresh = tuple[str, int, InstanceMetrics]  # model, block_tokens, metrics
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A worker's part of an instance. What belongs to a whole group, its KV for one, is told once, of the
+    worker that `leads`; requests and counters are each worker's own: no counter falls when a group parts."""
+
+    card: InstanceCard
+    leads: bool
+    metrics: InstanceMetrics
 
 
 def _fresh(gateway: Gateway) -> Iterator[Fresh]:
     now = time.monotonic()
-    for worker, card in gateway.cluster.instances():
-        metrics = gateway.cluster.instance_metrics(card.id, worker.epoch, now)
-        if metrics is not None:
-            yield card.model, card.block_tokens, metrics
+    for worker in gateway.cluster.workers.values():
+        for card in worker.instances:
+            metrics = gateway.cluster.instance_metrics(card.id, worker.epoch, now)
+            if metrics is not None:
+                yield Fresh(card, not card.workers or card.workers[0] == worker.id, metrics)
 
 
 def _own(prefix: str, gateway: Gateway) -> Iterator[Metric]:
@@ -162,17 +171,27 @@ def _instances(prefix: str, instances: Iterable[Fresh]) -> Iterator[Metric]:
         f"{prefix}cache_config_info", "As now.", labels=[*ENGINE, "block_size", "num_gpu_blocks"]
     )
     preemptions = CounterMetricFamily(f"{prefix}num_preemptions", "Sequences put back.", labels=ENGINE)
-    for model, block_tokens, metrics in instances:
-        labels, last = [model, metrics.id], metrics.last
+    recomputed = CounterMetricFamily(
+        f"{prefix}recomputed_tokens", "Tokens whose KV was lost or given away and made again.", labels=ENGINE
+    )
+    degree = GaugeMetricFamily(
+        f"{prefix}tensor_parallel_size", "Workers of the instance: changes while serving.", labels=ENGINE
+    )
+    for instance in instances:
+        labels, last = [instance.card.model, instance.card.id], instance.metrics.last
         running.add_metric(labels, last.running)
         waiting.add_metric(labels, last.waiting)
+        preemptions.add_metric(labels, last.preemptions)
+        recomputed.add_metric(labels, last.recomputed_tokens)
+        if not instance.leads:
+            continue
+        degree.add_metric(labels, instance.card.tp)
         usage.add_metric(labels, last.kv_used / last.kv_blocks if last.kv_blocks else 0.0)
         total.add_metric(labels, last.kv_blocks)
         used.add_metric(labels, last.kv_used)
         below.add_metric(labels, layers_below_full(last.layers))
-        config.add_metric([*labels, str(block_tokens), str(last.kv_blocks)], 1)
-        preemptions.add_metric(labels, last.preemptions)
-    yield from (running, waiting, usage, total, used, below, config, preemptions)
+        config.add_metric([*labels, str(instance.card.block_tokens), str(last.kv_blocks)], 1)
+    yield from (running, waiting, usage, total, used, below, config, preemptions, recomputed, degree)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
