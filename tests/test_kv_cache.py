@@ -128,7 +128,7 @@ def test_a_half_done_growth_rolls_back(
     kv.grow(1)
     kv.layers[0][0] = 3
 
-    def refuse(first_page: int, num_pages: int) -> None:
+    def refuse(first_page: int, num_pages: int, *, zeroed: bool) -> None:
         raise OutOfPages(num_pages, 0, PAGES, "somebody was quicker")
 
     with monkeypatch.context() as patch:

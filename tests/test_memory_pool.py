@@ -174,7 +174,7 @@ def test_a_mapping_that_the_system_refuses_costs_no_page(
 ) -> None:
     owned = reserve(pool, 4)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, zeroed: bool) -> None:
         raise MappingFailed("mmap: no")
 
     with monkeypatch.context() as patch:
@@ -211,15 +211,41 @@ def test_neighbouring_pages_are_mapped_in_one_run() -> None:
     assert runs(np.array([4, 5, 6, 9, 1, 2], dtype=np.int64)) == [(0, 4, 3), (3, 9, 1), (4, 1, 2)]
 
 
-def test_freed_pages_go_back_to_the_system() -> None:
+def test_a_page_costs_memory_from_its_first_touch_and_keeps_it_for_its_next_owner() -> None:
     backend = CpuBackend(64 * 1024)
     pool = PagePool(backend, 64 * 64 * 1024)
-    owned = reserve(pool, 64)
-    owned.map(0, 64)
-    owned.tensor(torch.uint8, [owned.nbytes]).fill_(1)
-    assert os.fstat(backend._fd).st_blocks * 512 == owned.nbytes
-    owned.unmap(0, 48)
-    assert os.fstat(backend._fd).st_blocks * 512 == 16 * 64 * 1024
+
+    def memory() -> int:
+        return os.fstat(backend._fd).st_blocks * 512
+
+    owned, other = reserve(pool, 64), reserve(pool, 64)
+    owned.map(0, 48)
+    assert memory() == 0
+    owned.tensor(torch.uint8, [48 * pool.page_bytes]).fill_(1)
+    owned.unmap(16, 32)
+    assert memory() == 48 * pool.page_bytes
+    other.map(0, 8, zeroed=False)
+    assert memory() == 48 * pool.page_bytes and page(other, 7, pool).eq(1).all()
+    other.map(8, 8)
+    assert memory() == 40 * pool.page_bytes and not page(other, 8, pool).any()
+    pool.close()
+
+
+def test_pages_with_memory_and_without_it_are_written_alike() -> None:
+    pool = PagePool(CpuBackend(SMALL_PAGE), 16 * SMALL_PAGE)
+    owned = reserve(pool, 16)
+    owned.map(0, 16)
+    for i in (0, 1, 4, 9):
+        page(owned, i, pool).fill_(1)
+    for offset, count in (
+        (100, 5000),
+        (SMALL_PAGE, 3 * SMALL_PAGE),
+        (8 * SMALL_PAGE - 1, 2 * SMALL_PAGE + 2),
+    ):
+        source = torch.randint(1, 256, (count,), dtype=torch.uint8)
+        owned.write(offset, source)
+        assert owned.tensor(torch.uint8, [count], offset_bytes=offset).equal(source)
+    assert page(owned, 4, pool).eq(1).all() and not page(owned, 5, pool).any()
     pool.close()
 
 

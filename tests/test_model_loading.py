@@ -358,11 +358,11 @@ def test_a_load_that_fails_half_way_gives_every_page_back(
     pool = make_pool()
     real, calls = pool.backend.map, []
 
-    def fails_late(*args: Any) -> None:
+    def fails_late(*args: Any, zeroed: bool) -> None:
         calls.append(args)
         if len(calls) == 5:
             raise MappingFailed("mmap: no")
-        real(*args)
+        real(*args, zeroed=zeroed)
 
     monkeypatch.setattr(pool.backend, "map", fails_late)
     with pytest.raises(MappingFailed):

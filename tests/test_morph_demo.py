@@ -20,6 +20,7 @@ from tests.test_engine_oracle import DEMO, DEVICE, generate
 from worker.core import Limits
 from worker.engine.build import fill_caches, make_cache, make_instance, make_pool, useful_pages
 from worker.engine.engine import Engine
+from worker.memory import VirtualRange
 from worker.model import load_model
 from worker.morph.executor import MorphExecutor
 from worker.morph.resizer import KVResizer
@@ -225,13 +226,13 @@ def test_memory_shrinks_by_the_ratio_and_becomes_blocks(morphing: Morphing) -> N
 def test_weights_that_were_damaged_on_the_way_are_found_and_never_serve(
     morphing: Morphing, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Lazy:
-        nbytes = 0
+    real = VirtualRange.write
 
-        def __call__(self, may_go_on: Any) -> None:
-            """Copies nothing: the new pages are zeros."""
+    def all_but_a_byte(target: VirtualRange, offset: int, source: torch.Tensor) -> None:
+        real(target, offset, source)
+        target.tensor(torch.uint8, [1], offset_bytes=offset + 12345)[:] += 1
 
-    monkeypatch.setattr(morphing.variants, "copy_job", lambda *place: Lazy())
+    monkeypatch.setattr(VirtualRange, "write", all_but_a_byte)
     morphing.submit("0", PROMPTS[0])
     morphing.steps(3)
     name = morphing.swap("int4", count=2)

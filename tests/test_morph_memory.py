@@ -31,11 +31,13 @@ class Refusals:
         self.num_maps, self.refused = 0, range(0)
         real = CpuBackend.map
 
-        def map_or_refuse(backend: CpuBackend, space: AddressSpace, first: int, pages: Pages) -> None:
+        def map_or_refuse(
+            backend: CpuBackend, space: AddressSpace, first: int, pages: Pages, *, zeroed: bool
+        ) -> None:
             self.num_maps += 1
             if self.num_maps in self.refused:
                 raise MappingFailed("mmap: Cannot allocate memory")
-            real(backend, space, first, pages)
+            real(backend, space, first, pages, zeroed=zeroed)
 
         patch.setattr(CpuBackend, "map", map_or_refuse)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -32,7 +33,8 @@ class AddressSpace(Protocol):
 class Backend(Protocol):
     """Physical memory of one device. Calls are not thread-safe; the pool's owner makes them.
 
-    A page that was just mapped reads as zeros, whoever had it before.
+    A page that was unmapped keeps its memory for its next owner: to get it from the system again takes longer
+    than to fill it.
     """
 
     page_bytes: int
@@ -45,9 +47,10 @@ class Backend(Protocol):
     def reserve(self, nbytes: int) -> AddressSpace:
         """Address space of `nbytes` (whole pages) with nothing mapped. Raises MappingFailed."""
 
-    def map(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+    def map(self, space: AddressSpace, first_page: int, pages: Pages, *, zeroed: bool = True) -> None:
         """Map physical `pages` at the space's pages first_page.. . All or nothing, unless undoing fails too:
-        `space.pages` knows. Raises MappingFailed; also where the device has no memory left for a page."""
+        `space.pages` knows. Raises MappingFailed; also where the device has no memory left for a page.
+        zeroed: they read as zeros, whoever had them before; without, for owners that fill what they read."""
 
     def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
         """Undo `map`, when everything that was launched on the device so far has ended. Nothing may be
@@ -57,9 +60,12 @@ class Backend(Protocol):
     def write(self, space: AddressSpace, offset_bytes: int, source: torch.Tensor) -> None:
         """Copy uint8 [n] from host memory to where pages are mapped. The device has it when this returns.
 
-        The one call that any thread may make: nobody may map or unmap these pages meanwhile. Raises OSError
+        Any thread may make this call: nobody may map or unmap these pages meanwhile. Raises OSError
         or RuntimeError, when some of it may be written.
         """
+
+    def beside(self) -> AbstractContextManager[object]:
+        """What a thread launches on the device within runs beside the steps, as `write` does."""
 
     def close(self) -> None:
         """Give the physical memory back. Nothing may be mapped. A backend that is dropped without it gives

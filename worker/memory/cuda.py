@@ -8,6 +8,8 @@ where every one made before is in use. Same contract as the CPU backend, same te
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -81,7 +83,7 @@ class CudaBackend:
     def reserve(self, nbytes: int) -> CudaSpace:
         return CudaSpace(nbytes, self.page_bytes, self.device)
 
-    def map(self, space: AddressSpace, first_page: int, pages: Pages) -> None:
+    def map(self, space: AddressSpace, first_page: int, pages: Pages, *, zeroed: bool = True) -> None:
         self._make(pages)
         at, nbytes = space.address + first_page * self.page_bytes, len(pages) * self.page_bytes
         try:
@@ -90,7 +92,8 @@ class CudaBackend:
                 _check(driver.cuMemMap(target, self.page_bytes, 0, self._handles[page], 0))
                 space.pages[i] = page
             _check(driver.cuMemSetAccess(at, nbytes, [_read_write(self._prop.location)], 1))
-            self._zero(at, nbytes)
+            if zeroed:
+                self._zero(at, nbytes)
         except RuntimeError:  # the driver's MappingFailed, or torch's own about the stream
             mapped = space.pages[first_page : first_page + len(pages)]
             _unmap_each(at, mapped, self.page_bytes)
@@ -102,11 +105,16 @@ class CudaBackend:
         _unmap_each(space.address + first_page * self.page_bytes, mapped, self.page_bytes)
 
     def write(self, space: AddressSpace, offset_bytes: int, source: torch.Tensor) -> None:
+        with self.beside():
+            space.view(offset_bytes, source.numel()).copy_(source, non_blocking=True)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
         with torch.cuda.device(self.device):
             if self._copies is None:
                 self._copies = torch.cuda.Stream(self.device)
             with torch.cuda.stream(self._copies):
-                space.view(offset_bytes, source.numel()).copy_(source, non_blocking=True)
+                yield
             self._copies.synchronize()
 
     def close(self) -> None:

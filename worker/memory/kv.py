@@ -88,7 +88,8 @@ class KVCache:
         return min(pages_per_layer * self.pool.page_bytes // self.block_bytes, self.max_blocks)
 
     def grow(self, pages_per_layer: int) -> None:
-        """Map so many more pages in every layer, or none. New blocks read as zeros.
+        """Map so many more pages in every layer, or none. New blocks hold what their pages held before:
+        attention reads no token that was not written.
 
         Raises OutOfPages (with the pages of all layers together), MappingFailed, ValueError past max_blocks.
         """
@@ -143,7 +144,7 @@ class KVCache:
         try:
             for layer in self._ranges:
                 if after > before:
-                    layer.map(before, after - before)
+                    layer.map(before, after - before, zeroed=False)
                 else:
                     layer.unmap(after, before - after)
         except (RuntimeError, ValueError) as error:

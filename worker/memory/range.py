@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -21,8 +22,8 @@ class VirtualRange:
     """`pages[i]` is the physical page behind the range's page i, or NO_PAGE. Made by `PagePool.reserve`.
 
     Addresses never change while the range lives, so views, kernels and CUDA graphs stay valid while pages
-    come and go below them. A page that was just mapped reads as zeros. Unmapping waits for what the device
-    was told before; whoever unmaps must know that nothing else comes to use the page.
+    come and go below them. Unmapping waits for what the device was told before; whoever unmaps must know that
+    nothing else comes to use the page.
     """
 
     def __init__(self, pool: PagePool, space: AddressSpace, kind: Kind, owner: str) -> None:
@@ -47,8 +48,9 @@ class VirtualRange:
     def num_mapped(self) -> int:
         return int(np.count_nonzero(self.pages != NO_PAGE))
 
-    def map(self, first_page: int, num_pages: int) -> None:
-        """Put pages of the pool behind [first_page, first_page + num_pages). All or nothing.
+    def map(self, first_page: int, num_pages: int, *, zeroed: bool = True) -> None:
+        """Put pages of the pool behind [first_page, first_page + num_pages). All or nothing. zeroed: they
+        read as zeros; without, as what their last owner left, and it is quicker.
 
         Raises OutOfPages, MappingFailed, and ValueError where the range ends or a page is mapped already.
         """
@@ -57,7 +59,7 @@ class VirtualRange:
             raise ValueError(f"{self.owner}: a page of [{where.start}, {where.stop}) is mapped already")
         taken = self._pool.lowest_free(num_pages, self.owner)
         try:
-            self._pool.backend.map(self._space, first_page, taken)
+            self._pool.backend.map(self._space, first_page, taken, zeroed=zeroed)
         finally:
             self._pool.record(taken, self.kind, self.pages[where] != NO_PAGE)
 
@@ -113,6 +115,10 @@ class VirtualRange:
             )
         if source.numel():
             self._pool.backend.write(self._space, offset_bytes, source)
+
+    def beside(self) -> AbstractContextManager[object]:
+        """For the threads that `write`: what they launch on the device within runs beside the steps, too."""
+        return self._pool.backend.beside()
 
     def tensor(
         self,

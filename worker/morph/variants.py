@@ -24,11 +24,12 @@ from worker.morph.host import HostStore, Images
 from worker.morph.host_copy import HostCopy
 from worker.morph.host_file import Progress
 from worker.morph.host_images import find_matrices, write_half
+from worker.morph.sums import num_rows, row_sums
 from worker.morph.variants_check import check_outputs, expected_outputs, num_outputs
 from worker.quantize.fingerprint import model_fingerprint
 
 Place = tuple[int, Part, Precision]
-ImageName = tuple[int, Part, Precision, str]  # the last: "weights", or "outputs" of the check
+ImageName = tuple[int, Part, Precision, str]  # the last: "weights", their "sums", or "outputs" of the check
 
 
 class LayerVariants:
@@ -51,6 +52,7 @@ class LayerVariants:
         """
         self._model, self._pool = model, pool
         self.precisions: list[Precision] = [name for name in PRECISIONS if name in ("full", *precisions)]
+        self._proven: set[Place] = set()  # the products of these were right once
         self._matrices = {name: find_matrices(model, name, method) for name in self.precisions[1:]}
         self._plans = self._lay_out()
         self._store = self._open_store(host_dir, progress)
@@ -65,20 +67,29 @@ class LayerVariants:
         return self._ranges[layer, part, precision].num_pages
 
     def map(self, layer: int, part: Part, precision: Precision) -> None:
-        """All of its pages, which read as zeros. Raises MappingFailed or OutOfPages; then none."""
+        """All of its pages, for the copy to fill. Raises MappingFailed or OutOfPages; then none."""
         memory = self._ranges[layer, part, precision]
-        memory.map(0, memory.num_pages)
+        memory.map(0, memory.num_pages, zeroed=False)
 
     def copy_job(self, layer: int, part: Part, precision: Precision) -> HostCopy:
-        """Fills the mapped pages from the host image, in another thread."""
-        image = self._store.image((layer, part, precision, "weights"))
-        return HostCopy(image, self._ranges[layer, part, precision], self._device)
+        """Fills the mapped pages from the host image, in another thread, and raises WrongVariant there if
+        they do not hold it then."""
+        place = (layer, part, precision)
+        image, sums = (self._store.image((*place, kind)) for kind in ("weights", "sums"))
+        return HostCopy(_name(place), image, sums.view(torch.int64), self._ranges[place], self._device)
+
+    def image(self, layer: int, part: Part, precision: Precision) -> torch.Tensor:
+        """What is copied: uint8 [n] in host memory, for reading only."""
+        return self._store.image((layer, part, precision, "weights"))
 
     def check(self, layer: int, part: Part, precision: Precision) -> None:
-        """Raises WrongVariant unless the mapped variant computes what its host image does."""
-        expected = self._store.image((layer, part, precision, "outputs")).view(torch.float32)
-        half = self._resident((layer, part, precision))
-        check_outputs(f"{part} of layer {layer} in {precision}", half, expected, self._model.dtype)
+        """Raises WrongVariant unless the mapped variant computes what its host image does. Once: the same
+        bytes at the same addresses give the same products, and that they are the same the copy sees to."""
+        place = (layer, part, precision)
+        if place not in self._proven:
+            expected = self._store.image((*place, "outputs")).view(torch.float32)
+            check_outputs(_name(place), self._resident(place), expected, self._model.dtype)
+            self._proven.add(place)
 
     def install(self, layer: int, part: Part, precision: Precision) -> None:
         """The next step runs on it."""
@@ -155,7 +166,8 @@ class LayerVariants:
             imagined = self._half(
                 place, tensors_in(torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"), plan)
             )
-            sizes[*place, "weights"], sizes[*place, "outputs"] = plan.nbytes, 4 * num_outputs(imagined)
+            sizes[*place, "weights"], sizes[*place, "sums"] = plan.nbytes, 8 * num_rows(plan.nbytes)
+            sizes[*place, "outputs"] = 4 * num_outputs(imagined)
         contents = [identity(model), *(matrices.name for matrices in self._matrices.values())]
         return HostStore(
             folder,
@@ -178,6 +190,7 @@ class LayerVariants:
                 made = torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device)
                 write_half(tensors_in(made, plan), self._matrices[precision], layer, full.tensors)
             images[*place, "weights"].copy_(made)
+            images[*place, "sums"].view(torch.int64).copy_(row_sums(made))
             images[*place, "outputs"].view(torch.float32).copy_(
                 self._expected(place, images[*place, "weights"])
             )
@@ -192,6 +205,11 @@ class LayerVariants:
     @property
     def _device(self) -> torch.device:
         return self._pool.backend.device
+
+
+def _name(place: Place) -> str:
+    layer, part, precision = place
+    return f"{part} of layer {layer} in {precision}"
 
 
 def identity(model: Model) -> str:

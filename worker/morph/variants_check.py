@@ -1,7 +1,7 @@
 """Whether a variant in its pages computes what its host image does: products of a fixed small input.
 
-The expected outputs come from the plain reference; the check runs what will serve. So it finds bytes that
-were damaged on the way, pages that are not where they should be, and kernels that are wrong.
+The expected outputs come from the plain reference; the check runs what will serve. So it finds kernels that
+are wrong, and pages that hold something else; single bits of a weight it cannot see (`worker.morph.sums` do).
 """
 
 from __future__ import annotations
