@@ -72,6 +72,12 @@ def too_long(
     return ApiError(400, message, code="context_length_exceeded", param="prompt")
 
 
+def refused_capacity(reason: str, limit: int) -> ApiError:
+    """Workers refuse it, though `limit` tokens should fit somewhere."""
+    message = f"no worker could hold it: {reason}. The longest that this cluster holds is {limit} tokens"
+    return ApiError(400, message, code="context_length_exceeded", param="prompt")
+
+
 def no_such_model(model: str, known: list[str]) -> ApiError:
     there = ", ".join(known) if known else "none"
     message = f"the model {model[:200]!r} does not exist; served are: {there}"

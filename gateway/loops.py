@@ -13,6 +13,7 @@ from typing import Any
 from bus.client import BusFull, BusUnavailable, Restart
 from bus.messages import Event, Metrics, MorphReport, StepOutput
 from bus.pending import as_numbers
+from gateway.delivery.demand import demands
 from gateway.state import BUS_PATIENCE_S, Gateway
 from gateway.text import tokenizer
 
@@ -22,6 +23,7 @@ LEASE_S = 5.0
 POLL_S = 2.0  # the controller's events tell of most changes at once
 POLL_BUSY_S = 0.4  # while requests are in flight: a dead worker's are replayed the sooner
 TICK_S = 0.25
+DEMAND_S = 0.5
 TRIM_S = 1.0
 HISTORY_BATCH = 1000
 SLICE = 32  # deltas: half a millisecond
@@ -55,6 +57,7 @@ class Loops:
             self._poll_registry(),
             self._renew_lease(),
             self._publish_events(),
+            self._publish_demand(),
             self._tick(),
             self._gateway.outbox.run(),
             self._gateway.streams.run(),
@@ -167,6 +170,20 @@ class Loops:
                     log.warning("the event %s of %s is lost: %s", kind, subject, error)
                     await self._bus.wait_up()
 
+    async def _publish_demand(self) -> None:
+        """While requests wait for a group: at once, and again and again, since a controller may be new."""
+        while True:
+            await self._gateway.has_demand.wait()
+            self._gateway.has_demand.clear()
+            while told := demands(self._delivery.table, self._gateway.id):
+                try:
+                    await self._bus.publish(self._bus.names.demand, *told)
+                except BusUnavailable:
+                    await self._bus.wait_up()
+                except BusFull as error:
+                    log.debug("a demand waits: %s", error)
+                await asyncio.sleep(DEMAND_S)
+
     # ------------------------------------------------------------------------------------- registry
 
     def _on_restart(self, restart: Restart) -> None:
@@ -206,6 +223,8 @@ class Loops:
                     stored = again
         self._is_data_lost = False
         self._gateway.policy = stored
+        self._gateway.cluster.max_tp = stored.max_tp
+        self._gateway.cluster.parts_groups = stored.mode != "manual"
 
     async def _renew_lease(self) -> None:
         while True:

@@ -56,6 +56,7 @@ class Gateway:
             self.cluster, max_n_tokens=section.max_n_tokens, default_max_tokens=section.default_max_tokens
         )
         self.outbox = Outbox(bus, self.id)
+        self.has_demand = asyncio.Event()
         table = InFlight()
         self.delivery = Delivery(
             table,
@@ -67,6 +68,7 @@ class Gateway:
             max_attempts=section.max_attempts,
             replay=section.replay,
             on_event=self.tell,
+            on_demand=self.has_demand.set,
         )
         self.watch = Watch(
             self.delivery,

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from bus.messages import Delta, FinishReason
 from gateway import errors
-from gateway.delivery.cluster import Cluster
-from gateway.delivery.dispatch import BelowFloor, Candidate
+from gateway.delivery.cluster import JOIN_GRACE_S, Cluster
+from gateway.delivery.dispatch import BelowFloor, Candidate, NoRoom
 from gateway.delivery.endings import Endings
 from gateway.delivery.inflight import Flight, InFlight, Target
 from gateway.delivery.outbox import Outbox
@@ -24,14 +24,12 @@ from gateway.operations.stats import Stats
 
 log = logging.getLogger("gateway")
 
-# A model whose only worker died keeps its queue this long for a new one.
-JOIN_GRACE_S = 10.0
-
 OnEvent = Callable[[str, str, str, dict[str, float]], None]
 
 
 class Attempts:
-    """`on_event(kind, subject, reason, numbers)` publishes to the audit stream."""
+    """`on_event(kind, subject, reason, numbers)` publishes to the audit stream. `on_demand` hears that a
+    request began to wait for a group."""
 
     def __init__(
         self,
@@ -46,6 +44,7 @@ class Attempts:
         max_attempts: int,
         replay: bool,
         on_event: OnEvent,
+        on_demand: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table = table
@@ -58,19 +57,22 @@ class Attempts:
         self._max_attempts = max_attempts
         self._may_replay = replay
         self._on_event = on_event
+        self._on_demand = on_demand
         self._clock = clock
 
     # ------------------------------------------------------------------------------------- places
 
     def begin(self, flight: Flight) -> None:
-        """Sends it to an instance, or lets it wait for one that is joining or getting its precision back.
-        Raises ApiError: 400 where no instance can hold it, 503 where there is none."""
+        """Sends it to an instance, or lets it wait for one that is joining, getting its precision back, or
+        becoming large enough. Raises ApiError: 400 where no shape can hold it, 503 where there is none."""
         found = self._placement.find(flight)
         if found is None and not self._cluster.is_joining(flight.model, self._clock(), JOIN_GRACE_S):
             raise errors.unavailable(f"no worker serves {flight.model!r} at the moment; try again", 2.0)
         self._table.add(flight)
         if isinstance(found, Candidate):
             self._placement.send(flight, found)
+        elif isinstance(found, NoRoom):
+            self._wait_for_room(flight)
 
     def place_waiting(self) -> None:
         """There may be new instances, or old ones in another shape."""
@@ -88,6 +90,26 @@ class Attempts:
         self._table.unassign(flight)
         self._place(flight)
 
+    def too_small(self, flight: Flight, reason: str) -> None:
+        """Its instance cannot hold it in the shape of now, which may have changed on the way. The next look
+        knows more. One that is sent back again and again ends: our numbers and the worker's disagree."""
+        flight.misfits += 1
+        self._stats.of(flight.model).replays["kv_capacity"] += 1
+        if flight.misfits >= self._max_attempts:
+            limit = self._cluster.longest_tokens(flight.model, self._clock())
+            log.warning("%s was sent back %d times: %s", flight.request_id, flight.misfits, reason)
+            self._endings.fail(flight, errors.refused_capacity(reason, limit))
+            return
+        self._table.unassign(flight)
+        if flight.was_admitted:
+            flight.deadline = self._clock() + self._queue_timeout_s
+        self._wait_for_room(flight)
+
+    def _wait_for_room(self, flight: Flight) -> None:
+        if not flight.waits_for_room:
+            flight.waits_for_room = True
+            self._on_demand()
+
     def _place(self, flight: Flight) -> None:
         try:
             found = self._placement.find(flight)
@@ -96,6 +118,8 @@ class Attempts:
             return
         if isinstance(found, Candidate):
             self._placement.send(flight, found)
+        elif isinstance(found, NoRoom):
+            self._wait_for_room(flight)
         elif isinstance(found, BelowFloor):  # its deadline holds
             return
         elif flight.was_admitted and self._cluster.ready(flight.model):  # it waits for its turn alone

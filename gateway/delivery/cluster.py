@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 from bus.client import LiveWorker
 from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, WorkerMetrics
+from bus.shapes import longest_tokens
+
+# A worker that was there a moment ago may be starting again: what it could be part of is not impossible yet.
+JOIN_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,14 @@ class Cluster:
     polled_at: float = float("-inf")
     metrics: Metrics | None = None
     metrics_at: float = float("-inf")
+    max_tp: int = 0  # no group beyond it is made, as the policy says; 0: any
+    parts_groups: bool = True  # by itself, as the policy says
     _ready: dict[str, list[Ready]] = field(default_factory=dict)
     _instance_metrics: dict[tuple[str, int], InstanceMetrics] = field(default_factory=dict)
     _worker_metrics: dict[tuple[str, int], WorkerMetrics] = field(default_factory=dict)
     _steps: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # count, when it grew
     _processes: dict[str, WorkerCard] = field(default_factory=dict)  # as last seen, dead ones too
+    _degrees: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # tp, since when
     _fenced: dict[str, int] = field(default_factory=dict)  # worker -> the epoch it gave up and lived on
 
     def update(self, live: Iterable[LiveWorker], now: float) -> None:
@@ -55,6 +62,17 @@ class Cluster:
                 self._ready.setdefault(ready.card.model, []).append(ready)
                 self.served_at[ready.card.model] = now
                 self.cards[ready.card.model] = ready.card
+        self._degrees = {
+            (ready.card.id, ready.epoch): self._degree_of(ready, now)
+            for instances in self._ready.values()
+            for ready in instances
+        }
+
+    def _degree_of(self, ready: Ready, now: float) -> tuple[int, float]:
+        before = self._degrees.get((ready.card.id, ready.epoch))
+        if before is None:
+            return ready.card.tp, float("-inf")
+        return before if before[0] == ready.card.tp else (ready.card.tp, now)
 
     def _notice_fence(self, before: WorkerCard | None, card: WorkerCard) -> None:
         """The same process with another epoch did not die: it had lost its lease."""
@@ -132,8 +150,10 @@ class Cluster:
         found = self.instance_metrics(instance, epoch, now)
         if found is None:
             return False
-        reported_at = self.metrics_at - self._worker_metrics[found.worker, epoch].age_seconds
-        return reported_at > moment and found.last.running + found.last.waiting == 0
+        return self._reported_at(found) > moment and found.last.running + found.last.waiting == 0
+
+    def _reported_at(self, metrics: InstanceMetrics) -> float:
+        return self.metrics_at - self._worker_metrics[metrics.worker, metrics.epoch].age_seconds
 
     def is_working(self, instance: str, epoch: int, now: float, within_s: float) -> bool:
         """Whether a fresh report says that the instance has work and made steps within `within_s`."""
@@ -142,12 +162,43 @@ class Cluster:
             return False
         return now - self._steps[instance, epoch][1] <= within_s
 
+    def kv_metrics(self, ready: Ready, now: float) -> InstanceMetrics | None:
+        """`instance_metrics`, but None where they are of another degree than the card's."""
+        _, since = self._degrees.get((ready.card.id, ready.epoch), (0, 0.0))
+        found = self.instance_metrics(ready.card.id, ready.epoch, now)
+        if found is None or self._reported_at(found) < since:
+            return None
+        return found
+
     def max_tokens(self, ready: Ready, now: float) -> int:
         """Prompt and output that one sequence may have there: the model's context, or the whole KV cache
         where that is known to be less."""
-        metrics = self.instance_metrics(ready.card.id, ready.epoch, now)
-        kv_tokens = metrics.kv_blocks * ready.card.block_tokens if metrics else 0
-        return min(ready.card.max_model_len, kv_tokens or ready.card.max_model_len)
+        card, metrics = ready.card, self.kv_metrics(ready, now)
+        kv_tokens = metrics.kv_blocks * card.block_tokens if metrics else card.tokens_at.get(card.tp, 0)
+        return min(card.max_model_len, kv_tokens or card.max_model_len)
+
+    def usual_tokens(self, ready: Ready, now: float) -> int:
+        """The same of one worker alone: what a request may have without asking for a group."""
+        alone, now_there = ready.card.tokens_at.get(1, 0), self.max_tokens(ready, now)
+        return now_there if ready.card.tp == 1 or not alone else min(ready.card.max_model_len, alone)
+
+    def longest_tokens(self, model: str, now: float) -> int:
+        """Of the largest shape that the workers, or those of a moment ago, can take. 0: there is none."""
+        recent = [card for name, card in self._processes.items() if self._is_recent(name, now)]
+        shapes = longest_tokens([card for card in recent if card.state == "serving"], model, self.max_tp)
+        return max([shapes, *(self.max_tokens(ready, now) for ready in self.ready(model))])
+
+    def _is_recent(self, worker: str, now: float) -> bool:
+        return now - self.seen[worker][1] < JOIN_GRACE_S
+
+    def members(self, ready: Ready, now: float) -> list[InstanceMetrics]:
+        """Of every member of a group, its leader among them, where they are known."""
+        found = []
+        for worker in (self.workers.get(name) for name in ready.card.workers or [ready.worker]):
+            for card in worker.instances if worker else []:
+                if card.model == ready.card.model and worker is not None:
+                    found.append(self.instance_metrics(card.id, worker.epoch, now))
+        return [metrics for metrics in found if metrics is not None]
 
     def has_other_epoch(self, worker: str, epoch: int) -> bool:
         """Whether the worker is there as another incarnation. Its number is no larger where a clock was set

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from bus.messages import PRECISION_FLOOR, Delta, StepOutput
+from bus.messages import KV_CAPACITY, PRECISION_FLOOR, Delta, StepOutput
 from gateway import errors
 from gateway.delivery.attempts import Attempts, OnEvent
 from gateway.delivery.cluster import Cluster
@@ -39,6 +39,7 @@ class Delivery:
         max_attempts: int,
         replay: bool,
         on_event: OnEvent,
+        on_demand: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.table = table
@@ -57,6 +58,7 @@ class Delivery:
             max_attempts=max_attempts,
             replay=replay,
             on_event=on_event,
+            on_demand=on_demand,
             clock=clock,
         )
         self._clock = clock
@@ -122,6 +124,9 @@ class Delivery:
         flight.last_sign = now
         if delta.error is not None and delta.error.startswith(PRECISION_FLOOR):
             self.attempts.below_floor(flight)
+            return
+        if delta.error is not None and delta.error.startswith(KV_CAPACITY):
+            self.attempts.too_small(flight, delta.error.removeprefix(KV_CAPACITY).strip())
             return
         if not flight.is_running:
             self._started(flight, now)

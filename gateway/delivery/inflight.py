@@ -58,6 +58,8 @@ class Flight:
     min_precision: Precision | Literal[""] = ""  # no layer may be below it where this runs; "": any will do
     waits_for_precision: bool = True  # for an instance that keeps it, until the deadline; else: a refusal
     refused_by: frozenset[Target] = frozenset()  # below min_precision, by their own word, since the last look
+    waits_for_room: bool = False  # for a group of workers that can hold it
+    misfits: int = 0  # times a worker found that its KV cache cannot hold it, whatever we believed
     received: list[int] = field(default_factory=list)
     attempt: int = 0
     strikes: int = 0
@@ -82,10 +84,12 @@ class Flight:
 
 @dataclass(slots=True)
 class Place:
-    """One incarnation of an instance, with our flights there. `num_since`: sent since the last metric."""
+    """One incarnation of an instance, with our flights there. `num_since` were sent since the last metric,
+    of `tokens_since` tokens."""
 
     flights: dict[str, Flight] = field(default_factory=dict)
     num_since: int = 0
+    tokens_since: int = 0
 
 
 class InFlight:
@@ -109,9 +113,11 @@ class InFlight:
         del self.waiting[flight.request_id]
         flight.target = target
         flight.attempt += 1
+        flight.waits_for_room = False
         place = self.places.setdefault(target, Place())
         place.flights[flight.request_id] = flight
         place.num_since += 1
+        place.tokens_since += flight.num_tokens
 
     def unassign(self, flight: Flight) -> None:
         """Its attempt is void; it waits again."""
@@ -142,9 +148,13 @@ class InFlight:
         place = self.places.get(target)
         return list(place.flights.values()) if place else []
 
+    def waiting_for_room(self, model: str) -> Iterator[Flight]:
+        """Those that wait for a group, the first come first."""
+        return (one for one in self.waiting.values() if one.waits_for_room and one.model == model)
+
     def metrics_arrived(self) -> None:
         for place in self.places.values():
-            place.num_since = 0
+            place.num_since = place.tokens_since = 0
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""

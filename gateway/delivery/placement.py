@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 from gateway.delivery.cluster import Cluster, Ready
-from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, choose
-from gateway.delivery.inflight import Flight, InFlight, Target
+from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, NoRoom, choose, is_long
+from gateway.delivery.inflight import Flight, InFlight, Place, Target
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.precision import lowest
 from gateway.errors import below_floor, too_long
@@ -36,15 +36,22 @@ class Placement:
         self._outbox = outbox
         self._clock = clock
 
-    def find(self, flight: Flight) -> Candidate | BelowFloor | None:
-        """Where it should run; None while there is nowhere. Raises ApiError: 400 where it fits nowhere, 503
-        where it would not wait for its precision and has not begun."""
+    def find(self, flight: Flight) -> Candidate | BelowFloor | NoRoom | None:
+        """Where it should run; None while there is nowhere. Raises ApiError: 400 where no shape of the
+        cluster holds it, 503 where it would not wait for its precision and has not begun."""
         candidates = self.candidates(flight.model, flight.refused_by)
         if self._is_suspect(flight):
             candidates = [one for one in candidates if not self._has_suspect(one)]
-        found = choose(candidates, flight.num_tokens, flight.min_precision)
+        found = choose(
+            candidates, flight.num_tokens, flight.min_precision, self._reserved_tokens(flight.model)
+        )
         if isinstance(found, NoneFits):
-            raise too_long(len(flight.prompt_token_ids), found.limit, flight.sampling.max_tokens)
+            limit = max(found.limit, self._cluster.longest_tokens(flight.model, self._clock()))
+            if flight.num_tokens > limit:
+                raise too_long(len(flight.prompt_token_ids), limit, flight.sampling.max_tokens)
+            return NoRoom()
+        if is_long(candidates, flight.num_tokens) and self._is_behind_another(flight):
+            return NoRoom()
         if isinstance(found, BelowFloor) and not (flight.waits_for_precision or flight.was_admitted):
             raise below_floor(flight.model, flight.min_precision)
         return found
@@ -53,6 +60,13 @@ class Placement:
         """A new attempt at `to`."""
         self._table.assign(flight, Target(to.instance, to.worker, to.epoch))
         self._outbox.submit(flight)
+
+    def _reserved_tokens(self, model: str) -> int:
+        return max((one.num_tokens for one in self._table.waiting_for_room(model)), default=0)
+
+    def _is_behind_another(self, flight: Flight) -> bool:
+        """First come, first served among those that wait for a group."""
+        return next(self._table.waiting_for_room(flight.model), flight) is not flight
 
     def _has_suspect(self, candidate: Candidate) -> bool:
         target = Target(candidate.instance, candidate.worker, candidate.epoch)
@@ -70,17 +84,39 @@ class Placement:
     def _candidate(self, ready: Ready, now: float, refused_by: frozenset[Target]) -> Candidate:
         card = ready.card
         target = Target(card.id, ready.worker, ready.epoch)
-        place = self._table.places.get(target)
+        place = self._table.places.get(target, Place())
         metrics = self._cluster.instance_metrics(card.id, ready.epoch, now)
+        members = self._cluster.members(ready, now)
+        usual_tokens = self._cluster.usual_tokens(ready, now)
+        longest = max(
+            (
+                *(one.last.longest_tokens for one in members),
+                *(flight.num_tokens for flight in place.flights.values()),
+            ),
+            default=0,
+        )
         return Candidate(
             instance=card.id,
             worker=ready.worker,
             epoch=ready.epoch,
             max_tokens=self._cluster.max_tokens(ready, now),
-            num_measured=metrics.running + metrics.waiting if metrics else None,
-            num_own=len(place.flights) if place else 0,
-            num_own_since=place.num_since if place else 0,
+            num_measured=sum(one.running + one.waiting for one in members) if metrics else None,
+            num_own=len(place.flights),
+            num_own_since=place.num_since,
             kv_usage=metrics.kv_usage if metrics else 0.0,
             precision=lowest(metrics.last.layers) if metrics else None,
             is_below=target in refused_by,
+            tp=card.tp,
+            low_tokens=usual_tokens,
+            free_tokens=self._free_tokens(ready, place, now),
+            stays=longest > usual_tokens or not self._cluster.parts_groups,
         )
+
+    def _free_tokens(self, ready: Ready, place: Place, now: float) -> float | None:
+        """Of KV, less the queue and what is on its way."""
+        metrics = self._cluster.kv_metrics(ready, now)
+        if metrics is None:
+            return None
+        last = metrics.last
+        free = (last.kv_blocks - last.kv_used) * ready.card.block_tokens
+        return free - last.waiting_tokens - place.tokens_since

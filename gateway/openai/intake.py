@@ -80,13 +80,14 @@ class Intake:
             await self._prompt(text, f"prompt[{i}]" if is_batch else "prompt", context, card, tokenizer)
             for i, text in enumerate(texts)
         ]
-        room = context - max(len(prompt.token_ids) for prompt in prompts)
+        room = self._room(max(len(prompt.token_ids) for prompt in prompts), card)
         default = min(self._default_max_tokens, room)
         max_tokens = default if body.max_tokens is None else body.max_tokens
         return self._order(body, prompts, max_tokens, body.logprobs, body.echo, card, tokenizer)
 
     async def chat(self, body: ChatBody, card: InstanceCard, tokenizer: Tokenizer) -> Order:
-        """Without max_tokens an answer may fill the context. Raises ApiError 400."""
+        """Without max_tokens an answer may fill the context, as far as one worker alone holds it: what was
+        not asked for is no reason to form a group. Raises ApiError 400."""
         messages = [message.for_template() for message in body.messages]
         context = self.context(card)
         _refuse_if_long(sum(len(message["content"]) for message in messages), context, tokenizer)
@@ -95,7 +96,7 @@ class Intake:
         token_ids = await tokenizer.encode(text, special_tokens=False)  # the template wrote them
         _check_length(len(token_ids), context)
         given = body.max_completion_tokens or body.max_tokens
-        max_tokens = given or min(context - len(token_ids), max(1, self._max_n_tokens // body.n))
+        max_tokens = given or min(self._room(len(token_ids), card), max(1, self._max_n_tokens // body.n))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return self._order(body, [Prompt(token_ids, None)], max_tokens, logprobs, False, card, tokenizer)
 
@@ -112,10 +113,16 @@ class Intake:
         return prompt
 
     def context(self, card: InstanceCard) -> int:
-        """Tokens that the largest ready instance can hold."""
+        """Tokens that the largest shape of the cluster can hold."""
+        return self._cluster.longest_tokens(card.model, time.monotonic()) or card.max_model_len
+
+    def _room(self, num_prompt: int, card: InstanceCard) -> int:
+        """Tokens of output that fit beside the prompt where it will run."""
         now = time.monotonic()
-        ready = self._cluster.ready(card.model)
-        return max((self._cluster.max_tokens(one, now) for one in ready), default=card.max_model_len)
+        usual = max(
+            (self._cluster.usual_tokens(one, now) for one in self._cluster.ready(card.model)), default=0
+        )
+        return (usual if num_prompt < usual else self.context(card)) - num_prompt
 
     def _order(
         self,

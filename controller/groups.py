@@ -1,0 +1,102 @@
+"""What the scheduler of shapes sees of each instance, of one worker or of several. Pure.
+
+A group's members each have a card and metrics of their own; the leader's metrics tell of the KV cache, which
+is one, and what waits or runs is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from bus.client import LiveWorker
+from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard
+from bus.shapes import capacity_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Members in the order of their shards; the first leads. Tokens are KV, prompt and output."""
+
+    model: str
+    host: str
+    workers: tuple[str, ...]
+    instances: tuple[str, ...]
+    epochs: tuple[int, ...]
+    tp: int
+    tokens_at: Mapping[int, int] = field(default_factory=dict)  # degree -> what one sequence may have there
+    max_tokens: int  # the same, as it is now
+    used_tokens: int = 0
+    longest_tokens: int = 0  # of the requests that run or wait here
+    load: float = 0.0  # sequences that run or wait
+    age_s: float = 0.0  # of the oldest report of its members
+
+    @property
+    def leader(self) -> str:
+        return self.workers[0]
+
+    @property
+    def instance(self) -> str:
+        return self.instances[0]
+
+    @property
+    def usage(self) -> float:
+        return self.used_tokens / self.max_tokens if self.max_tokens else 1.0
+
+
+Member = tuple[WorkerCard, InstanceCard]
+
+
+def groups_of(metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0) -> list[Group]:
+    """Every instance all of whose members serve, with metrics of their own epochs. `lag_s`: the age of the
+    metrics themselves."""
+    cards = {live.card.id: live.card for live in workers if live.card.state == "serving"}
+    numbers = {(one.worker, one.id, one.epoch): one for one in metrics.instances}
+    ages = {(one.worker, one.epoch): one.age_seconds + lag_s for one in metrics.workers}
+    groups = []
+    for worker in cards.values():
+        for card in worker.instances:
+            members = _members(worker, card, cards)
+            seen = [numbers.get((member.id, one.id, member.epoch)) for member, one in members]
+            told = [one for one in seen if one is not None]
+            if members and len(told) == len(members):
+                age_s = max(ages.get((member.id, member.epoch), float("inf")) for member, _ in members)
+                groups.append(_group(members, told, age_s))
+    return groups
+
+
+def _members(worker: WorkerCard, card: InstanceCard, cards: Mapping[str, WorkerCard]) -> list[Member]:
+    """[] unless this worker leads, and every other member says the same of the group."""
+    names = card.workers or [worker.id]
+    if names[0] != worker.id:
+        return []
+    members = [(cards[name], one) for name in names if name in cards for one in cards[name].instances]
+    agreeing = [
+        (member, one)
+        for member, one in members
+        if one.model == card.model and one.tp == card.tp and (one.workers or [member.id]) == names
+    ]
+    return agreeing if len(agreeing) == len(names) == card.tp else []
+
+
+def _group(members: list[Member], told: list[InstanceMetrics], age_s: float) -> Group:
+    worker, card = members[0]
+    last = told[0].last
+    degrees = set.intersection(*({1, *one.degrees} for _, one in members))
+    tokens_at = {
+        degree: min(capacity_at(*member, degree) for member in members) for degree in sorted(degrees)
+    }
+    return Group(
+        model=card.model,
+        host=worker.host,
+        workers=tuple(member.id for member, _ in members),
+        instances=tuple(one.id for _, one in members),
+        epochs=tuple(member.epoch for member, _ in members),
+        tp=card.tp,
+        tokens_at={degree: tokens for degree, tokens in tokens_at.items() if tokens},
+        max_tokens=min(card.max_model_len, last.kv_blocks * card.block_tokens),
+        used_tokens=last.kv_used * card.block_tokens,
+        longest_tokens=max(one.last.longest_tokens for one in told),
+        load=sum(one.running + one.waiting for one in told),
+        age_s=age_s,
+    )

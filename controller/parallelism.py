@@ -1,0 +1,134 @@
+"""Which instances become a group, and when does a group part? Algorithm 2 of Gyges (§5) and the scale-up of
+its Algorithm 1. Pure: the service, the tests and the model of a cluster run this same code.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bus.shapes import natural
+from controller.groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """`groups` of one degree become one of degree `tp`, a power of two times theirs: the scale-up steps of x2
+    that the request needs, taken at once."""
+
+    groups: tuple[Group, ...]
+    tp: int
+    are_neighbours: bool = False
+
+    @property
+    def workers(self) -> list[str]:
+        return _in_shard_order([group.workers for group in self.groups])
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(group.used_tokens for group in self.groups)
+
+    @property
+    def tokens_after(self) -> int:
+        """What one sequence may have there."""
+        return min(group.tokens_at[self.tp] for group in self.groups)
+
+
+def decide_scale_up(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -> Merge | None:
+    """Makes room for a request of `num_tokens` that no instance holds: the lowest degree that does, on
+    instances of one degree, one model and one host, which together leave it that room beside what they have
+    in their caches (the reserve of §5). Instances that are groups already go first, since fewer shapes change
+    then; then neighbours, whose communicator is there already; then the least loaded. None: there is no such
+    place, `max_tp` (0: any) included.
+    """
+    there = list(groups)
+    places = _places(there)
+    merges = [
+        merge
+        for alike in _alike(there)
+        for tp in _degrees_for(alike, num_tokens, max_tp)
+        for merge in _merges(alike, tp, places)
+        if merge.used_tokens + num_tokens <= merge.tokens_after
+    ]
+    return min(merges, key=_cost, default=None)
+
+
+def decide_scale_down(group: Group, free_share: float) -> int | None:
+    """The lowest degree that holds the longest request here, if `free_share` (0..1) of the KV is free, now
+    and afterwards: whatever runs may have come to a single member, and must fit there. None: it stays
+    together.
+    """
+    if group.tp == 1 or group.usage > 1 - free_share:
+        return None
+    fitting = [
+        tp
+        for tp, tokens in group.tokens_at.items()
+        if tp < group.tp
+        and group.tp % tp == 0
+        and group.longest_tokens <= tokens
+        and group.used_tokens <= (1 - free_share) * tokens
+    ]
+    return min(fitting, default=None)
+
+
+def parted(group: Group, tp: int) -> list[list[str]]:
+    """The workers of the groups of degree `tp` that come of it."""
+    num_parts = group.tp // tp
+    return [list(group.workers[part::num_parts]) for part in range(num_parts)]
+
+
+# ------------------------------------------------------------------------------------- who can become what
+
+
+def _places(groups: Iterable[Group]) -> dict[str, int]:
+    """Each worker's number among those of its host and model."""
+    workers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for group in groups:
+        workers[group.host, group.model] += group.workers
+    return {name: i for names in workers.values() for i, name in enumerate(sorted(names, key=natural))}
+
+
+def _alike(groups: Iterable[Group]) -> Iterator[list[Group]]:
+    """Of one host, model and degree."""
+    kinds: dict[tuple[str, str, int], list[Group]] = defaultdict(list)
+    for group in groups:
+        kinds[group.host, group.model, group.tp].append(group)
+    for kind in kinds.values():
+        yield sorted(kind, key=lambda group: natural(group.leader))
+
+
+def _degrees_for(alike: Sequence[Group], num_tokens: int, max_tp: int) -> Iterator[int]:
+    """Those that hold so many tokens, by steps of x2. All of them: the lowest may have no room."""
+    tp, most = 2 * alike[0].tp, len(alike) * alike[0].tp
+    while tp <= min(most, max_tp or most):
+        if any(group.tokens_at.get(tp, 0) >= num_tokens for group in alike):
+            yield tp
+        tp *= 2
+
+
+def _merges(alike: Sequence[Group], tp: int, places: dict[str, int]) -> Iterator[Merge]:
+    """Neighbours, `tp` workers from a multiple of `tp` on; and, wherever they are, the least loaded."""
+    num_groups = tp // alike[0].tp
+    able = [group for group in alike if tp in group.tokens_at]
+    blocks: dict[int, list[Group]] = defaultdict(list)
+    for group in able:
+        first, *others = {places[worker] // tp for worker in group.workers}
+        if not others:
+            blocks[first].append(group)
+    for block in blocks.values():
+        if len(block) == num_groups:
+            yield Merge(tuple(block), tp, are_neighbours=True)
+    if len(able) >= num_groups:
+        idle = sorted(able, key=lambda group: (group.load, natural(group.leader)))[:num_groups]
+        yield Merge(tuple(sorted(idle, key=lambda group: natural(group.leader))), tp)
+
+
+def _cost(merge: Merge) -> tuple[object, ...]:
+    load = sum(group.load for group in merge.groups)
+    return merge.tp, -merge.groups[0].tp, not merge.are_neighbours, load, natural(merge.groups[0].leader)
+
+
+def _in_shard_order(groups: Sequence[Sequence[str]]) -> list[str]:
+    """Shards nest: low shard s of the j-th of n groups becomes high shard s * n + j."""
+    return [worker for shard in zip(*groups, strict=True) for worker in shard]

@@ -1,0 +1,118 @@
+"""Algorithm 1: where short and long requests go when instances of several degrees are about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.delivery.dispatch import Candidate, NoneFits, NoRoom, choose, is_long
+
+LOW, HIGH = 100, 1000
+
+
+def one(name: str, load: float = 0.0, **changes: Any) -> Candidate:
+    """Of one worker; a group of four with `tp=4`."""
+    tp = changes.get("tp", 1)
+    base: dict[str, Any] = {
+        "worker": name,
+        "epoch": 1,
+        "max_tokens": HIGH if tp > 1 else LOW,
+        "num_own": 0,
+        "num_own_since": 0,
+        "low_tokens": LOW,
+        "free_tokens": HIGH if tp > 1 else LOW,
+        "stays": tp == 1,
+    }
+    return Candidate(**(base | {"instance": name, "num_measured": load} | changes))
+
+
+def test_a_request_is_long_if_no_single_worker_holds_it() -> None:
+    there = [one("a"), one("g", tp=4)]
+    assert is_long(there, LOW + 1) and not is_long(there, LOW)
+    assert not is_long([*there, one("b", low_tokens=300)], 200)  # a device with more memory
+
+
+def test_a_long_request_goes_to_the_group_however_loaded_it_is() -> None:
+    there = [one("a"), one("g", tp=4, load=50)]
+    assert choose(there, 500) == there[1]
+
+
+def test_of_two_groups_a_long_request_takes_the_one_that_has_to_stay() -> None:
+    there = [one("g", tp=4), one("h", tp=4, load=8, stays=True)]
+    assert choose(there, 500) == there[1]
+
+
+def test_a_long_request_waits_for_room_in_a_group_rather_than_in_its_queue() -> None:
+    there = [one("a"), one("g", tp=4, free_tokens=499, stays=True)]
+    assert choose(there, 500) == NoRoom()
+    assert choose(there, 499) == there[1]
+
+
+def test_a_group_of_unknown_room_is_tried() -> None:
+    group = one("g", tp=4, free_tokens=None)
+    assert choose([group], 500) == group
+
+
+def test_what_no_instance_holds_names_the_largest() -> None:
+    assert choose([one("a"), one("g", tp=4)], HIGH + 1) == NoneFits(HIGH)
+
+
+def test_a_short_request_keeps_away_from_a_group_that_is_to_part() -> None:
+    there = [one("a", load=9, free_tokens=0), one("g", tp=4)]
+    assert choose(there, 10) == there[0]
+
+
+def test_a_short_request_uses_the_room_of_a_group_that_stays_when_it_would_wait_elsewhere() -> None:
+    there = [one("a", load=9, free_tokens=0), one("g", tp=4, stays=True)]
+    assert choose(there, 10) == there[1]
+    assert choose([replace(there[0], free_tokens=10), there[1]], 10) == replace(there[0], free_tokens=10)
+
+
+def test_a_short_request_leaves_the_room_that_a_long_one_waits_for() -> None:
+    there = [one("a", free_tokens=0), one("g", tp=4, stays=True, free_tokens=510)]
+    assert choose(there, 10, reserved_tokens=500) == there[1]
+    assert choose(there, 11, reserved_tokens=500) == there[0]
+
+
+def test_where_there_are_only_groups_short_requests_run_there() -> None:
+    there = [one("g", tp=4, load=3), one("h", tp=4, load=2)]
+    assert choose(there, 10) == there[1]
+
+
+def test_load_is_that_of_one_workers_share() -> None:
+    there = [one("g", tp=2, load=3, stays=True), one("h", tp=4, load=4, stays=True)]
+    assert choose(there, 10) == there[1]
+
+
+candidates = st.builds(
+    lambda name, load, tp, free, stays: one(name, load, tp=tp, free_tokens=free, stays=stays),
+    st.sampled_from("abcdefgh"),
+    st.floats(0, 20),
+    st.sampled_from([1, 2, 4]),
+    st.one_of(st.none(), st.floats(0, HIGH)),
+    st.booleans(),
+)
+
+
+@given(st.lists(candidates, min_size=1, max_size=8), st.integers(1, HIGH), st.integers(0, HIGH))
+def test_whatever_is_chosen_holds_it_and_respects_the_ranks(
+    there: list[Candidate], num_tokens: int, reserved: int
+) -> None:
+    found = choose(there, num_tokens, "", reserved)
+    fitting = [c for c in there if num_tokens <= c.max_tokens]
+    if not fitting:
+        assert found == NoneFits(max(c.max_tokens for c in there))
+    elif is_long(there, num_tokens):
+        roomy = [c for c in fitting if c.free_tokens is None or c.free_tokens >= num_tokens]
+        assert found in roomy if roomy else found == NoRoom()
+    else:
+        assert isinstance(found, Candidate) and found in fitting
+        singles = [c for c in fitting if c.tp == 1]
+        if singles and found.tp > 1:  # only where a request would wait at every single worker
+            assert found.stays
+            assert all(c.free_tokens is not None and c.free_tokens < num_tokens for c in singles)
+            if found.free_tokens is not None and found.max_tokens >= reserved:
+                assert found.free_tokens >= num_tokens + reserved
