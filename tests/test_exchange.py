@@ -50,8 +50,10 @@ class Member:
     def high(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.view(-1, HEADS // self.group.size, *cache.shape[2:])
 
-    def exchange(self, cache: torch.Tensor, live: Live, stage_bytes: int = 1 << 20) -> Moved:
-        return exchange(self.high(cache), live, self.subgroup, self.group, self.peers, stage_bytes)
+    def exchange(
+        self, cache: torch.Tensor, live: Live, stage_bytes: int = 1 << 20, grows: bool | None = None
+    ) -> Moved:
+        return exchange(self.high(cache), live, self.subgroup, self.group, self.peers, stage_bytes, grows)
 
 
 def truth(subgroup: int) -> torch.Tensor:
@@ -87,14 +89,15 @@ LIVE = [
 @pytest.mark.parametrize(("size", "low"), SHAPES)
 @pytest.mark.parametrize("live", LIVE)
 @pytest.mark.parametrize("stage_bytes", [1, 5000, 1 << 20])
+@pytest.mark.parametrize("grows", [True, None], ids=["up", "both"])
 def test_every_rank_gets_its_own_heads_of_all_live_blocks(
-    size: int, low: int, live: Live, stage_bytes: int
+    size: int, low: int, live: Live, stage_bytes: int, grows: bool | None
 ) -> None:
     live = live[: size // low]
 
     def work(member: Member) -> None:
         cache = member.cache()
-        member.exchange(cache, live, stage_bytes)
+        member.exchange(cache, live, stage_bytes, grows)
         heads = Shard(member.group.rank, size).part(HEADS, "heads")
         for j, blocks in enumerate(live):
             for c in blocks:
@@ -117,6 +120,25 @@ def test_what_is_live_in_no_subgroup_is_not_touched_and_twice_is_as_before(
         assert torch.equal(cache[dead], member.cache()[dead])
         assert member.exchange(cache, live, 9000).bytes == first.bytes
         assert torch.equal(cache, member.cache())
+
+    together(size, low, work)
+
+
+@pytest.mark.parametrize(("size", "low"), SHAPES)
+@pytest.mark.parametrize("live", LIVE)
+def test_there_and_back_every_live_block_is_as_before_and_no_other_was_sent(
+    size: int, low: int, live: Live
+) -> None:
+    live = live[: size // low]
+    sub_block = 2 * (HEADS // size) * BLOCK_TOKENS * HEAD_DIM * 4
+
+    def work(member: Member) -> None:
+        cache, mine = member.cache(), live[member.subgroup]
+        up = member.exchange(cache, live, 3000, grows=True)
+        down = member.exchange(cache, live, 9000, grows=False)
+        assert torch.equal(cache[list(mine)], member.cache()[list(mine)])
+        assert up.bytes == len(mine) * (member.n - 1) * sub_block
+        assert down.bytes == (sum(map(len, live)) - len(mine)) * sub_block
 
     together(size, low, work)
 

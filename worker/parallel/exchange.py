@@ -45,6 +45,7 @@ def exchange(
     group: Communicator,
     peers: Sequence[int],
     stage_bytes: int,
+    grows: bool | None = None,
 ) -> Moved:
     """Exchange sub-blocks of the live blocks with the other subgroups; every rank of `group` must call it.
 
@@ -55,48 +56,76 @@ def exchange(
     subgroup        of this rank
     peers[j]        the rank in `group` with this rank's low shard in subgroup j, ascending
     stage_bytes     bound of a stage's buffers; one block goes at a time where that alone takes more
+    grows           to the group's degree (True) or back (False), which says who needs a block that is live in
+                    one of two subgroups only. None: it goes both ways, twice the bytes for such a block
     ==============  ====================================================================================
 
-    A block that is live in one of two subgroups is exchanged between these two: its number must have memory
-    on every rank. Raises PeerLost: then this rank's stage has not begun or is complete, and which of them the
-    others completed is unknown. Raises ValueError for what does not fit together.
+    Every live block's number must have memory on every rank. Raises PeerLost: then this rank has written
+    whole stages only, and which of them the others completed is unknown. Raises ValueError for what does not
+    fit together.
     """
     n = len(live)
     _check(layer, live, subgroup, group, peers)
     rows = layer.view(layer.shape[0], -1).view(_WORD)
     row_bytes = rows.shape[1] * _WORD.itemsize
     per_stage = max(1, stage_bytes // (2 * (n - 1) * row_bytes)) if n > 1 else 1
-    plan = list(_stages(live, subgroup, per_stage))
-    largest = max((sum(map(len, stage)) for stage in plan), default=0)
-    sent, received = (rows.new_empty(largest, rows.shape[1]) for _ in range(2))
-    sizes = [0] * group.size
-    moved = 0
-    for stage in plan:
-        for peer, places in zip(peers, stage, strict=True):
+    stages = list(_stages(live, subgroup, per_stage, grows))
+    sent = rows.new_empty(max((out.num for out, _ in stages), default=0), rows.shape[1])
+    received = rows.new_empty(max((come.num for _, come in stages), default=0), rows.shape[1])
+    for out, come in stages:
+        there, here = sent[: out.num], received[: come.num]
+        torch.index_select(rows, 0, out.index(layer.device), out=there)
+        group.all_to_all(here, there, come.sizes(peers, group.size), out.sizes(peers, group.size))
+        rows.index_copy_(0, come.index(layer.device), here)
+    moved = sum(out.num for out, _ in stages) * row_bytes
+    return Moved(moved, len(stages), sent.nbytes + received.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Sub-blocks of this rank that go to, or come from, each subgroup in one stage (none of its own)."""
+
+    by_subgroup: list[_Ints]
+
+    @property
+    def num(self) -> int:
+        return sum(map(len, self.by_subgroup))
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(self.by_subgroup)).to(device)
+
+    def sizes(self, peers: Sequence[int], size: int) -> list[int]:
+        """By rank of the group."""
+        sizes = [0] * size
+        for peer, places in zip(peers, self.by_subgroup, strict=True):
             sizes[peer] = len(places)
-        index = torch.from_numpy(np.concatenate(stage)).to(layer.device)
-        there, here = sent[: len(index)], received[: len(index)]
-        torch.index_select(rows, 0, index, out=there)
-        group.all_to_all(here, there, sizes, sizes)
-        rows.index_copy_(0, index, here)
-        moved += len(index) * row_bytes
-    return Moved(moved, len(plan), 2 * largest * row_bytes)
+        return sizes
 
 
-def _stages(live: Sequence[Sequence[int]], subgroup: int, per_stage: int) -> Iterator[list[_Ints]]:
-    """For each stage, the sub-blocks to exchange with each subgroup (none with its own). Stages are the same
-    blocks on every rank, so that all make the same calls, also those that have nothing in them."""
+def _stages(
+    live: Sequence[Sequence[int]], subgroup: int, per_stage: int, grows: bool | None
+) -> Iterator[tuple[_Places, _Places]]:
+    """What each stage sends and receives. Stages are the same blocks on every rank, so that all make the same
+    calls, also those that have nothing in them."""
     n = len(live)
     blocks = np.unique(np.concatenate([np.asarray(part, np.int64) for part in live]))
     is_live = [np.isin(blocks, np.asarray(part, np.int64)) for part in live]
+    mine, up, down = is_live[subgroup], grows is not False, grows is not True
+
+    def places(of_mine: bool, of_theirs: bool, stage: slice) -> _Places:
+        """Of blocks that are live here, there, or either."""
+        return _Places(
+            [
+                blocks[stage][((of_mine & mine) | (of_theirs & theirs))[stage]] * n + other
+                if other != subgroup
+                else blocks[:0]
+                for other, theirs in enumerate(is_live)
+            ]
+        )
+
     for first in range(0, len(blocks), per_stage):
-        where = slice(first, first + per_stage)
-        yield [
-            blocks[where][is_live[subgroup][where] | is_live[other][where]] * n + other
-            if other != subgroup
-            else np.empty(0, np.int64)
-            for other in range(n)
-        ]
+        stage = slice(first, first + per_stage)
+        yield places(up, down, stage), places(down, up, stage)
 
 
 def _check(
