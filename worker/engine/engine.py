@@ -32,6 +32,18 @@ class StepResult:
     layers_below_full: int
 
 
+def result_of(instance: Instance, outputs: list[Output]) -> StepResult:
+    """What a step made, now."""
+    return StepResult(
+        instance=instance.id,
+        step=instance.num_steps,
+        born_ns=time.time_ns(),
+        outputs=outputs,
+        fingerprint=instance.fingerprint,
+        layers_below_full=instance.layers_below_full,
+    )
+
+
 class Engine:
     """Verbs: `submit`, `cancel`, `step`; the order of instances is the order in which they step."""
 
@@ -76,16 +88,7 @@ class Engine:
         results = []
         for instance in self.instances.values():
             if instance.has_work and (outputs := self._step(instance)):
-                results.append(
-                    StepResult(
-                        instance=instance.id,
-                        step=instance.num_steps,
-                        born_ns=time.time_ns(),
-                        outputs=outputs,
-                        fingerprint=instance.fingerprint,
-                        layers_below_full=instance.layers_below_full,
-                    )
-                )
+                results.append(result_of(instance, outputs))
         return results
 
     def _step(self, instance: Instance) -> list[Output]:

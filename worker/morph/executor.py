@@ -23,6 +23,8 @@ from worker.morph.plan import plan_swap
 from worker.morph.resizer import ResizeRun
 from worker.morph.swapper import Flights, SwapRun
 from worker.morph.target import Target
+from worker.morph.transform import TransformRun
+from worker.parallel.grouping import Grouping, Peer
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +43,17 @@ class MorphExecutor:
         *,
         step_share: float = 0.025,
         copy_share: float = 1.0,
+        grouping: Grouping | None = None,
+        layers_per_step: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """step_share: of the time of a busy engine, for work between its steps. copy_share: of the time,
         for copying while the engine is busy; below 1 where copying takes cores or memory from the steps."""
         self.targets = dict(targets)
         self.wake: Callable[[], None] = lambda: None  # called in another thread: `advance` is due
+        self.grouping, self._layers_per_step = grouping, layers_per_step
+        if grouping:
+            grouping.why_not = lambda: "a morph is running there" if self._jobs else ""
         self._worker, self._clock = worker, clock
         self._pace = Pace(step_share)
         self._copier = Copier(lambda: self.wake(), lambda: copy_share if self._is_busy else 1.0)
@@ -73,14 +80,15 @@ class MorphExecutor:
 
     # ----------------------------------------------------------------------------- commands
 
-    def begin(self, command: Morph) -> None:
-        """A command that comes again changes nothing and is not answered again."""
+    def begin(self, command: Morph, peers: Mapping[str, Peer] | None = None) -> None:
+        """A command that comes again changes nothing and is not answered again. peers: of a Transform, the
+        workers that take part."""
         if command.id in self._known:
             return
         self._remember(command.id)
         job = Job(command, self._worker, self._epoch, self._clock)
         try:
-            self._start(job)
+            self._start(job, peers or {})
         except NotApplied as end:
             self._tell(job.report(end.state, end.reason, end.numbers))
             return
@@ -130,6 +138,8 @@ class MorphExecutor:
             while self._pace.has_time:
                 can_go_on = job.step()
                 job.boundary_s += self._pace.spent()
+                if job.has_news:
+                    self._tell(job.report("running", job.news))
                 if not can_go_on:
                     return
             self._is_hurried = True
@@ -146,7 +156,7 @@ class MorphExecutor:
 
     # ----------------------------------------------------------------------------- beginnings and ends
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job, peers: Mapping[str, Peer]) -> None:
         """Raises NotApplied."""
         command = job.command
         if command.epoch != self._epoch:
@@ -155,14 +165,34 @@ class MorphExecutor:
         if target is None:
             there_are = ", ".join(self.targets) or "none"
             raise NotApplied("failed", f"there is no instance {command.instance}; there are {there_are}")
-        if isinstance(command, Transform):
-            raise NotApplied("failed", "this worker cannot change its tensor parallelism while it serves yet")
-        if isinstance(command, Swap):
-            job.start(self._swap(job, command, target))
-        else:
-            job.start(self._resize(command, target))
         for other in self._jobs.values():
             job.refuse_beside(other)
+        self._refuse_in_group(command)
+        if isinstance(command, Transform):
+            job.start(self._transform(command, peers))
+        elif isinstance(command, Swap):
+            job.start(self._swap(job, command, target))
+            for other in self._jobs.values():
+                job.refuse_beside(other)
+        else:
+            job.start(self._resize(command, target))
+
+    def _refuse_in_group(self, command: Morph) -> None:
+        """Raises NotApplied."""
+        if self.grouping is None:
+            return
+        if reason := self.grouping.busy_with:
+            raise NotApplied("conflict", reason)
+        if self.grouping.party and not isinstance(command, Transform):
+            size = self.grouping.party.formation.size
+            raise NotApplied("conflict", f"it is in a group of {size} workers; part it first")
+
+    def _transform(self, command: Transform, peers: Mapping[str, Peer]) -> TransformRun:
+        if self.grouping is None:
+            raise NotApplied("failed", "this worker serves several models: it cannot be in a group")
+        return TransformRun(
+            command, self.grouping, peers, layers_per_step=self._layers_per_step, clock=self._clock
+        )
 
     def _swap(self, job: Job, command: Swap, target: Target) -> SwapRun:
         order, variants = target.order_towards(command.precision), target.variants.precisions

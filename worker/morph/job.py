@@ -19,6 +19,7 @@ class Job:
         self.kind = KIND_OF[type(command)]
         self.touches: frozenset[Half] = frozenset()
         self.boundary_s = 0.0  # that the engine spent on it
+        self.news = ""
         self._worker, self._clock = worker, clock
         self._started_ms, self._began_s = _now_ms(), clock()
         self._run: Run | None = None
@@ -36,6 +37,12 @@ class Job:
         assert self._steps is not None
         return next(self._steps)
 
+    @property
+    def has_news(self) -> bool:
+        """It got on since this was asked last, by as much as people want to see."""
+        before, self.news = self.news, self._run.progress if self._run else ""
+        return self.news != before
+
     def undo(self) -> None:
         """What is half done. Raises MappingFailed."""
         assert self._steps is not None
@@ -45,6 +52,8 @@ class Job:
         """Raises NotApplied if the two would mix; `other` came first."""
         if other.command.instance != self.command.instance:
             return
+        if "transform" in (self.kind, other.kind):
+            raise NotApplied("conflict", f"morph {other.command.id}, a {other.kind}, is running")
         if self.kind == other.kind == "resize":
             about = "the size of its KV cache"
         elif shared := self.touches & other.touches:

@@ -103,10 +103,11 @@ class KVResizer:
         Raises OutOfBlocks if they do not find room and MappingFailed from the system. Sequences keep all
         they had, either way.
         """
-        self._vacate(self.cache.blocks_in(self.cache.pages_per_layer - pages_per_layer))
+        self.vacate(self.cache.blocks_in(self.cache.pages_per_layer - pages_per_layer))
         self.cache.shrink(pages_per_layer)
 
-    def _vacate(self, capacity: int) -> None:
+    def vacate(self, capacity: int) -> None:
+        """Move live blocks below `capacity`. Raises OutOfBlocks if they do not find room."""
         moves = self.cache.allocator.moves_below(capacity)
         if not moves:
             return
@@ -150,6 +151,8 @@ class ResizeRun:
                 f"sequence must fit) to {limits['max_blocks']} (the device's budget less the weights)",
                 **limits,
             )
+
+    progress = ""
 
     @property
     def deadline(self) -> float | None:

@@ -25,6 +25,10 @@ class Run(Protocol):
     def deadline(self) -> float | None:
         """When it gives up waiting; None: something else will wake it."""
 
+    @property
+    def progress(self) -> str:
+        """For people, while it runs; empty where its end is enough."""
+
 
 class Patience:
     """How long a morph has waited without getting on."""

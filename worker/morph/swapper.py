@@ -73,6 +73,8 @@ class SwapRun:
         self._pages_mapped = self._pages_unmapped = self._bytes = 0
         self._copy_s = 0.0
 
+    progress = ""
+
     @property
     def deadline(self) -> float | None:
         return self._patience.deadline

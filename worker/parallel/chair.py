@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worker.parallel.share import loans
-from worker.parallel.wire import Actions, Lend, Ready, Step
+from worker.parallel.wire import Actions, Census, Lend, Ready, Step
 
 
 class Chair:
@@ -14,6 +14,7 @@ class Chair:
     def __init__(self, group: str, size: int) -> None:
         self.group, self.size = group, size
         self.step = 0  # the next to be called
+        self.is_held = False  # no step is called
         self.latest: list[Ready] = []  # of the step called last, by rank
         self._ready: dict[int, Ready] = {}
         self._after: list[Actions] = []
@@ -35,12 +36,12 @@ class Chair:
     def is_everyone_ready(self) -> bool:
         return len(self._ready) == self.size
 
-    def ready_of(self, rank: int) -> Ready | None:
-        """What it told last."""
-        return self._ready.get(rank) or (self.latest[rank] if self.latest else None)
+    def ready_of(self, rank: int) -> Ready:
+        """What it told last. KeyError before its first word."""
+        return self._ready[rank] if rank in self._ready or not self.latest else self.latest[rank]
 
     def call(self) -> Step | None:
-        if not self.is_everyone_ready:
+        if self.is_held or not self.is_everyone_ready:
             return None
         ready = [self._ready[rank] for rank in range(self.size)]
         lending = self._lend(ready)
@@ -55,10 +56,17 @@ class Chair:
             grants=self._grants,
             after=[*self._after, *lending],
         )
+        # What is counted must not change before it was decided about.
+        self.is_held = any(isinstance(action, Census) for action in self._after)
         self.latest = ready
         self._ready, self._after, self._grants = {}, [], {}
         self.step += 1
         return called
+
+    def give_up_census(self) -> None:
+        """Nobody wants the count any more."""
+        self._after = [action for action in self._after if not isinstance(action, Census)]
+        self.is_held = False
 
     def _lend(self, ready: list[Ready]) -> list[Actions]:
         """Nothing beside other changes: blocks are counted, or change their numbers."""

@@ -15,6 +15,7 @@ j at the low degree is block c * n + j at the high one, in the same place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from worker.model.shard import Shard
@@ -100,7 +101,7 @@ class Formation:
         return Formation(tuple(names), self.low)
 
 
-def joined(subgroups: list[tuple[str, ...]], num_layers: int) -> Formation:
+def joined(subgroups: Sequence[tuple[str, ...]], num_layers: int) -> Formation:
     """Groups of one degree, each in the order of its shards, at the start of coming together."""
     low = len(subgroups[0])
     if any(len(each) != low for each in subgroups):

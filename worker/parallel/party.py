@@ -14,17 +14,16 @@ from dataclasses import dataclass
 import torch
 
 from kernels import copy_blocks
-from worker.engine.instance import Instance, Output, Planned
+from worker.engine.instance import Output, Planned
 from worker.engine.work import Work, attention_plan, merge, no_work, to_tensor
-from worker.memory import BlockAllocator, KVCache
-from worker.model import Model, Segment
-from worker.model.shard import Shard
-from worker.morph.copier import Copier
+from worker.memory import BlockAllocator
+from worker.model import Segment
 from worker.parallel.chair import Chair
 from worker.parallel.communicator import Communicator
 from worker.parallel.exchange import exchange
-from worker.parallel.filling import Filling, Weights
+from worker.parallel.filling import Filling
 from worker.parallel.formation import Formation, Run
+from worker.parallel.place import ALONE, Place
 from worker.parallel.share import BlockShare
 from worker.parallel.wire import (
     Actions,
@@ -40,24 +39,6 @@ from worker.parallel.wire import (
     pack,
     unpack,
 )
-
-ALONE = Shard()
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a worker brings into a group: one instance and all that belongs to it."""
-
-    instance: Instance
-    model: Model
-    cache: KVCache
-    weights: Weights
-    copier: Copier
-    stage_bytes: int
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.model.layers)
 
 
 @dataclass(slots=True)
@@ -93,7 +74,7 @@ class Party:
         self.group, self.formation, self.rank = group, formation, rank
         self.chair = Chair(group, formation.size) if rank == 0 else None
         self.costs = Costs()
-        self.is_over = False
+        self.is_over = self.has_fallen = False
         self.place, self._high, self._low = place, high, low
         self._send, self._broadcast, self._clock = send, broadcast, clock
         self._pages_alone = place.cache.pages_per_layer
@@ -114,6 +95,11 @@ class Party:
     def step(self) -> int:
         """The next one."""
         return self._step
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Of all members; whole as long as nothing was raised."""
+        return [self._high]
 
     @property
     def filled(self) -> int:
@@ -359,7 +345,7 @@ class Party:
     def fall_apart(self) -> None:
         """Alone again, whatever the others do: with all weights and as many KV pages as before, as far as
         there are; what ran is computed anew. Raises what makes the worker useless."""
-        self.is_over = True
+        self.is_over = self.has_fallen = True
         for group in (self._high, self._low):
             if group:
                 group.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 import numpy as np
 
@@ -21,27 +19,35 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Invite(Message, frozen=True, kw_only=True, tag=True):
-    """From the leader: come into this formation. `store`: where its ranks meet (host:port)."""
+    """From the leader: would you come into this formation, or in it go back to `low`? Answered by Answer."""
 
     leader: str
     model: str
     members: list[str]
-    epochs: dict[str, int]
     low: int
-    store: str
-    key: str  # what the meeting is called in the store
+    grows: bool
+    key: str  # what these members call their communicator
 
 
 class Answer(Message, frozen=True, kw_only=True, tag=True):
-    """To the leader. `reason`: why not; empty: it comes. `numbers`: what it has."""
+    """To the leader. `reason`: why not; empty: it comes, and stands by. `numbers`: what it has and will have.
+    `has_met`: it has kept the communicator."""
 
     worker: str
     reason: str = ""
+    has_met: bool = False
     numbers: dict[str, Number] = {}
 
 
+class Meet(Message, frozen=True, kw_only=True, tag=True):
+    """From the leader: make the communicator, with the others, in this store (host:port) by this name."""
+
+    store: str
+    name: str
+
+
 class Met(Message, frozen=True, kw_only=True, tag=True):
-    """To the leader: this rank has met the others, or why not."""
+    """To the leader: it is made, or why not."""
 
     worker: str
     reason: str = ""
@@ -104,14 +110,7 @@ class Lend(Action, frozen=True, kw_only=True, tag=True):
     blocks: int
 
 
-class EnterNext(Action, frozen=True, kw_only=True, tag=True):
-    """This group becomes a subgroup of another one, of that id."""
-
-    next_group: str
-    blocks: int
-
-
-Actions = MoveBoundary | Settle | Census | PartingBegins | Part | Lend | EnterNext
+Actions = MoveBoundary | Settle | Census | PartingBegins | Part | Lend
 
 
 # --------------------------------------------------------------------------- steps
@@ -159,7 +158,7 @@ class Bye(Message, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Messages = Invite | Answer | Met | Enter | Dismiss | Ready | Step | Bye
+Messages = Invite | Answer | Meet | Met | Enter | Dismiss | Ready | Step | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Messages] = msgspec.msgpack.Decoder(Messages)
@@ -193,7 +192,3 @@ def unpack(packed: PackedWork) -> Work:
         blocks=np.frombuffer(packed.blocks, np.int32).reshape(len(q_lens), -1),
         logit_rows=np.frombuffer(packed.logit_rows, np.int64),
     )
-
-
-def by_rank(messages: Iterable[Ready]) -> list[Ready]:
-    return sorted(messages, key=lambda ready: ready.rank)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from bus.messages import InstanceTelemetry, Morph, MorphReport, PageCounts
 from worker.core import Request
-from worker.engine.engine import Engine, StepResult
+from worker.engine.engine import Engine, StepResult, result_of
 from worker.engine.snapshot import instance_telemetry
 from worker.morph.executor import MorphExecutor
+from worker.parallel.grouping import Grouping, Peer
+from worker.parallel.party import Party
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,10 @@ class EngineThread:
         self._morphs, self._on_reports = morphs, on_reports
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         morphs.wake = lambda: self._inbox.put(lambda: None)
+        self._grouping = morphs.grouping
+        self._has_group_stepped = False
+        if self._grouping:
+            self._grouping.post = self._inbox.put
         self._epoch = 0
         self._is_paused = self._is_stopping = False
         self._num_steps = 0
@@ -75,9 +81,9 @@ class EngineThread:
         ids = list(request_ids)
         self._inbox.put(lambda: self._cancel(ids))
 
-    def morph(self, command: Morph) -> None:
-        """Begin it; its reports tell the rest."""
-        self._inbox.put(lambda: self._morphs.begin(command))
+    def morph(self, command: Morph, peers: Mapping[str, Peer] | None = None) -> None:
+        """Begin it; its reports tell the rest. peers: of a Transform, who takes part."""
+        self._inbox.put(lambda: self._morphs.begin(command, peers))
 
     def cancel_morph(self, morph_id: str) -> None:
         self._inbox.put(lambda: self._morphs.cancel(morph_id))
@@ -114,14 +120,23 @@ class EngineThread:
             while not self._is_stopping:
                 self._receive()
                 self._carry_on_morphs()
-                if self._may_step and not self._is_stopping:
+                if self._is_stopping:
+                    break
+                if self._grouping and self._grouping.party:
+                    self._step_in_group(self._grouping, self._grouping.party)
+                elif self._may_step:
                     self._step()
+            if self._grouping:
+                self._grouping.close()
             self._morphs.close()
         except BaseException as error:  # noqa: BLE001 whatever it was, the process must not sit there dead
             self._on_death(error)
 
     @property
     def _may_step(self) -> bool:
+        """Whether to go on at once. In a group that is for the leader to say: what it says comes here."""
+        if self._grouping and self._grouping.party:
+            return self._has_group_stepped
         return not self._is_paused and self._engine.has_work
 
     def _receive(self) -> None:
@@ -152,6 +167,21 @@ class EngineThread:
             self._engine.check_integrity()
             self._report(ended)
         elif ended >= self._snapshot_due:
+            self._report(ended)
+
+    def _step_in_group(self, grouping: Grouping, party: Party) -> None:
+        before, instance = party.step, party.place.instance
+        self._step_began = began = time.monotonic()
+        outputs = grouping.tick(may_plan=not self._is_paused)
+        ended = time.monotonic()
+        self._step_began = None
+        self._has_group_stepped = party.step != before and not party.is_over
+        if party.step != before:
+            self._busy_s += ended - began
+            self._num_steps += 1
+        if outputs:
+            self._on_results(self._epoch, [result_of(instance, outputs)])
+        if party.step != before and (party.is_over or ended >= self._snapshot_due or not instance.has_work):
             self._report(ended)
 
     def _report(self, now: float) -> None:

@@ -1,0 +1,248 @@
+"""The degree of tensor parallelism of running instances, changed while they decode (Gyges §4.3).
+
+The leader's run asks the members, lets them enter, and moves the boundary layer by layer; the members do the
+rest with the steps they make together. What is asked for and cannot be had changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping
+
+from bus.messages import Number, Transform
+from worker.morph.outcome import NotApplied
+from worker.morph.run import Clock, Patience
+from worker.parallel.formation import Formation, joined
+from worker.parallel.grouping import Gathering, Grouping, Peer
+from worker.parallel.party import Party
+from worker.parallel.share import NoRoom, homes
+from worker.parallel.wire import Census, MoveBoundary, Part, PartingBegins, Settle
+
+# Members answer at a boundary, a step's length away; whoever takes longer is stuck or loaded beyond use.
+ANSWER_S = 10.0
+
+
+class TransformRun:
+    """One Transform, at the leading worker."""
+
+    def __init__(
+        self,
+        command: Transform,
+        grouping: Grouping,
+        peers: Mapping[str, Peer],
+        *,
+        layers_per_step: int,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """peers: of all workers of the command, as the cards tell."""
+        self._command, self._grouping, self._peers = command, grouping, peers
+        self._num_layers = grouping.place.num_layers
+        self._layers_per_step = command.layers_per_step or layers_per_step
+        self._patience = Patience(max(command.wait_s, ANSWER_S), clock)
+        self._clock = clock
+        self._layers_done = 0
+        self._blocks_before = grouping.place.instance.scheduler.blocks.capacity
+        self._moving_began: float | None = None
+        self._moving_s = 0.0
+        self._party: Party | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        return self._patience.deadline
+
+    @property
+    def progress(self) -> str:
+        if not self._layers_done:
+            return ""
+        return f"{self._layers_done} of {self._num_layers} layers"
+
+    def numbers(self) -> dict[str, Number]:
+        told: dict[str, Number] = {
+            "tp": self._command.tp,
+            "layers": self._num_layers,
+            "layers_done": self._layers_done,
+            "layers_per_step": self._layers_per_step,
+            "blocks_before": self._blocks_before,
+            "blocks_after": self._grouping.place.instance.scheduler.blocks.capacity,
+        }
+        if self._party:
+            costs = self._party.costs
+            told |= {
+                "bytes_exchanged": costs.bytes_exchanged,
+                "pages_freed": costs.pages_freed,
+                "peak_bytes": costs.peak_bytes,
+                "moving_seconds": round(costs.moving_s, 6),
+                "travel_seconds": round(self._moving_s, 6),
+            }
+        return told
+
+    def steps(self) -> Generator[bool, None, None]:
+        party = self._grouping.party
+        if party is None:
+            if self._command.tp == 1:
+                return
+            yield from self._come_together()
+        elif party.formation.size == self._command.tp:
+            return
+        elif self._command.tp < party.formation.size:
+            yield from self._go_apart(party)
+        else:
+            raise NotApplied("failed", f"it is in a group of {party.formation.size}; part it first")
+
+    # ----------------------------------------------------------------------------- up
+
+    def _come_together(self) -> Generator[bool, None, None]:
+        formation = joined([(name,) for name in self._command.workers], self._num_layers)
+        gathering = self._gather(formation)
+        is_in = False
+        try:
+            yield from self._until_answered(gathering)
+            blocks, pages, blocks_after = self._room(gathering)
+            self._grouping.meet(gathering)
+            yield from self._until_met(gathering)
+            self._party = party = self._grouping.enter(gathering, blocks)
+            is_in = True
+        finally:
+            if not is_in:
+                self._grouping.dismiss(gathering, "the transformation does not come about")
+        yield from self._travel(party)
+        yield from self._settle(party, Settle(blocks=blocks_after, pages=pages))
+
+    def _room(self, gathering: Gathering) -> tuple[int, list[int], int]:
+        """(low blocks of each, pages of each layer by rank, blocks in all). Raises NotApplied."""
+        answers = [gathering.answers[name].numbers for name in gathering.formation.members]
+        blocks = int(min(each["blocks"] for each in answers))
+        used = int(max(each["blocks_used"] for each in answers))
+        if used > blocks:
+            raise NotApplied(
+                "deferred",
+                f"a member has {used} KV blocks in use, and the smallest cache has {blocks}",
+                blocks_used=used,
+                blocks=blocks,
+            )
+        pages = [int(each["pages_after"]) for each in answers]
+        after = int(min(each["blocks_after"] for each in answers))
+        return blocks, pages, max(after, blocks * gathering.formation.num_subgroups)
+
+    def _settle(self, party: Party, settle: Settle) -> Generator[bool, None, None]:
+        assert party.chair
+        party.chair.add(settle)
+        while not party.formation.is_uniform:
+            self._check(party)
+            yield False
+        self._grouping.on_regrouped(party.formation.members, f"transform {self._command.id}")
+
+    # ----------------------------------------------------------------------------- down
+
+    def _go_apart(self, party: Party) -> Generator[bool, None, None]:
+        assert party.chair
+        low = self._command.tp
+        if low > 1:
+            raise NotApplied(
+                "failed", f"a group of {party.formation.size} parts into single workers, not {low}"
+            )
+        self._party = party
+        formation = party.formation.beginning(low, self._num_layers, grows=False)
+        gathering = self._gather(formation)
+        try:
+            yield from self._until_answered(gathering)
+        finally:
+            self._grouping.go_on(gathering)
+        answers = [gathering.answers[name].numbers for name in formation.members]
+        pages = [int(each["pages_after"]) for each in answers]
+        blocks = int(min(each["blocks_after"] for each in answers))
+        yield from self._begin_parting(party, formation, blocks, pages)
+        yield from self._travel(party)
+        party.chair.add(Part())
+        while not party.is_over:
+            self._check(party)
+            yield False
+
+    def _begin_parting(
+        self, party: Party, formation: Formation, blocks: int, pages: list[int]
+    ) -> Generator[bool, None, None]:
+        """Nobody may take a block between the count and the moves: the step with the moves waits for both."""
+        chair = party.chair
+        assert chair
+        chair.add(Census())
+        counted_in = chair.step + 1
+        try:
+            while chair.step != counted_in or not chair.is_everyone_ready:
+                self._check(party)
+                yield False
+            used = [chair.ready_of(rank).used for rank in range(formation.size)]
+            by_subgroup = [
+                sorted(block for rank in formation.ranks_of(j) for block in used[rank])
+                for j in range(formation.num_subgroups)
+            ]
+            try:
+                moves = homes(by_subgroup, blocks)
+            except NoRoom as error:
+                raise NotApplied(
+                    "deferred",
+                    f"{formation.members[error.planner]} has {error.used} KV blocks in use and would keep"
+                    f" {error.room}",
+                    blocks_used=error.used,
+                    blocks_room=error.room,
+                ) from error
+            every = {old: new for each in moves for old, new in each.items()}
+            chair.add(PartingBegins(low=formation.low, blocks=blocks, pages=pages, moves=every))
+        finally:
+            chair.give_up_census()
+        while party.formation.is_uniform:
+            self._check(party)
+            yield False
+
+    # ----------------------------------------------------------------------------- both
+
+    def _travel(self, party: Party) -> Generator[bool, None, None]:
+        """The boundary from the last layer to the first, as far as all members are prepared."""
+        chair = party.chair
+        assert chair
+        self._moving_began = self._clock()
+        while (boundary := party.formation.boundary) > 0:
+            self._check(party)
+            to = max(0, boundary - self._layers_per_step)
+            if not party.formation.grows:
+                filled = [chair.ready_of(rank).filled for rank in range(party.formation.size)]
+                to = max(to, *filled)
+            if to < boundary:
+                chair.add(MoveBoundary(to=to))
+                while party.formation.boundary != to:
+                    self._check(party)
+                    yield False
+                self._layers_done = self._num_layers - to
+            yield False
+        self._moving_s = self._clock() - self._moving_began
+
+    def _gather(self, formation: Formation) -> Gathering:
+        try:
+            return self._grouping.gather(self._command.id, formation, self._peers)
+        except (OSError, KeyError) as error:
+            raise NotApplied("failed", f"a member cannot be reached: {error}") from error
+
+    def _until_answered(self, gathering: Gathering) -> Generator[bool, None, None]:
+        while gathering.silent:
+            self._wait(gathering, f"no answer of {', '.join(gathering.silent)}")
+            yield False
+        self._patience.get_on()
+        if gathering.refusals:
+            raise NotApplied("conflict", "; ".join(gathering.refusals))
+
+    def _until_met(self, gathering: Gathering) -> Generator[bool, None, None]:
+        while not gathering.has_met:
+            self._wait(gathering, "the members did not meet")
+            yield False
+        self._patience.get_on()
+        if gathering.refusals:
+            raise NotApplied("failed", "; ".join(gathering.refusals))
+
+    def _wait(self, gathering: Gathering, what: str) -> None:
+        if gathering.lost:
+            raise NotApplied("failed", gathering.lost)
+        if not self._patience.wait():
+            raise NotApplied("deferred", f"{what} within {max(self._command.wait_s, ANSWER_S):g} s")
+
+    def _check(self, party: Party) -> None:
+        if party.has_fallen:
+            raise NotApplied("failed", "the group fell apart; its members serve alone")

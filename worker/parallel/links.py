@@ -1,0 +1,118 @@
+"""Connections between the workers of a host, beside Redis: a step of a group cannot wait for the bus.
+
+Each is a stream of frames (multiprocessing.connection, which checks the key, too) with a thread that reads
+it. Both ends send a sign of life every second; whoever hears nothing for longer than the group's timeout, a
+stopped process for example, counts as gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+
+from worker.parallel.wire import Messages, decode, encode
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+_PING = b""
+KEY_BYTES = 32
+
+OnMessage = Callable[["Link", Messages], None]  # in a thread of the link
+OnLost = Callable[["Link", str], None]  # once, in a thread of the link; not after `close`
+
+
+class Link:
+    """One connection to one other worker."""
+
+    def __init__(
+        self, connection: Connection, timeout_s: float, on_message: OnMessage, on_lost: OnLost
+    ) -> None:
+        self._connection, self._timeout_s = connection, timeout_s
+        self._on_message, self._on_lost = on_message, on_lost
+        self._sending = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._read, name="group-link", daemon=True).start()
+
+    def send(self, message: Messages) -> None:
+        """Never raises: a connection that cannot take it is found lost by its reader."""
+        self._write(encode(message))
+
+    def close(self) -> None:
+        """Nothing is told of it any more. Repeating it is harmless."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._connection.close()
+
+    def _write(self, frame: bytes) -> None:
+        with suppress(OSError, ValueError), self._sending:
+            self._connection.send_bytes(frame)
+
+    def _read(self) -> None:
+        heard_at = time.monotonic()
+        try:
+            while not self._is_closed:
+                if self._connection.poll(PING_S):
+                    frame = self._connection.recv_bytes()
+                    heard_at = time.monotonic()
+                    if frame != _PING:
+                        self._on_message(self, decode(frame))
+                        continue
+                if time.monotonic() - heard_at > self._timeout_s:
+                    raise TimeoutError(f"nothing was heard for {self._timeout_s:g} s")
+                self._write(_PING)
+        except (OSError, EOFError, ValueError, TimeoutError) as error:
+            if not self._is_closed:
+                self.close()
+                self._on_lost(self, f"{type(error).__name__}: {error}".rstrip(": "))
+
+
+class Links:
+    """Listens, and connects to others. `address` and `key` are for the card: who can read it may come."""
+
+    def __init__(self, host: str, timeout_s: float, on_message: OnMessage, on_lost: OnLost) -> None:
+        """Raises OSError where the host cannot be listened on."""
+        self.key = os.urandom(KEY_BYTES)
+        self._timeout_s, self._on_message, self._on_lost = timeout_s, on_message, on_lost
+        self._listener = Listener((host, 0), authkey=self.key)
+        port: int = self._listener.address[1]
+        self.address = f"{host}:{port}"
+        self._links: list[Link] = []
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="group-links", daemon=True).start()
+
+    def connect(self, address: str, key: bytes) -> Link:
+        """Raises OSError where nobody listens or the key is not right."""
+        host, _, port = address.rpartition(":")
+        try:
+            return self._add(Client((host, int(port)), authkey=key))
+        except (AuthenticationError, EOFError) as error:
+            raise ConnectionRefusedError(f"{address} does not take this key") from error
+
+    def close(self) -> None:
+        self._is_closed = True
+        with suppress(OSError):
+            self._listener.close()
+        for link in self._links:
+            link.close()
+
+    def _add(self, connection: Connection) -> Link:
+        self._links = [link for link in self._links if not link._is_closed]
+        link = Link(connection, self._timeout_s, self._on_message, self._on_lost)
+        self._links.append(link)
+        return link
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                self._add(self._listener.accept())
+            except (OSError, EOFError, AuthenticationError) as error:
+                if not self._is_closed:
+                    log.warning("a connection to %s failed: %s", self.address, error)
+                    time.sleep(0.1)
