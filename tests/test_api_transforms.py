@@ -208,7 +208,7 @@ async def test_a_stream_goes_on_untouched_at_whatever_place_its_worker_has_in_a_
 ) -> None:
     """Through joining and parting: no replay, no cancel, every token once."""
     for worker in pair.workers:
-        worker.token_s, worker.stop_at = 0.01, 20
+        worker.stop_at = 4
     async with pair.client() as client:
         streams = [await client.completions.create(**BODY, stream=True) for _ in range(2)]
         await pair.until("one each", lambda: all(worker.num_running == 1 for worker in pair.workers))
@@ -216,13 +216,14 @@ async def test_a_stream_goes_on_untouched_at_whatever_place_its_worker_has_in_a_
         await join(pair, leader, "w1" if leader == "w0" else "w0")
         await instances(pair, 1)
         for worker in pair.workers:
-            worker.stop_at = 30
+            worker.stop_at = 8  # of 12
         await asyncio.sleep(0.2)  # tokens of both came from within the group
         await join(pair, "w0")
         await join(pair, "w1")
         await instances(pair, 2)
         for worker in pair.workers:
             worker.stop_at = None
+        assert not any(text.done() for text in texts)
         assert await asyncio.gather(*texts) == [ANSWER, ANSWER]
     for worker in pair.workers:
         assert [submit.attempt for submit in worker.submits] == [1] and worker.cancelled == set()
@@ -246,7 +247,7 @@ async def test_requests_of_a_member_that_dies_are_replayed_and_those_of_the_othe
 ) -> None:
     w0, w1 = pair.workers
     for worker in pair.workers:
-        worker.stop_at = 20
+        worker.stop_at = 4
     async with pair.client() as client:
         streams = [await client.completions.create(**BODY, stream=True) for _ in range(2)]
         await pair.until("one each", lambda: w0.num_running == w1.num_running == 1)
