@@ -27,6 +27,11 @@ class Decision:
     precision: Precision = "full"
     numbers: dict[str, Number] = field(default_factory=dict)
 
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """All that it changes."""
+        return (self.instance,)
+
     def command(self, morph_id: str) -> Morph:
         if self.lever == "resize":
             return Resize(

@@ -43,7 +43,8 @@ def decide(
 ) -> tuple[State, list[Decision]]:
     """What one window adds: at most one morph per instance. `at_s`: when the metrics were made."""
     if policy.revision != state.revision:  # other thresholds: what was counted under the old ones is void
-        state = State({name: _uncounted(track) for name, track in state.tracks.items()}, policy.revision)
+        tracks = {name: replace(_uncounted(track), parting=0) for name, track in state.tracks.items()}
+        state = replace(state, tracks=tracks, revision=policy.revision)
     tracks = {
         name: _uncounted(track)
         for name, track in state.tracks.items()

@@ -25,8 +25,8 @@ EXPIRY_MARGIN_S = 0.02
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     """Until `stop` is set. Raises RedisProblem."""
     controller, morpher = Controller(settings.controller, bus), Morpher(settings.monitor, bus)
-    log.info("watching leases and metrics")
-    await run_until(stop, controller.run(), morpher.decide(), morpher.confirm())
+    log.info("watching leases, metrics and demand")
+    await run_until(stop, controller.run(), morpher.decide(), morpher.answer(), morpher.confirm())
 
 
 class Controller:

@@ -1,4 +1,5 @@
-"""What the controller remembers of each instance: windows in a row, morphs in flight, refusals. Pure.
+"""What the controller remembers of each instance: windows in a row, morphs in flight, refusals; and of what
+waits for a group. Pure.
 
 Time is Redis' clock, as the ids of the entries tell it, in seconds: metrics and reports bring their own.
 """
@@ -11,12 +12,13 @@ from typing import Literal
 
 from bus.messages import MorphReport
 
-Lever = Literal["resize", "swap_down", "swap_up"]
+Lever = Literal["resize", "swap_down", "swap_up", "scale_up", "scale_down"]
+WAY_BACK: Mapping[Lever, Lever] = {"swap_down": "swap_up", "scale_up": "scale_down"}
 
 SILENT_S = 60.0  # a morph nobody reported on for so long holds nothing back any more
 FORGET_S = 600.0  # an instance that was not heard of for so long
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
-REGRET_S = 30.0  # layers that went back to full and must be swapped again so soon went back too early
+REGRET_S = 30.0  # what went back and must go forth again so soon went back too early
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +52,34 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One epoch of one instance. `pressure`, `ease`: windows in a row, up to `seen_s`."""
+    """One epoch of one instance. `pressure`, `ease`: windows in a row, up to `seen_s`; `parting`: windows in
+    a row in which this group could part, up to `parting_s`."""
 
     epoch: int
     seen_s: float
     pressure: int = 0
     ease: int = 0
     morphed_s: float | None = None  # decided, or ended, last
-    returned_s: float | None = None  # a way back was decided last
+    returned_s: Mapping[Lever, float] = field(default_factory=dict)  # when a way back was decided last
+    raised_s: float | None = None  # a scale-up of it was decided, or ended, last
+    parting: int = 0
+    parting_s: float = 0.0
     in_flight: Mapping[str, InFlight] = field(default_factory=dict)
     refusals: Mapping[Lever, Refusal] = field(default_factory=dict)
 
     def decided(self, lever: Lever, at_s: float) -> Track:
-        """Starts the cool-down. Layers that went back a moment ago and are swapped again show that a way
-        back was too early: the next one waits longer, so that a load that swings does not swing the shape."""
-        track = replace(self, morphed_s=at_s, returned_s=at_s if lever == "swap_up" else self.returned_s)
-        if lever == "swap_down" and self.returned_s is not None and at_s < self.returned_s + REGRET_S:
-            track = replace(track, returned_s=None).refused("swap_up", at_s)
-        return track
+        """Starts the cool-down. What went back a moment ago and goes forth again shows that the way back was
+        too early: the next one waits longer, so that a load that swings does not swing the shape."""
+        track = replace(self, morphed_s=at_s)
+        if lever == "scale_up":
+            track = replace(track, raised_s=at_s)
+        if lever in WAY_BACK.values():
+            return replace(track, returned_s={**self.returned_s, lever: at_s})
+        back = WAY_BACK.get(lever)
+        if back is None or at_s >= self.returned_s.get(back, -REGRET_S) + REGRET_S:
+            return track
+        others = {name: moment for name, moment in self.returned_s.items() if name != back}
+        return replace(track, returned_s=others).refused(back, at_s)
 
     def refused(self, lever: Lever, at_s: float) -> Track:
         refusal = Refusal.after(self.refusals.get(lever), at_s)
@@ -85,11 +97,24 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """What one gateway told of one model: requests that no instance holds, the longest of `tokens`; told so
+    many times in a row."""
+
+    tokens: int
+    count: int
+    told: int
+    since_s: float
+    heard_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class State:
-    """`revision`: of the policy under which the windows were counted."""
+    """`revision`: of the policy under which the windows were counted. `waiting`: by gateway and model."""
 
     tracks: Mapping[str, Track] = field(default_factory=dict)
     revision: int = 0
+    waiting: Mapping[tuple[str, str], Waiting] = field(default_factory=dict)
 
     def with_track(self, instance: str, track: Track) -> State:
         return replace(self, tracks={**self.tracks, instance: track})
@@ -104,30 +129,47 @@ def sent(state: State, instance: str, lever: Lever, morph_id: str, at_s: float) 
 
 
 def observe(state: State, report: MorphReport, at_s: float) -> State:
-    """A worker says where a morph is, ours or one by hand."""
+    """A worker says where a morph is, ours or one by hand. A transform is one of all its members."""
     track = state.tracks.get(report.target)
     if track is None or report.epoch > track.epoch:
         track = Track(report.epoch, at_s)
     elif report.epoch < track.epoch:
         return state
+    state = state.with_track(report.target, _observed(track, report, at_s))
+    model = model_of(report.target)
+    for name, other in state.tracks.items():
+        takes_part = model_of(name) == model and name.rpartition("@")[2] in report.workers
+        if name != report.target and (takes_part or report.id in other.in_flight):
+            state = state.with_track(name, _observed(other, report, at_s))
+    return state
+
+
+def model_of(instance: str) -> str:
+    """Instances are named "{model}@{worker}"."""
+    return instance.rpartition("@")[0]
+
+
+def _observed(track: Track, report: MorphReport, at_s: float) -> Track:
     in_flight = dict(track.in_flight)
     lever = morph.lever if (morph := in_flight.pop(report.id, None)) else None
     if report.state == "running":
         in_flight[report.id] = InFlight(lever, at_s)
     else:
         track = _ended(track, report, lever, at_s)
-    return state.with_track(report.target, replace(track, in_flight=in_flight))
+    return replace(track, in_flight=in_flight)
 
 
 def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) -> Track:
     """A failed one may have changed some layers, so it starts the cool-down too."""
     if report.state in ("applied", "failed"):
         track = replace(track, morphed_s=at_s)
+    if report.state == "applied" and lever == "scale_up":
+        track = replace(track, raised_s=at_s)
     if lever is None or report.state == "stale":
         return track
     # An applied resize took what it could: the same pages would be asked for again at once.
     if report.state != "applied" or lever == "resize":
         return track.refused(lever, at_s)
-    if lever == "swap_down":
+    if lever in WAY_BACK:
         return replace(track, refusals={name: one for name, one in track.refusals.items() if name != lever})
     return track  # of a way back only time tells whether it was right

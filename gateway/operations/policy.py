@@ -32,6 +32,9 @@ class PolicyBody(Body):
     step_layers: Annotated[int, between(0, MAX_COUNT)] | None = None
     max_layers: Annotated[int, between(0, MAX_COUNT)] | None = None
     precision: Literal["int8", "int4", "int3"] | None = None
+    max_tp: Annotated[int, between(0, MAX_COUNT)] | None = None
+    long_patience_s: Annotated[float, between(0, HIGHEST_DELAY_S)] | None = None
+    scale_down_free: Annotated[float, between(0, 1)] | None = None
 
 
 def changed(before: Policy, body: PolicyBody) -> Policy:
