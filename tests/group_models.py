@@ -50,10 +50,14 @@ class Ranks:
         self._connect()
         self.reshape(0, is_rising=True)
 
-    def reshape(self, boundary: int, *, is_rising: bool) -> None:
-        """Layers [0, boundary) at the degree that is left, the others at the new one; views, no memory."""
+    def use_degrees(self, boundary: int, *, is_rising: bool) -> None:
+        """Layers [0, boundary) are at the degree that is left, the others at the new one."""
         self.boundary = boundary
         self.degrees = (self.low, self.size) if is_rising else (self.size, self.low)
+
+    def reshape(self, boundary: int, *, is_rising: bool) -> None:
+        """Brings the layers there; new views of the same memory."""
+        self.use_degrees(boundary, is_rising=is_rising)
         for rank in self.ranks:
             model = rank.runner.model
             for i, layer in enumerate(model.layers):

@@ -23,7 +23,8 @@ from worker.model.halves import attention, feed_forward
 from worker.model.layout import plan_model
 from worker.model.quantized_layout import BITS, GROUP, plan_quantized
 from worker.model.weights import tensors_of
-from worker.morph.variants import LayerVariants, Place
+from worker.morph.ranges import Place
+from worker.morph.variants import LayerVariants
 from worker.morph.variants_check import WrongVariant, check_outputs
 from worker.quantize.awq import round_to_nearest
 from worker.quantize.sets import (
@@ -170,8 +171,8 @@ def test_the_sum_over_the_shards_of_a_variant_is_the_whole_half(
     made.swap_all(precision)
     model, runner = made.model, made.runner
     config, layer = model.config, model.layers[1]
-    memory = {part: made.variants._ranges[1, part, precision] for part in PARTS}
-    plans = {part: made.variants._plans[part, precision] for part in PARTS}
+    memory = {part: made.variants.ranges.memory((1, part, precision)) for part in PARTS}
+    plans = {part: made.variants.ranges.plans[part, precision] for part in PARTS}
     x = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(0))
     plan = runner._plan({0: tokens(9)})
     whole_kv = torch.zeros(128, *runner.kv.block_shape)
@@ -289,7 +290,7 @@ def test_a_variant_that_finds_no_pages_leaves_the_old_one_serving(morphing: Morp
 
 def test_every_shard_of_a_variants_ffn_is_a_run_of_pages(morphing: Morphing) -> None:
     for precision in QUANTIZED:
-        plan = morphing.variants._plans["ffn", precision]
+        plan = morphing.variants.ranges.plans["ffn", precision]
         units = plan.params["down.codes"].shape[0]
         assert units == 4 and plan.nbytes % (units * 4096) == 0
         for param in plan.params.values():
@@ -332,7 +333,7 @@ def test_a_page_that_was_not_copied_is_found(morphing: Morphing, part: Part, pre
     variants = morphing.variants
     if precision == "full":
         morphing.swap(1, part, "int8")
-    norms = [param for name, param in variants._plans[part, precision].params.items() if "norm" in name]
+    norms = [param for name, param in variants.ranges.plans[part, precision].params.items() if "norm" in name]
     norms_at = min((param.offset_bytes for param in norms), default=1 << 40)  # no product reads them
     variants.map(1, part, precision)
     job = variants.copy_job(1, part, precision)
@@ -385,9 +386,9 @@ def test_numbers_that_are_none_are_found(morphing: Morphing) -> None:
     variants = morphing.variants
     variants.map(0, "ffn", "int4")
     variants.copy_job(0, "ffn", "int4")(lambda: True)
-    tensors_of(variants._ranges[0, "ffn", "int4"], variants._plans["ffn", "int4"])["down.scales"][2, 3] = (
-        torch.nan
-    )
+    tensors_of(variants.ranges.memory((0, "ffn", "int4")), variants.ranges.plans["ffn", "int4"])[
+        "down.scales"
+    ][2, 3] = torch.nan
     with pytest.raises(WrongVariant):
         variants.check(0, "ffn", "int4")
     variants.unmap(0, "ffn", "int4")

@@ -21,8 +21,9 @@ from worker.quantize.sets import QuantizedMatrix, SetInfo, matrix_name, matrix_s
 class Morphing:
     """A model with its variants and a paged cache to run it over."""
 
-    def __init__(self, folder: Path, host_dir: Path, *, method: str = "", **load: Any) -> None:
-        self.runner = Runner(folder, **load)
+    def __init__(self, source: Path | Runner, host_dir: Path, *, method: str = "", **load: Any) -> None:
+        """source: a model's folder, or one that was loaded already."""
+        self.runner = Runner(source, **load) if isinstance(source, Path) else source
         self.model = self.runner.model
         self.variants = LayerVariants(self.model, self.runner.pool, method=method, host_dir=host_dir)
 
@@ -45,12 +46,12 @@ class Morphing:
 
     def tensors(self, layer: int, part: Part, precision: Precision) -> dict[str, torch.Tensor]:
         """Of a mapped variant."""
-        variants = self.variants
-        return tensors_of(variants._ranges[layer, part, precision], variants._plans[part, precision])
+        ranges = self.variants.ranges
+        return tensors_of(ranges.memory((layer, part, precision)), ranges.plans[part, precision])
 
     def bytes(self, layer: int, part: Part, precision: Precision) -> torch.Tensor:
         """Of a mapped variant, all pages."""
-        memory = self.variants._ranges[layer, part, precision]
+        memory = self.variants.ranges.memory((layer, part, precision))
         return memory.tensor(torch.uint8, (memory.nbytes,))
 
     def close(self) -> None:

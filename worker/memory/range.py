@@ -78,16 +78,19 @@ class VirtualRange:
             self._pool.record(given, self.kind, self.pages[where] != NO_PAGE)
 
     def resize(self, num_pages: int) -> None:
-        """Have the first `num_pages` pages mapped and no other. After a failure half-way it can be asked for
-        again, or for what was there before. Raises as `map` and `unmap` do."""
+        """Have the first `num_pages` pages mapped and no other; as `have`."""
         if not 0 <= num_pages <= self.num_pages:
             raise ValueError(f"{self.owner}: {num_pages} pages of a range of {self.num_pages}")
+        self.have(np.arange(self.num_pages) < num_pages)
+
+    def have(self, is_wanted: npt.NDArray[np.bool_], *, zeroed: bool = True) -> None:
+        """Have these pages mapped and no others: bool [num_pages]. After a failure half-way it can be asked
+        for again, or for what was there before. Raises as `map` and `unmap` do."""
         is_mapped = self.pages != NO_PAGE
-        is_wanted = np.arange(self.num_pages) < num_pages
-        for first, length in _spans(is_mapped & ~is_wanted):
+        for first, length in runs_of(is_mapped & ~is_wanted):
             self.unmap(first, length)
-        for first, length in _spans(is_wanted & ~is_mapped):
-            self.map(first, length)
+        for first, length in runs_of(is_wanted & ~is_mapped):
+            self.map(first, length, zeroed=zeroed)
 
     def release(self) -> None:
         """Give every page back and leave the pool. Views must not be used any more; they fault. Repeating
@@ -157,7 +160,7 @@ class VirtualRange:
         return slice(first_page, first_page + num_pages)
 
 
-def _spans(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Where the mask is true: (index of the first, length) of each run."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]

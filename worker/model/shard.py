@@ -23,3 +23,9 @@ class Shard:
             raise ValueError(f"{n} {what} cannot be split over {self.size} ranks")
         each = n // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
+
+    def has(self, other: Shard) -> bool:
+        """Whether the other is a part of this one, or this one itself: low shard s becomes high shards
+        s * n .. s * n + n - 1."""
+        times, rest = divmod(other.size, self.size)
+        return rest == 0 and other.rank // times == self.rank

@@ -23,6 +23,8 @@ DUMMY_STD = 0.06
 class Weights(Protocol):
     """A place to take weights from."""
 
+    depends_on_device: bool  # whether it writes other values into a target elsewhere
+
     def check(self, sources: Iterable[Source]) -> None:
         """Raises ModelError unless every source is there, with its shape; reads no weights."""
 
@@ -32,6 +34,8 @@ class Weights(Protocol):
 
 class Checkpoint:
     """model.safetensors, or the shards that model.safetensors.index.json names."""
+
+    depends_on_device = False
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError if there is neither, or a shard is missing."""
@@ -76,6 +80,8 @@ class Checkpoint:
 
 class RandomWeights:
     """Normal values, the same for the same seed, tensor, shape and device; norms are ones."""
+
+    depends_on_device = True
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

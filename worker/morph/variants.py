@@ -12,23 +12,23 @@ from pathlib import Path
 import torch
 
 from bus.messages import PARTS, PRECISIONS, Part, Precision
-from worker.memory import PagePool, VirtualRange
-from worker.model.halves import Half, attention, feed_forward
+from worker.memory import PagePool
+from worker.model.halves import Half
 from worker.model.layout import RangePlan
 from worker.model.model import Model
 from worker.model.quantized_layout import plan_quantized
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint
-from worker.model.weights import LoadedRange, Tensors, tensors_in, tensors_of
+from worker.model.weights import LoadedRange, tensors_in
 from worker.morph.host import HostStore, Images
 from worker.morph.host_copy import HostCopy
 from worker.morph.host_file import Progress
 from worker.morph.host_images import find_matrices, write_half
+from worker.morph.ranges import HalfRanges, Pages, Place, half_of, name_of
 from worker.morph.sums import num_rows, row_sums
 from worker.morph.variants_check import check_outputs, expected_outputs, num_outputs
 from worker.quantize.fingerprint import model_fingerprint
 
-Place = tuple[int, Part, Precision]
 ImageName = tuple[int, Part, Precision, str]  # the last: "weights", their "sums", or "outputs" of the check
 
 
@@ -54,29 +54,33 @@ class LayerVariants:
         self.precisions: list[Precision] = [name for name in PRECISIONS if name in ("full", *precisions)]
         self._proven: set[Place] = set()  # the products of these were right once
         self._matrices = {name: find_matrices(model, name, method) for name in self.precisions[1:]}
-        self._plans = self._lay_out()
-        self._store = self._open_store(host_dir, progress)
+        self.ranges = HalfRanges(model, pool, self._lay_out())
         try:
-            self._ranges = {place: self._reserve(place) for place in self._places()}
+            self._store = self._open_store(host_dir, progress)
         except BaseException:
-            self._store.close()
+            self.ranges.release()
             raise
 
     def pages(self, layer: int, part: Part, precision: Precision) -> int:
         """How many a variant takes while it is mapped."""
-        return self._ranges[layer, part, precision].num_pages
+        return int(self._needed((layer, part, precision)).sum())
 
     def map(self, layer: int, part: Part, precision: Precision) -> None:
-        """All of its pages, for the copy to fill. Raises MappingFailed or OutOfPages; then none."""
-        memory = self._ranges[layer, part, precision]
-        memory.map(0, memory.num_pages, zeroed=False)
+        """All that its shard needs, for the copy to fill. Raises MappingFailed or OutOfPages; then none."""
+        self.ranges.map((layer, part, precision), self._shard(layer))
 
     def copy_job(self, layer: int, part: Part, precision: Precision) -> HostCopy:
         """Fills the mapped pages from the host image, in another thread, and raises WrongVariant there if
         they do not hold it then."""
         place = (layer, part, precision)
+        return self.copy_pages(place, self._needed(place))
+
+    def copy_pages(self, place: Place, pages: Pages) -> HostCopy:
+        """The same for some pages."""
         image, sums = (self._store.image((*place, kind)) for kind in ("weights", "sums"))
-        return HostCopy(_name(place), image, sums.view(torch.int64), self._ranges[place], self._device)
+        spans = self.ranges.spans(place, pages)
+        memory = self.ranges.memory(place)
+        return HostCopy(name_of(place), image, sums.view(torch.int64), memory, self._device, spans)
 
     def image(self, layer: int, part: Part, precision: Precision) -> torch.Tensor:
         """What is copied: uint8 [n] in host memory, for reading only."""
@@ -84,11 +88,12 @@ class LayerVariants:
 
     def check(self, layer: int, part: Part, precision: Precision) -> None:
         """Raises WrongVariant unless the mapped variant computes what its host image does. Once: the same
-        bytes at the same addresses give the same products, and that they are the same the copy sees to."""
+        bytes at the same addresses give the same products, and that they are the same the copy sees to. Of a
+        part of a half the image has no outputs."""
         place = (layer, part, precision)
-        if place not in self._proven:
+        if place not in self._proven and self._shard(layer).size == 1:
             expected = self._store.image((*place, "outputs")).view(torch.float32)
-            check_outputs(_name(place), self._resident(place), expected, self._model.dtype)
+            check_outputs(name_of(place), self._resident(place), expected, self._model.dtype)
             self._proven.add(place)
 
     def install(self, layer: int, part: Part, precision: Precision) -> None:
@@ -98,13 +103,11 @@ class LayerVariants:
     def unmap(self, layer: int, part: Part, precision: Precision) -> None:
         """Give its pages back, when the device is done with what used them. Raises MappingFailed, perhaps
         half-way; then it may be tried again."""
-        self._ranges[layer, part, precision].resize(0)
+        self.ranges.memory((layer, part, precision)).resize(0)
 
     def release(self) -> None:
         """Give back all pages but those of full, which are the model's, and leave the host images."""
-        for place, memory in self._ranges.items():
-            if place[2] != "full":
-                memory.release()
+        self.ranges.release()
         self._store.close()
 
     # ----------------------------------------------------------------------------- ranges and halves
@@ -116,7 +119,7 @@ class LayerVariants:
                     yield layer, part, precision
 
     def _lay_out(self) -> dict[tuple[Part, Precision], RangePlan]:
-        """The layers are alike."""
+        """Those below full; the layers are alike."""
         model = self._model
         pairs: dict[Precision, tuple[RangePlan, RangePlan]] = {
             name: plan_quantized(
@@ -129,32 +132,27 @@ class LayerVariants:
             )
             for name, matrices in self._matrices.items()
         }
-        pairs["full"] = model.plan.layers[0]
         return {
             (part, name): plan for name, pair in pairs.items() for part, plan in zip(PARTS, pair, strict=True)
         }
 
-    def _reserve(self, place: Place) -> VirtualRange:
-        layer, part, precision = place
-        if precision == "full":
-            return self._full(layer, part).memory
-        owner = f"{self._model.config.folder.name} layer {layer} {part} {precision}"
-        return self._pool.reserve(self._plans[part, precision].nbytes, kind="weights", owner=owner)
+    def _shard(self, layer: int) -> Shard:
+        return self._model.layers[layer].shard
+
+    def _needed(self, place: Place) -> Pages:
+        return self.ranges.needed(place, self._shard(place[0]))
+
+    def _resident(self, place: Place) -> Half:
+        """Over the pages that are mapped."""
+        return self.ranges.half(place, self._shard(place[0]))
 
     def _full(self, layer: int, part: Part) -> LoadedRange:
         weights = self._model.weights[layer]
         return weights.attention if part == "attention" else weights.feed_forward
 
-    def _half(self, place: Place, tensors: Tensors) -> Half:
-        layer, part, precision = place
-        config = self._model.config
-        if part == "attention":
-            return attention(config, tensors, Shard(), config.sliding_windows[layer], precision)
-        return feed_forward(config, tensors, precision)
-
-    def _resident(self, place: Place) -> Half:
-        """Over the pages that are mapped."""
-        return self._half(place, tensors_of(self._ranges[place], self._plans[place[1:]]))
+    def _whole(self, place: Place, image: torch.Tensor) -> Half:
+        """Of all heads and rows, over uint8 [n] anywhere."""
+        return half_of(self._model, place, tensors_in(image, self.ranges.plans[place[1:]]), Shard())
 
     # ----------------------------------------------------------------------------- host images
 
@@ -162,16 +160,14 @@ class LayerVariants:
         model = self._model
         sizes: dict[ImageName, int] = {}
         for place in self._places():
-            plan = self._plans[place[1:]]
-            imagined = self._half(
-                place, tensors_in(torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"), plan)
-            )
+            plan = self.ranges.plans[place[1:]]
+            imagined = self._whole(place, torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"))
             sizes[*place, "weights"], sizes[*place, "sums"] = plan.nbytes, 8 * num_rows(plan.nbytes)
             sizes[*place, "outputs"] = 4 * num_outputs(imagined)
         contents = [identity(model), *(matrices.name for matrices in self._matrices.values())]
         return HostStore(
             folder,
-            f"{contents} {model.config.rms_norm_eps} {self._plans}",
+            f"{contents} {model.config.rms_norm_eps} {self.ranges.plans}",
             sizes,
             self._make,
             pin=self._device.type == "cuda",
@@ -179,10 +175,10 @@ class LayerVariants:
         )
 
     def _make(self, images: Images[ImageName], progress: Progress) -> None:
-        total, done = sum(self._plans[place[1:]].nbytes for place in self._places()), 0
+        total, done = sum(self.ranges.plans[place[1:]].nbytes for place in self._places()), 0
         for place in self._places():
             layer, part, precision = place
-            plan = self._plans[part, precision]
+            plan = self.ranges.plans[part, precision]
             full = self._full(layer, part)
             if precision == "full":
                 made = full.memory.tensor(torch.uint8, (plan.nbytes,))
@@ -199,17 +195,11 @@ class LayerVariants:
 
     def _expected(self, place: Place, image: torch.Tensor) -> torch.Tensor:
         """By the plain reference, from what is in host memory."""
-        half = self._half(place, tensors_in(image.to(self._device), self._plans[place[1:]]))
-        return expected_outputs(half, self._model.dtype)
+        return expected_outputs(self._whole(place, image.to(self._device)), self._model.dtype)
 
     @property
     def _device(self) -> torch.device:
         return self._pool.backend.device
-
-
-def _name(place: Place) -> str:
-    layer, part, precision = place
-    return f"{part} of layer {layer} in {precision}"
 
 
 def identity(model: Model) -> str:

@@ -1,0 +1,109 @@
+"""The weights of layers from one tensor-parallel degree to another, between steps (Gyges, section 4.2).
+
+Shards nest: a rank keeps a part of what it has, or gets more around it. So to a higher degree the other
+ranks' pages of the FFN are unmapped, and nothing is copied; to a lower one they are mapped and filled beside
+the steps. The attention's weights are on every rank: only the heads change that it computes. This holds for
+whichever variants a layer has at the time, quantised ones too.
+
+::
+
+    up      narrow
+    down    map --> fill, in the copying thread --> widen        undo of map: unmap_extra
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bus.messages import PARTS, Part
+from worker.engine.shape import precision_of
+from worker.memory import PagePool
+from worker.model.model import Model
+from worker.model.shard import Shard
+from worker.morph.ranges import HalfRanges, Pages, Place, name_of
+from worker.morph.source_copy import SourceCopy
+from worker.morph.variants import LayerVariants
+from worker.morph.verbs import CopyJob, Variants
+
+PagesCopy = Callable[[Place, Pages], CopyJob]  # fills these mapped pages of a variant
+
+
+class Resharder:
+    """Verbs of the engine's thread, between steps. A layer that is being swapped must not be resharded."""
+
+    def __init__(self, model: Model, ranges: HalfRanges, copy: PagesCopy) -> None:
+        self._model, self._ranges, self._copy = model, ranges, copy
+
+    def shard(self, layer: int) -> Shard:
+        """What the next step computes of it."""
+        return self._model.layers[layer].shard
+
+    def pages(self, layer: int, shard: Shard) -> int:
+        """Of the layer's variants, both halves, at `shard`."""
+        return sum(int(self._ranges.needed(self._resident(layer, part), shard).sum()) for part in PARTS)
+
+    def narrow(self, layer: int, shard: Shard) -> int:
+        """The next step runs `shard`, a part of the present one, and the other ranks' pages are free: returns
+        how many. Raises ValueError, and nothing has changed; and MappingFailed, when it runs the new shard
+        with pages to spare: then it may be called again."""
+        _check_nested(wide=self.shard(layer), narrow=shard)
+        self._install(layer, shard)
+        return sum(self._ranges.unmap_others(self._resident(layer, part), shard) for part in PARTS)
+
+    def map(self, layer: int, shard: Shard) -> int:
+        """Pages for what `shard` has and the present one, a part of it, has not; returns how many. All, or
+        none and OutOfPages or MappingFailed."""
+        _check_nested(wide=shard, narrow=self.shard(layer))
+        return self._ranges.map(self._resident(layer, "ffn"), shard)
+
+    def fill(self, layer: int, shard: Shard) -> CopyJob:
+        """Writes what belongs into the pages of `map`, beside the steps. Raises WrongVariant in the copying
+        thread if they do not hold it then, and OSError or ModelError where it cannot be read."""
+        place = self._resident(layer, "ffn")
+        missing = self._ranges.needed(place, shard) & ~self._ranges.needed(place, self.shard(layer))
+        return self._copy(place, missing)
+
+    def widen(self, layer: int, shard: Shard) -> None:
+        """The next step runs `shard`, whose pages are filled. Raises ValueError for those that were never
+        mapped."""
+        _check_nested(wide=shard, narrow=self.shard(layer))
+        self._install(layer, shard)
+
+    def unmap_extra(self, layer: int) -> None:
+        """Back to the pages of the present shard, where `map` had come first or not. No copy may run. Raises
+        MappingFailed; then it may be tried again."""
+        self._ranges.unmap_others(self._resident(layer, "ffn"), self.shard(layer))
+
+    def _install(self, layer: int, shard: Shard) -> None:
+        halves = [self._ranges.half(self._resident(layer, part), shard) for part in PARTS]
+        for half in halves:
+            self._model.install(layer, half)
+        self._model.layers[layer].shard = shard
+
+    def _resident(self, layer: int, part: Part) -> Place:
+        return layer, part, precision_of(self._model.shape()[layer], part)
+
+
+def make_resharder(model: Model, pool: PagePool, variants: Variants) -> Resharder:
+    """Fills from the variants' host images or, where a model has none, from where it was loaded from."""
+    if isinstance(variants, LayerVariants):
+        return Resharder(model, variants.ranges, variants.copy_pages)
+    ranges = HalfRanges(model, pool)
+
+    def copy(place: Place, pages: Pages) -> CopyJob:
+        layer, part, _ = place
+        return SourceCopy(
+            name_of(place),
+            model.plan.layers[layer][PARTS.index(part)],
+            model.source,
+            ranges.memory(place),
+            ranges.spans(place, pages),
+            pool.backend.device,
+        )
+
+    return Resharder(model, ranges, copy)
+
+
+def _check_nested(*, wide: Shard, narrow: Shard) -> None:
+    if not wide.has(narrow):
+        raise ValueError(f"{narrow} is no part of {wide}: a rank keeps what it has, or a part of it")

@@ -1,0 +1,47 @@
+"""From where a model was loaded into the pages of a half: for layers of which the host has no images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from worker.memory import VirtualRange
+from worker.model.layout import RangePlan
+from worker.model.sources import Weights
+from worker.model.weights import tensors_in
+from worker.morph.host_copy import HostCopy, Span
+from worker.morph.sums import row_sums
+
+
+class SourceCopy:
+    """Lays the half out in host memory as it was at load, tensor by tensor, and copies these parts of it."""
+
+    def __init__(
+        self,
+        what: str,
+        plan: RangePlan,
+        source: Weights,
+        target: VirtualRange,
+        spans: Sequence[Span],
+        device: torch.device,
+    ) -> None:
+        """plan: of full precision. spans: whole pages that are mapped."""
+        self._what, self._plan, self._source = what, plan, source
+        self._target, self._spans, self._device = target, spans, device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(end - begin for begin, end in self._spans)
+
+    def __call__(self, may_go_on: Callable[[], bool]) -> None:
+        """Asks after each tensor, some tens of MiB, and then as a `HostCopy` does. Raises ModelError too."""
+        where = self._device if self._source.depends_on_device else torch.device("cpu")
+        laid_out = torch.zeros(self._plan.nbytes, dtype=torch.uint8, device=where)
+        tensors = tensors_in(laid_out, self._plan)
+        for source in self._plan.sources:
+            self._source.fill(source.target(tensors), source)
+            if not may_go_on():
+                return
+        image = laid_out.cpu()
+        HostCopy(self._what, image, row_sums(image), self._target, self._device, self._spans)(may_go_on)
