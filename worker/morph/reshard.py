@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bus.messages import PARTS, Part
-from worker.engine.shape import precision_of
 from worker.memory import PagePool
 from worker.model.model import Model
 from worker.model.shard import Shard
@@ -81,7 +80,8 @@ class Resharder:
         self._model.layers[layer].shard = shard
 
     def _resident(self, layer: int, part: Part) -> Place:
-        return layer, part, precision_of(self._model.shape()[layer], part)
+        runs = self._model.layers[layer]
+        return layer, part, (runs.attention if part == "attention" else runs.feed_forward).precision
 
 
 def make_resharder(model: Model, pool: PagePool, variants: Variants) -> Resharder:
