@@ -34,6 +34,14 @@ CONFIGS: dict[str, dict[str, int]] = {
         "intermediate_size": 2432,
         "vocab_size": 8192,
     },
+    "wide": {  # 200M in four layers, whose size is that of models of 1B to 2B
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 5632,
+        "vocab_size": 4096,
+    },
 }
 
 

@@ -228,9 +228,10 @@ def test_weights_that_were_damaged_on_the_way_are_found_and_never_serve(
 ) -> None:
     real = VirtualRange.write
 
-    def all_but_a_byte(target: VirtualRange, offset: int, source: torch.Tensor) -> None:
+    def all_but_a_byte(target: VirtualRange, offset: int, source: torch.Tensor, then: Any) -> None:
         real(target, offset, source)
         target.tensor(torch.uint8, [1], offset_bytes=offset + 12345)[:] += 1
+        then(offset, offset + len(source))
 
     monkeypatch.setattr(VirtualRange, "write", all_but_a_byte)
     morphing.submit("0", PROMPTS[0])

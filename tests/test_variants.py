@@ -366,10 +366,11 @@ def test_a_single_bit_that_was_lost_is_found(
         at, bit = bits.randrange(job.nbytes), 1 << bits.randrange(8)
 
         def write(
-            target: VirtualRange, offset: int, source: torch.Tensor, at: int = at, bit: int = bit
+            target: VirtualRange, offset: int, source: torch.Tensor, then: Any, at: int = at, bit: int = bit
         ) -> None:
             real(target, offset, source)
             target.tensor(torch.uint8, [1], offset_bytes=at)[:] ^= bit
+            then(offset, offset + len(source))
 
         monkeypatch.setattr(VirtualRange, "write", write)
         with pytest.raises(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,13 @@ import torch
 
 Pages = npt.NDArray[np.int64]  # physical page numbers, in the order of their addresses
 
+OnWritten = Callable[[int, int], object]
+
 NO_PAGE = -1
+
+
+def write_only(first: int, end: int) -> None:
+    pass
 
 
 class AddressSpace(Protocol):
@@ -57,15 +63,16 @@ class Backend(Protocol):
         launched on the addresses meanwhile. Raises MappingFailed; `space.pages` knows what is still mapped,
         and what it held may be lost."""
 
-    def write(self, space: AddressSpace, offset_bytes: int, source: torch.Tensor) -> None:
+    def write(
+        self, space: AddressSpace, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only
+    ) -> None:
         """Copy uint8 [n] from host memory to where pages are mapped. The device has it when this returns.
+        then: called with the first byte of the space and the end of each piece that was written, while a CPU
+        has it in its caches; what it launches on a device runs beside the steps, as the copy does.
 
         Any thread may make this call: nobody may map or unmap these pages meanwhile. Raises OSError
         or RuntimeError, when some of it may be written.
         """
-
-    def beside(self) -> AbstractContextManager[object]:
-        """What a thread launches on the device within runs beside the steps, as `write` does."""
 
     def close(self) -> None:
         """Give the physical memory back. Nothing may be mapped. A backend that is dropped without it gives

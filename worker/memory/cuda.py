@@ -8,15 +8,13 @@ where every one made before is in use. Same contract as the CPU backend, same te
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from cuda.bindings import driver
 
-from worker.memory.backend import NO_PAGE, AddressSpace, Pages
+from worker.memory.backend import NO_PAGE, AddressSpace, OnWritten, Pages, write_only
 from worker.memory.errors import MappingFailed
 
 
@@ -104,17 +102,15 @@ class CudaBackend:
         mapped = space.pages[first_page : first_page + num_pages]
         _unmap_each(space.address + first_page * self.page_bytes, mapped, self.page_bytes)
 
-    def write(self, space: AddressSpace, offset_bytes: int, source: torch.Tensor) -> None:
-        with self.beside():
-            space.view(offset_bytes, source.numel()).copy_(source, non_blocking=True)
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
+    def write(
+        self, space: AddressSpace, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only
+    ) -> None:
         with torch.cuda.device(self.device):
             if self._copies is None:
                 self._copies = torch.cuda.Stream(self.device)
             with torch.cuda.stream(self._copies):
-                yield
+                space.view(offset_bytes, source.numel()).copy_(source, non_blocking=True)
+                then(offset_bytes, offset_bytes + source.numel())
             self._copies.synchronize()
 
     def close(self) -> None:

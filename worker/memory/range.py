@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.memory.backend import NO_PAGE, AddressSpace, Pages
+from worker.memory.backend import NO_PAGE, AddressSpace, OnWritten, Pages, write_only
 
 if TYPE_CHECKING:
     from worker.memory.pool import PagePool
@@ -101,8 +100,9 @@ class VirtualRange:
         self._is_released = True
         self._pool.forget(self)
 
-    def write(self, offset_bytes: int, source: torch.Tensor) -> None:
+    def write(self, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only) -> None:
         """Copy contiguous uint8 [n] from host memory to mapped pages; the device has it when this returns.
+        then: called with the first byte and the end of each piece of the range that was written, at once.
 
         Any thread may call this while the engine's thread runs steps: it takes no lock of the interpreter's
         while it copies, and no stream or thread that steps run on. Nobody may map or unmap these pages
@@ -117,11 +117,7 @@ class VirtualRange:
                 " must be mapped to be written"
             )
         if source.numel():
-            self._pool.backend.write(self._space, offset_bytes, source)
-
-    def beside(self) -> AbstractContextManager[object]:
-        """For the threads that `write`: what they launch on the device within runs beside the steps, too."""
-        return self._pool.backend.beside()
+            self._pool.backend.write(self._space, offset_bytes, source, then)
 
     def tensor(
         self,

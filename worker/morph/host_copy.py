@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from worker.memory import VirtualRange
-from worker.morph.sums import ROW_BYTES, num_rows, row_sums
+from worker.morph.sums import ROW_BYTES, RowSums, num_rows
 from worker.morph.variants_check import WrongVariant
 
 # A millisecond on either: it may be stopped, and rests, after each. Smaller ones cost more calls (1 MiB on a
 # CPU: half as long again).
 _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 1 << 22, 1 << 24
-
 
 Span = tuple[int, int]  # [begin, end) in bytes of a range
 
@@ -50,10 +49,11 @@ class HostCopy:
                     return
 
     def _copy(self, begin: int, end: int) -> None:
-        self._target.write(begin, self._image[begin:end])
-        with self._target.beside():
-            found = row_sums(self._target.tensor(torch.uint8, (end - begin,), offset_bytes=begin))
-        first = begin // ROW_BYTES
+        sums = RowSums(self._target.tensor(torch.uint8, (end - begin,), offset_bytes=begin))
+        self._target.write(
+            begin, self._image[begin:end], lambda start, stop: sums.take(start - begin, stop - begin)
+        )
+        found, first = sums.found, begin // ROW_BYTES
         wanted = self._sums[first : first + len(found)]
         if not found.equal(wanted):
             wrong = (found != wanted).nonzero().flatten() + first
