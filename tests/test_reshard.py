@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,8 @@ class Resharding:
 
     def bytes(self, layer: int = 1, part: Part = "ffn") -> torch.Tensor:
         """Of the resident half, whose pages are all mapped."""
-        memory = self.weights._ranges.memory(self.weights._resident(layer, part))
-        return memory.tensor(torch.uint8, (memory.nbytes,)).clone()
+        ranges, place = self.weights._ranges, self.weights._resident(layer, part)
+        return ranges.memory(place).tensor(torch.uint8, (ranges.plans[place[1:]].nbytes,)).clone()
 
     def widen(self, shard: Shard, layer: int = 1) -> None:
         self.weights.map(layer, shard)
@@ -276,6 +277,47 @@ def test_a_group_that_swapped_its_layers_gives_what_a_member_alone_gives_with_th
     ranks.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_any_history_of_swaps_and_degrees_keeps_every_page_and_every_byte(
+    folder: Path, tmp_path: Path, seed: int
+) -> None:
+    """Layers on their own ways, with copies that were stopped and undone between."""
+    resharding = Resharding(folder, tmp_path)
+    made, pool, weights = resharding.made, resharding.pool, resharding.weights
+    assert made
+    random, last = Random(seed), Shard(seed, 4)
+    path = [shard for shard in SHARDS if shard.has(last)]
+    before, layers = pool.counts(), range(len(made.model.layers))
+    ends = before.weights - sum(weights.pages(layer, Shard()) for layer in layers)
+    whole = {(layer, part): resharding.bytes(layer, part) for layer in layers for part in PARTS}
+    for _ in range(60):
+        layer, now = random.choice(layers), pool.num_free
+        shard, target = weights.shard(layer), random.choice(path)
+        match random.choice(("swap", "go", "undo")):
+            case "swap":
+                made.swap(layer, random.choice(PARTS), random.choice(PRECISIONS))
+            case "go" if shard.has(target):
+                freed = weights.narrow(layer, target)
+                assert pool.num_free == now + freed
+            case "go":
+                resharding.widen(target, layer)
+            case "undo" if target.has(shard):
+                weights.map(layer, target)
+                weights.fill(layer, target)(lambda: random.random() < 0.5)
+                weights.unmap_extra(layer)
+                assert pool.num_free == now
+        pool.check_integrity()
+        resident = sum(weights.pages(layer, weights.shard(layer)) for layer in layers)
+        assert pool.counts().weights == resident + ends
+    for layer in layers:
+        resharding.widen(Shard(), layer)
+        for part in PARTS:
+            made.swap(layer, part, "full")
+            assert resharding.bytes(layer, part).equal(whole[layer, part])
+    assert pool.counts() == before
+    resharding.close()
+
+
 # ---------------------------------------------------------------------------- what can fail
 
 
@@ -356,9 +398,12 @@ def test_a_page_that_does_not_hold_what_was_copied_stops_the_fill(
     weights.map(1, Shard())
     real = memory.write
 
-    def damage(offset_bytes: int, source: torch.Tensor) -> None:
-        real(offset_bytes, source)
-        memory.tensor(torch.uint8, (1,), offset_bytes=offset_bytes).add_(1)
+    def damage(offset_bytes: int, source: torch.Tensor, then: Callable[[int, int], object]) -> None:
+        def spoil(first: int, end: int) -> None:
+            memory.tensor(torch.uint8, (1,), offset_bytes=first).add_(1)
+            then(first, end)
+
+        real(offset_bytes, source, spoil)
 
     monkeypatch.setattr(memory, "write", damage)
     with pytest.raises(WrongVariant, match="ffn of layer 1 in full: 1 of"):
