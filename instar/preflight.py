@@ -62,7 +62,9 @@ def why_not_open(gateway: GatewaySettings) -> str:
 
 def parse_model(entry: str) -> tuple[str, Path]:
     """(served name, folder) of `name=dir` or `dir`, which then gives the name; as the worker takes it."""
-    name, _, folder = entry.rpartition("=")
+    name, is_named, folder = entry.partition("=")
+    if not is_named or "/" in name:  # the = is one of the folder's
+        name, folder = "", entry
     path = Path(folder).expanduser().resolve()
     return name or path.name, path
 

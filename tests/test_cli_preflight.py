@@ -13,6 +13,7 @@ from bus.settings import Settings
 from instar.cli import main
 from instar.plan import DEMO_MODEL, with_values
 from instar.preflight import parse_model, why_not_device, why_not_serve
+from worker.service.loading import model_folders
 
 Write = Callable[..., Path]
 
@@ -75,6 +76,9 @@ def test_a_model_has_the_name_that_the_worker_gives_it(
     monkeypatch.chdir(path := folder())
     assert parse_model(".") == ("mine", path)
     assert parse_model("other=.") == ("other", path)
+    for named, name in (("models/lr=1e-3", "lr=1e-3"), ("other=models/lr=1e-3", "other")):
+        assert parse_model(named) == (name, path / "models/lr=1e-3")
+        assert model_folders([named]) == {name: path / "models/lr=1e-3"}
 
 
 @pytest.mark.parametrize("name", ["gpu", "cdua", "cuda:", "cuda:x", "mps"])

@@ -186,13 +186,17 @@ async def test_reports_wait_for_a_redis_that_is_away(own_redis: Callable[..., Re
         assert (await bench.ended("m")).state == "applied"
 
 
-async def test_a_worker_that_leaves_mid_morph_leaves_its_books_in_order(
+async def test_a_worker_that_leaves_mid_morph_says_so_and_leaves_its_books_in_order(
     redis_settings: RedisSettings,
 ) -> None:
     async with morphing(redis_settings) as bench:
         bench.rig.variants.hold.clear()
         await bench.swap("m", "int4", count=2)
         await bench.until(lambda: bench.reports)
+        assert bench.task
+        bench.task.cancel()
+        end = await bench.ended("m")
+        assert (end.state, end.reason) == ("failed", "the worker leaves")
     bench.check()
     assert not bench.morphs.num_running
     assert bench.rig.pool.counts().weights == 0, "the variants are released with the worker"

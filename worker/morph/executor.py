@@ -107,13 +107,15 @@ class MorphExecutor:
             self._abort(job, f"epoch {job.epoch} ended: the worker had lost its lease")
         self._epoch = epoch
 
-    def close(self) -> None:
-        """Give everything up, the variants last: no step may follow."""
+    def close(self) -> list[MorphReport]:
+        """Give everything up, the variants last: no step may follow. Returns what there is to tell."""
         for job in list(self._jobs.values()):
             self._abort(job, "the worker leaves")
         self._copier.close()
         for target in self.targets.values():
             target.variants.release()
+        reports, self._reports = self._reports, []
+        return reports
 
     # ----------------------------------------------------------------------------- at a boundary
 

@@ -128,7 +128,8 @@ class EngineThread:
                     self._step()
             if self._grouping:
                 self._grouping.close()
-            self._morphs.close()
+            if reports := self._morphs.close():
+                self._on_reports(reports)
         except BaseException as error:  # noqa: BLE001 whatever it was, the process must not sit there dead
             self._on_death(error)
 

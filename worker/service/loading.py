@@ -83,7 +83,9 @@ def model_folders(models: list[str]) -> dict[str, Path]:
     """Served name -> folder, from `name=dir` or `dir` (then the folder's name). Raises CannotServe."""
     folders: dict[str, Path] = {}
     for entry in models:
-        name, _, folder = entry.rpartition("=")
+        name, is_named, folder = entry.partition("=")
+        if not is_named or "/" in name:  # the = is one of the folder's
+            name, folder = "", entry
         path = Path(folder).expanduser().resolve()
         name = name or path.name
         if name in folders:

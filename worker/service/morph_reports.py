@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000  # while Redis is away; then the oldest are lost
 FULL_RETRY_S = 1.0
+REST_S = 2.0  # for the last reports of a worker that leaves
 
 
 class MorphReports:
@@ -34,8 +36,23 @@ class MorphReports:
         while True:
             await self._filled.wait()
             self._filled.clear()
-            while self._waiting:
-                await self._publish(self._waiting.popleft())
+            await self._publish_all()
+
+    async def send_rest(self) -> None:
+        """At the end, when `run` was cancelled: what still waits, and what ended with the engine's thread. A
+        Redis that is away gets none of it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REST_S):
+                await self._publish_all()
+
+    async def _publish_all(self) -> None:
+        while self._waiting:
+            report = self._waiting.popleft()
+            try:
+                await self._publish(report)
+            except BaseException:
+                self._waiting.appendleft(report)
+                raise
 
     async def _publish(self, report: MorphReport) -> None:
         while True:

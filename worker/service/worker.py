@@ -133,6 +133,7 @@ class Serving:
             self._membership.on_fenced = lambda epoch: None
             await end(*tasks, self._died, *([self._reading] if self._reading else []))
             await asyncio.to_thread(self._thread.stop)
+            await self._morph_reports.send_rest()
 
     def _fence(self, epoch: int) -> None:
         """The lease was lost: nothing of the old epoch runs, goes out, or is acknowledged any more."""
