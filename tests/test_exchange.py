@@ -13,8 +13,10 @@ from torch.distributed import HashStore, PrefixStore
 from tests.memory_backends import SMALL_PAGE
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model.shard import Shard
+from worker.parallel import outboxes
 from worker.parallel.communicator import Communicator, PeerLost, connect
 from worker.parallel.exchange import Moved, exchange
+from worker.parallel.outboxes import Outboxes
 
 HEADS, BLOCK_TOKENS, HEAD_DIM, BLOCKS = 8, 4, 8, 12
 Live = Sequence[Sequence[int]]
@@ -90,10 +92,19 @@ LIVE = [
 @pytest.mark.parametrize("live", LIVE)
 @pytest.mark.parametrize("stage_bytes", [1, 5000, 1 << 20])
 @pytest.mark.parametrize("grows", [True, None], ids=["up", "both"])
+@pytest.mark.parametrize("carried", ["in shared memory", "as messages"])
 def test_every_rank_gets_its_own_heads_of_all_live_blocks(
-    size: int, low: int, live: Live, stage_bytes: int, grows: bool | None
+    size: int,
+    low: int,
+    live: Live,
+    stage_bytes: int,
+    grows: bool | None,
+    carried: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     live = live[: size // low]
+    if carried == "as messages":
+        monkeypatch.setattr(outboxes, "_reach", lambda pid, fd, nbytes: None)
 
     def work(member: Member) -> None:
         cache = member.cache()
@@ -170,6 +181,41 @@ def test_a_stages_buffers_bound_the_memory_it_takes() -> None:
 
     for moved in together(4, 1, work):
         assert moved == Moved(bytes=BLOCKS * 3 * sub_block, stages=BLOCKS // 3, peak_bytes=bound)
+
+
+def test_messages_take_no_more_memory_than_a_stage_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outboxes, "_reach", lambda pid, fd, nbytes: None)
+    bound = 3 * 2 * 3 * 2 * (HEADS // 4) * BLOCK_TOKENS * HEAD_DIM * 4
+
+    def work(member: Member) -> Moved:
+        return member.exchange(member.cache(), [ALL] * 4, bound + 1)
+
+    for moved in together(4, 1, work):
+        assert isinstance(moved, Moved) and moved.peak_bytes == bound
+
+
+def test_an_outbox_is_read_by_all_while_the_next_one_is_filled() -> None:
+    def work(member: Member) -> None:
+        boxes, rank = Outboxes(member.group, 8), member.group.rank
+        for turn in range(5):
+            boxes.own.fill_(10 * turn + rank)
+            filled = boxes.turn()
+            boxes.own.fill_(255)
+            assert [box.tolist() for box in filled] == [[10 * turn + r] * 8 for r in range(4)]
+
+    together(4, 1, work)
+
+
+def test_where_one_rank_cannot_reach_the_others_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    reach = outboxes._reach
+    calls = iter(range(100))
+    monkeypatch.setattr(outboxes, "_reach", lambda *where: reach(*where) if next(calls) else None)
+
+    def work(member: Member) -> None:
+        with pytest.raises(OSError, match="1 of 2 ranks cannot reach the others' memory"):
+            Outboxes(member.group, 8)
+
+    together(2, 1, work)
 
 
 def test_no_more_is_sent_than_two_subgroups_have_between_them() -> None:

@@ -20,18 +20,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from worker.parallel.carriers import Places, carrier_for
 from worker.parallel.communicator import Communicator
 
-_Ints = npt.NDArray[np.int64]
 _WORD = torch.int64  # rows are moved as words: torch scatters bytes one by one, 8 times slower
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one rank did: bytes sent (as many came), stages, and the most memory it took besides the cache."""
+    """What one rank did: bytes sent, stages, and the most memory it took besides the cache."""
 
     bytes: int
     stages: int
@@ -66,45 +65,21 @@ def exchange(
     """
     n = len(live)
     _check(layer, live, subgroup, group, peers)
+    if n == 1 or not any(live):
+        return Moved(0, 0, 0)
     rows = layer.view(layer.shape[0], -1).view(_WORD)
     row_bytes = rows.shape[1] * _WORD.itemsize
-    per_stage = max(1, stage_bytes // (2 * (n - 1) * row_bytes)) if n > 1 else 1
+    per_stage = max(1, stage_bytes // (2 * (n - 1) * row_bytes))
     stages = list(_stages(live, subgroup, per_stage, grows))
-    sent = rows.new_empty(max((out.num for out, _ in stages), default=0), rows.shape[1])
-    received = rows.new_empty(max((come.num for _, come in stages), default=0), rows.shape[1])
+    carrier = carrier_for(rows, group, peers, per_stage, stage_bytes // 2)
     for out, come in stages:
-        there, here = sent[: out.num], received[: come.num]
-        torch.index_select(rows, 0, out.index(layer.device), out=there)
-        group.all_to_all(here, there, come.sizes(peers, group.size), out.sizes(peers, group.size))
-        rows.index_copy_(0, come.index(layer.device), here)
-    moved = sum(out.num for out, _ in stages) * row_bytes
-    return Moved(moved, len(stages), sent.nbytes + received.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Sub-blocks of this rank that go to, or come from, each subgroup in one stage (none of its own)."""
-
-    by_subgroup: list[_Ints]
-
-    @property
-    def num(self) -> int:
-        return sum(map(len, self.by_subgroup))
-
-    def index(self, device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(self.by_subgroup)).to(device)
-
-    def sizes(self, peers: Sequence[int], size: int) -> list[int]:
-        """By rank of the group."""
-        sizes = [0] * size
-        for peer, places in zip(peers, self.by_subgroup, strict=True):
-            sizes[peer] = len(places)
-        return sizes
+        carrier.carry(rows, out, come)
+    return Moved(sum(out.num for out, _ in stages) * row_bytes, len(stages), carrier.nbytes)
 
 
 def _stages(
     live: Sequence[Sequence[int]], subgroup: int, per_stage: int, grows: bool | None
-) -> Iterator[tuple[_Places, _Places]]:
+) -> Iterator[tuple[Places, Places]]:
     """What each stage sends and receives. Stages are the same blocks on every rank, so that all make the same
     calls, also those that have nothing in them."""
     n = len(live)
@@ -112,9 +87,9 @@ def _stages(
     is_live = [np.isin(blocks, np.asarray(part, np.int64)) for part in live]
     mine, up, down = is_live[subgroup], grows is not False, grows is not True
 
-    def places(of_mine: bool, of_theirs: bool, stage: slice) -> _Places:
+    def places(of_mine: bool, of_theirs: bool, stage: slice) -> Places:
         """Of blocks that are live here, there, or either."""
-        return _Places(
+        return Places(
             [
                 blocks[stage][((of_mine & mine) | (of_theirs & theirs))[stage]] * n + other
                 if other != subgroup

@@ -1,0 +1,117 @@
+"""How the rows of one stage of an exchange get from rank to rank.
+
+Between CPU devices through outboxes, where the system lets processes see each other's memory; else, and
+between GPUs, as messages of the group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.parallel.communicator import Communicator
+from worker.parallel.outboxes import Outboxes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Rows of this rank that go to, or come from, each subgroup in one stage (none of its own)."""
+
+    by_subgroup: list[npt.NDArray[np.int64]]
+
+    @property
+    def num(self) -> int:
+        return sum(map(len, self.by_subgroup))
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(self.by_subgroup)).to(device)
+
+    def sizes(self, peers: Sequence[int], size: int) -> list[int]:
+        """By rank of the group."""
+        sizes = [0] * size
+        for peer, places in zip(peers, self.by_subgroup, strict=True):
+            sizes[peer] = len(places)
+        return sizes
+
+
+class Carrier(Protocol):
+    nbytes: int  # of memory that it takes
+
+    def carry(self, rows: torch.Tensor, out: Places, come: Places) -> None:
+        """Send `out` of rows [N, row], and put what comes to `come`. Raises PeerLost; then nothing has been
+        put."""
+
+
+class Messages:
+    def __init__(self, rows: torch.Tensor, group: Communicator, peers: Sequence[int], per_peer: int) -> None:
+        """per_peer: the most rows to or from one of them in one stage."""
+        self._group, self._peers = group, peers
+        self._sent = rows.new_empty((len(peers) - 1) * per_peer, rows.shape[1])
+        self._received = torch.empty_like(self._sent)
+        self.nbytes = self._sent.nbytes + self._received.nbytes
+
+    def carry(self, rows: torch.Tensor, out: Places, come: Places) -> None:
+        sent, received = self._sent[: out.num], self._received[: come.num]
+        torch.index_select(rows, 0, out.index(rows.device), out=sent)
+        sizes = (places.sizes(self._peers, self._group.size) for places in (come, out))
+        self._group.all_to_all(received, sent, *sizes)
+        rows.index_copy_(0, come.index(rows.device), received)
+
+
+class Shared:
+    """Over outboxes; in each a slot for every other peer."""
+
+    def __init__(self, boxes: Outboxes, rank: int, peers: Sequence[int], per_peer: int) -> None:
+        self._boxes, self._peers, self._per_peer = boxes, peers, per_peer
+        self._own = peers.index(rank)
+        self.nbytes = 2 * boxes.nbytes
+
+    def carry(self, rows: torch.Tensor, out: Places, come: Places) -> None:
+        box = self._boxes.own
+        for peer, places in enumerate(out.by_subgroup):
+            if len(places):
+                target = self._slot(box, rows, self._own, peer)[: len(places)]
+                torch.index_select(rows, 0, torch.from_numpy(places), out=target)
+        boxes = self._boxes.turn()
+        for peer, places in enumerate(come.by_subgroup):
+            if len(places):
+                source = self._slot(boxes[self._peers[peer]], rows, peer, self._own)[: len(places)]
+                rows.index_copy_(0, torch.from_numpy(places), source)
+
+    def _slot(self, box: torch.Tensor, rows: torch.Tensor, sender: int, receiver: int) -> torch.Tensor:
+        """[per_peer, row]"""
+        row_bytes = rows.shape[1] * rows.itemsize
+        first = (receiver - (receiver > sender)) * self._per_peer
+        part = box[first * row_bytes : (first + self._per_peer) * row_bytes]
+        return part.view(rows.dtype).view(self._per_peer, -1)
+
+
+# Made at a group's first exchange and kept as long as it: to make memory takes longer than to fill it.
+_boxes: WeakKeyDictionary[Communicator, Outboxes | None] = WeakKeyDictionary()
+
+
+def carrier_for(
+    rows: torch.Tensor, group: Communicator, peers: Sequence[int], per_peer: int, nbytes: int
+) -> Carrier:
+    """Every rank calls it, with the same numbers. nbytes: of an outbox, unless a stage takes more."""
+    if rows.device.type != "cpu":
+        return Messages(rows, group, peers, per_peer)
+    needed = max(nbytes // rows.itemsize, (len(peers) - 1) * per_peer * rows.shape[1]) * rows.itemsize
+    boxes = _boxes.get(group)
+    if group not in _boxes or (boxes and boxes.nbytes < needed):
+        try:
+            boxes = Outboxes(group, needed)
+        except OSError as error:
+            log.warning("KV is exchanged through sockets: %s", error)
+            boxes = None
+        _boxes[group] = boxes
+    return Shared(boxes, group.rank, peers, per_peer) if boxes else Messages(rows, group, peers, per_peer)
