@@ -14,6 +14,7 @@ from worker.engine.instance import Instance
 from worker.engine.stats import Stats
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
+from worker.model.layout import degrees
 
 MIB = 1024 * 1024
 CPU_PAGE_BYTES, CUDA_PAGE_BYTES = 64 * 1024, 2 * MIB
@@ -111,17 +112,18 @@ def make_instance(
 ) -> Instance:
     """`bits`: of the quantised variants that its layers may become."""
     config = model.config
-    kernels.warm_up(
-        model.dtype,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_tokens=limits.block_tokens,
-        device=cache.pool.backend.device,
-        bits=bits,
-    )
+    for tp in degrees(config, model.plan.max_tp):  # Triton compiles for a number of heads
+        kernels.warm_up(
+            model.dtype,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size // tp,
+            num_heads=config.num_heads // tp,
+            num_kv_heads=config.num_kv_heads // tp,
+            head_dim=config.head_dim,
+            block_tokens=limits.block_tokens,
+            device=cache.pool.backend.device,
+            bits=bits if tp == 1 else (),
+        )
     return Instance(
         instance_id,
         model,

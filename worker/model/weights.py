@@ -21,7 +21,8 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class LoadedRange:
-    """One range with its pages mapped and its weights in it."""
+    """One range with its pages mapped and its weights in it. Of an FFN at a shard only some pages stay mapped
+    (`worker.morph.reshard`); to touch the rest of its tensors is a fault."""
 
     memory: VirtualRange
     tensors: Tensors
@@ -37,7 +38,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
-    """What a model costs: the weights, what padding for tensor parallelism adds, and the pages of both."""
+    """What a model costs alone, in full precision: the weights, what padding for tensor parallelism adds, and
+    the pages of both."""
 
     weights: int
     padding: int
