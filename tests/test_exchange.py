@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -65,13 +66,15 @@ def truth(subgroup: int) -> torch.Tensor:
 
 
 def together(size: int, low: int, work: Callable[[Member], object]) -> list[object]:
-    store = HashStore()
+    store, everyone = HashStore(), threading.Barrier(size)
 
     def run(rank: int) -> object:
         group = connect(PrefixStore("group", store), rank, size, timeout_s=20.0)
+        everyone.wait(20)  # who leaves while another still connects makes that one fail
         try:
             return work(Member(group, low))
         finally:
+            everyone.wait(60)
             group.close()
 
     with ThreadPoolExecutor(size) as threads:
@@ -268,6 +271,7 @@ def test_it_works_on_the_pages_of_a_cache(dtype: torch.dtype) -> None:
 def test_a_lost_peer_leaves_whole_stages_behind() -> None:
     def work(member: Member) -> str:
         if member.subgroup == 1:
+            member.group.close()
             return "gone"
         cache = member.cache()
         with pytest.raises(PeerLost):
