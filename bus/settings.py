@@ -173,6 +173,15 @@ class WorkerSettings(Section):
     morph_share: float = Field(
         0.04, gt=0, le=1, description="of a busy engine's time that morphs may take; more makes them faster"
     )
+    layers_per_step: int = Field(
+        1, ge=1, description="layers that change their tensor-parallel degree between two steps"
+    )
+    group_host: str = Field(
+        "127.0.0.1", description="address for workers of this host that form groups; empty: it joins none"
+    )
+    group_timeout_s: float = Field(
+        20.0, gt=0, description="a member of a group that is silent this long is lost; its group falls apart"
+    )
     host_dir: str = Field(
         "/dev/shm", description="memory for all variants of all layers, one copy for the workers of a host"
     )

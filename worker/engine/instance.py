@@ -184,10 +184,13 @@ class Instance:
         return Planned(plan, self.batch.build(plan)) if plan.chunks else None
 
     def finish(self, planned: Planned, logits: torch.Tensor, began: float) -> list[Output]:
-        """It ran: logits float32 [R + P, vocab] of its work; `began`: by the clock."""
+        """It ran: logits float32 [R + P, vocab] of its work; `began`: by the clock. Whoever was cancelled
+        between `plan` and now gets nothing of it."""
         sampled = self._sample(planned.inputs, logits)
-        self.scheduler.commit(planned.plan)
-        published = self._publish(planned.plan, planned.inputs, sampled)
+        plan = planned.plan
+        plan.chunks = [chunk for chunk in plan.chunks if self._is_here(chunk.seq)]
+        self.scheduler.commit(plan)
+        published = self._publish(plan, planned.inputs, sampled)
         self.num_steps += 1
         self.stats.step.observe(self._clock() - began)
         return self.take_unsent() + published
@@ -247,7 +250,8 @@ class Instance:
         now = self._clock()
         outputs = [output for chunk in plan.chunks if (output := self._started(chunk, now))]
         for i, (chunk, token) in enumerate(zip(inputs.sampling, sampled.token_ids.tolist(), strict=True)):
-            outputs.append(self._add_token(chunk.seq, token, sampled.logprobs.get(i), now))
+            if self._is_here(chunk.seq):
+                outputs.append(self._add_token(chunk.seq, token, sampled.logprobs.get(i), now))
         return outputs + self._signs_of_life(now)
 
     def _signs_of_life(self, now: float) -> list[Output]:
@@ -296,6 +300,9 @@ class Instance:
         seq.last_token_at = now
 
     # ----------------------------------------------------------------------------- ends
+
+    def _is_here(self, seq: Sequence) -> bool:
+        return self._sequences.get(seq.request.id) is seq
 
     def _drop(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)

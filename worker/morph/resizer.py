@@ -52,6 +52,11 @@ class KVResizer:
         pages = max(0, counts.free + counts.kv - self.reserve_pages)
         return self.cache.blocks_in(pages // self.num_layers)
 
+    @property
+    def useful_pages_per_layer(self) -> int:
+        """More would lie idle."""
+        return self._useful
+
     def pages_for(self, num_blocks: int) -> int:
         """Pages per layer."""
         return self.cache.pages_for(min(num_blocks, self.cache.max_blocks))

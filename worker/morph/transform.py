@@ -12,11 +12,11 @@ from collections.abc import Generator, Mapping
 from bus.messages import Number, Transform
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
-from worker.parallel.formation import Formation, joined
-from worker.parallel.grouping import Gathering, Grouping, Peer
+from worker.parallel.formation import Formation
+from worker.parallel.grouping import Gathering, Grouping
 from worker.parallel.party import Party
 from worker.parallel.share import NoRoom, homes
-from worker.parallel.wire import Census, MoveBoundary, Part, PartingBegins, Settle
+from worker.parallel.wire import Census, MoveBoundary, Part, PartingBegins, Peer, Settle
 
 # Members answer at a boundary, a step's length away; whoever takes longer is stuck or loaded beyond use.
 ANSWER_S = 10.0
@@ -40,6 +40,7 @@ class TransformRun:
         self._layers_per_step = command.layers_per_step or layers_per_step
         self._patience = Patience(max(command.wait_s, ANSWER_S), clock)
         self._clock = clock
+        self._tp_before = grouping.place.instance.tp
         self._layers_done = 0
         self._blocks_before = grouping.place.instance.scheduler.blocks.capacity
         self._moving_began: float | None = None
@@ -58,7 +59,8 @@ class TransformRun:
 
     def numbers(self) -> dict[str, Number]:
         told: dict[str, Number] = {
-            "tp": self._command.tp,
+            "tp_before": self._tp_before,
+            "tp_after": self._command.tp,
             "layers": self._num_layers,
             "layers_done": self._layers_done,
             "layers_per_step": self._layers_per_step,
@@ -77,22 +79,17 @@ class TransformRun:
         return told
 
     def steps(self) -> Generator[bool, None, None]:
-        party = self._grouping.party
-        if party is None:
-            if self._command.tp == 1:
-                return
-            yield from self._come_together()
-        elif party.formation.size == self._command.tp:
-            return
-        elif self._command.tp < party.formation.size:
-            yield from self._go_apart(party)
-        else:
-            raise NotApplied("failed", f"it is in a group of {party.formation.size}; part it first")
+        self._check_epochs()
+        now = self._grouping.party.formation.size if self._grouping.party else 1
+        if self._command.tp > now:
+            yield from self._come_together(now)
+        elif self._command.tp < now:
+            yield from self._go_apart()
 
     # ----------------------------------------------------------------------------- up
 
-    def _come_together(self) -> Generator[bool, None, None]:
-        formation = joined([(name,) for name in self._command.workers], self._num_layers)
+    def _come_together(self, low: int) -> Generator[bool, None, None]:
+        formation = self._formation(low, grows=True)
         gathering = self._gather(formation)
         is_in = False
         try:
@@ -100,11 +97,15 @@ class TransformRun:
             blocks, pages, blocks_after = self._room(gathering)
             self._grouping.meet(gathering)
             yield from self._until_met(gathering)
-            self._party = party = self._grouping.enter(gathering, blocks)
+            self._grouping.enter(gathering, blocks)
+            while (party := self._grouping.party) is None or party.group != gathering.group:
+                self._wait(gathering, "not all members entered")
+                yield False
             is_in = True
         finally:
             if not is_in:
                 self._grouping.dismiss(gathering, "the transformation does not come about")
+        self._party = party
         yield from self._travel(party)
         yield from self._settle(party, Settle(blocks=blocks_after, pages=pages))
 
@@ -130,33 +131,32 @@ class TransformRun:
         while not party.formation.is_uniform:
             self._check(party)
             yield False
-        self._grouping.on_regrouped(party.formation.members, f"transform {self._command.id}")
 
     # ----------------------------------------------------------------------------- down
 
-    def _go_apart(self, party: Party) -> Generator[bool, None, None]:
-        assert party.chair
-        low = self._command.tp
-        if low > 1:
-            raise NotApplied(
-                "failed", f"a group of {party.formation.size} parts into single workers, not {low}"
-            )
-        self._party = party
-        formation = party.formation.beginning(low, self._num_layers, grows=False)
+    def _go_apart(self) -> Generator[bool, None, None]:
+        party = self._party = self._grouping.party
+        assert party and party.chair
+        formation = self._formation(self._command.tp, grows=False)
         gathering = self._gather(formation)
+        has_begun = False
         try:
             yield from self._until_answered(gathering)
+            self._grouping.meet(gathering)
+            yield from self._until_met(gathering)
+            answers = [gathering.answers[name].numbers for name in formation.members]
+            pages = [int(each["pages_after"]) for each in answers]
+            blocks = int(min(each["blocks_after"] for each in answers))
+            yield from self._begin_parting(party, formation, blocks, pages)
+            has_begun = True
         finally:
-            self._grouping.go_on(gathering)
-        answers = [gathering.answers[name].numbers for name in formation.members]
-        pages = [int(each["pages_after"]) for each in answers]
-        blocks = int(min(each["blocks_after"] for each in answers))
-        yield from self._begin_parting(party, formation, blocks, pages)
+            if not has_begun:
+                self._grouping.dismiss(gathering, "the transformation does not come about")
         yield from self._travel(party)
         party.chair.add(Part())
         while not party.is_over:
-            self._check(party)
             yield False
+        self._check(party)
 
     def _begin_parting(
         self, party: Party, formation: Formation, blocks: int, pages: list[int]
@@ -214,6 +214,25 @@ class TransformRun:
                 self._layers_done = self._num_layers - to
             yield False
         self._moving_s = self._clock() - self._moving_began
+
+    def _check_epochs(self) -> None:
+        for name, epoch in self._command.epochs.items():
+            peer = self._peers.get(name)
+            if peer and peer.epoch != epoch:
+                raise NotApplied("stale", f"{name} was in epoch {epoch} then and is in {peer.epoch} now")
+
+    def _formation(self, low: int, *, grows: bool) -> Formation:
+        try:
+            formation = Formation(tuple(self._command.workers), low, self._num_layers, grows)
+        except ValueError as error:
+            raise NotApplied("failed", str(error)) from error
+        if formation.size != max(self._command.tp, self._tp_before):
+            raise NotApplied(
+                "failed", f"{formation.size} workers were named for a degree of {self._command.tp}"
+            )
+        if formation.members[0] != self._grouping.worker:
+            raise NotApplied("failed", f"{formation.members[0]} leads them, not {self._grouping.worker}")
+        return formation
 
     def _gather(self, formation: Formation) -> Gathering:
         try:

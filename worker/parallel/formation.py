@@ -15,7 +15,6 @@ j at the low degree is block c * n + j at the high one, in the same place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from worker.model.shard import Shard
@@ -99,12 +98,3 @@ class Formation:
         """After the last layer: this rank's subgroup, on its own."""
         names = [self.members[each] for each in self.ranks_of(self.subgroup(rank))]
         return Formation(tuple(names), self.low)
-
-
-def joined(subgroups: Sequence[tuple[str, ...]], num_layers: int) -> Formation:
-    """Groups of one degree, each in the order of its shards, at the start of coming together."""
-    low = len(subgroups[0])
-    if any(len(each) != low for each in subgroups):
-        raise ValueError(f"groups of different degrees cannot be joined: {subgroups}")
-    members = tuple(each[shard] for shard in range(low) for each in subgroups)
-    return Formation(members, low, num_layers, grows=True)

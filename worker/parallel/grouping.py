@@ -17,20 +17,24 @@ from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.instance import Output
 from worker.memory import BrokenInvariant, OutOfBlocks
 from worker.parallel.communicator import Communicator, PeerLost
-from worker.parallel.formation import Formation, joined
+from worker.parallel.formation import Formation
 from worker.parallel.links import Link, Links
 from worker.parallel.meetings import Meetings
 from worker.parallel.party import Party
 from worker.parallel.place import Place
+from worker.parallel.share import BlockShare
 from worker.parallel.wire import (
     Answer,
     Bye,
     Dismiss,
     Enter,
+    EnterNext,
+    Follow,
     Invite,
     Meet,
     Messages,
     Met,
+    Peer,
     Ready,
     Step,
 )
@@ -38,30 +42,24 @@ from worker.parallel.wire import (
 log = logging.getLogger(__name__)
 
 # The books or the device are broken: no going on.
+MAX_EARLY = 64
 _FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Another worker as its card tells of it."""
-
-    worker: str
-    epoch: int
-    address: str
-    key: bytes
 
 
 @dataclass(slots=True)
 class Gathering:
     """The leader's: who was asked, and what they said."""
 
-    group: str
+    invite: Invite
     formation: Formation
-    key: str
     links: dict[str, Link]  # of the others
     answers: dict[str, Answer] = field(default_factory=dict)
     met: dict[str, str] = field(default_factory=dict)  # why not; "": it has met the others
     lost: str = ""  # somebody is gone
+
+    @property
+    def group(self) -> str:
+        return self.invite.group
 
     @property
     def silent(self) -> list[str]:
@@ -119,7 +117,11 @@ class Grouping:
         self._standing_by: _StandingBy | None = None
         self._members: dict[str, Link] = {}  # the leader's
         self._leader: Link | None = None  # a member's
-        self._key = ""
+        self._next_members: dict[str, Link] = {}  # when the group has parted into smaller ones
+        self._next_leader: Link | None = None
+        self._key = ""  # of the present group's communicator
+        self._early: list[Ready] = []  # of members that have entered before this leader has
+        self._has_met, self._met_as = False, ""
 
     @property
     def address(self) -> str:
@@ -146,20 +148,16 @@ class Grouping:
     # ----------------------------------------------------------------------------- the leader's verbs
 
     def gather(self, group: str, formation: Formation, peers: Mapping[str, Peer]) -> Gathering:
-        """Ask all members. Raises OSError where one cannot be reached; then nobody was asked."""
-        rest = [peers[name] for name in formation.members if name != self.worker]
+        """Ask all members. Raises OSError where one cannot be reached and KeyError for one that is not among
+        the peers; then nobody was asked."""
         links: dict[str, Link] = {}
         try:
-            for peer in rest:
+            for peer in (peers[name] for name in formation.members if name != self.worker):
                 known = self._members.get(peer.worker)
                 links[peer.worker] = known or self._links.connect(peer.address, peer.key)
-        except OSError:
-            for name, link in links.items():
-                if name not in self._members:
-                    link.close()
+        except (OSError, KeyError):
+            self._close_new(links)
             raise
-        epochs = "-".join(f"{name}.{peers[name].epoch}" for name in formation.members if name in peers)
-        gathering = Gathering(group, formation, f"{formation.members}{epochs}", links)
         invite = Invite(
             group=group,
             leader=self.worker,
@@ -167,42 +165,51 @@ class Grouping:
             members=list(formation.members),
             low=formation.low,
             grows=formation.grows,
-            key=gathering.key,
+            peers={name: peers[name] for name in formation.members},
         )
-        self._gathering = gathering
+        self._gathering = gathering = Gathering(invite, formation, links)
         gathering.answers[self.worker] = self._answer(invite)
+        self._prepare_to_lead(invite)
         for link in links.values():
             link.send(invite)
         return gathering
 
     def meet(self, gathering: Gathering) -> None:
-        """All have answered: make the communicator, unless all have kept it."""
-        if all(answer.has_met for answer in gathering.answers.values()):
-            gathering.met = dict.fromkeys(gathering.formation.members, "")
+        """All have answered: make the communicators that are needed, unless all have kept them."""
+        formation = gathering.formation
+        if (not formation.grows and formation.low == 1) or all(
+            answer.has_met for answer in gathering.answers.values()
+        ):
+            gathering.met = dict.fromkeys(formation.members, "")
             return
-        order = Meet(group=gathering.group, store=self._meetings.store, name=gathering.group)
+        order = Meet(group=gathering.group, store=self._meetings.store)
         for link in gathering.links.values():
             link.send(order)
-        self._meet(order, gathering.formation, gathering.key)
+        self._meet(gathering.invite, order.store)
 
-    def enter(self, gathering: Gathering, blocks: int) -> Party:
-        """All have met: from the next boundary of each on they are one group."""
-        for link in gathering.links.values():
-            link.send(Enter(group=gathering.group, blocks=blocks))
-        self._gathering, self._members = None, gathering.links
-        return self._enter(gathering.group, gathering.formation, gathering.key, blocks)
+    def enter(self, gathering: Gathering, blocks: int) -> None:
+        """All have met: from the next boundary of each subgroup on they are one group. `party` is the new one
+        then."""
+        formation = gathering.formation
+        order = Enter(group=gathering.group, blocks=blocks)
+        for rank in range(formation.num_subgroups if formation.low > 1 else formation.size):
+            name = formation.members[rank]
+            if name == self.worker:
+                self._enter(blocks)
+            else:
+                gathering.links[name].send(order)
 
     def dismiss(self, gathering: Gathering, reason: str) -> None:
         """It does not come about; everybody goes on as before."""
         self._gathering = None
-        for name, link in gathering.links.items():
+        for link in gathering.links.values():
             link.send(Dismiss(group=gathering.group, reason=reason))
+        self._close_new(gathering.links)
+
+    def _close_new(self, links: Mapping[str, Link]) -> None:
+        for name, link in links.items():
             if name not in self._members:
                 link.close()
-
-    def go_on(self, gathering: Gathering) -> None:
-        """It was about a group that is there already; it goes on with what it was asked."""
-        self._gathering = None
 
     # ----------------------------------------------------------------------------- at every boundary
 
@@ -221,15 +228,32 @@ class Grouping:
             log.exception("a step of the group failed")
             self._fall_apart(f"{type(error).__name__}: {error}")
             return []
-        if party.is_over:
+        if party.enters_next:
+            self._enter_next(party)
+        elif party.is_over:
             self._parted(party)
         return outputs
 
     def _parted(self, party: Party) -> None:
-        for communicator in party.communicators:
-            self._meetings.keep(self._key, communicator)
-        self._leave()
-        self.on_regrouped((), "the group has parted")
+        """Alone, or in a smaller group."""
+        formation = party.formation
+        self._meetings.keep(self._key, party.communicators[0])
+        if formation.low == 1:
+            self._leave()
+            self.on_regrouped((), "the group has parted")
+            return
+        invite = self._gathering.invite if self._gathering else self._invite()
+        for name, link in self._members.items():
+            if name not in self._next_members:
+                link.close()
+        self._members, self._next_members = self._next_members, {}
+        self._leader, self._next_leader = self._next_leader, None
+        self._gathering = self._standing_by = None
+        part = formation.part(party.rank)
+        group = f"{invite.group}/{formation.subgroup(party.rank)}"
+        self._key = self._key_of(invite)
+        self._begin(group, part, party.communicators[1], None, party.share, party.pages_alone)
+        self.on_regrouped(part.members, "the group has parted")
 
     def _fall_apart(self, reason: str) -> None:
         party = self.party
@@ -238,14 +262,18 @@ class Grouping:
         log.warning("the group %s falls apart: %s", list(party.formation.members), reason)
         for link in [*self._members.values(), *([self._leader] if self._leader else [])]:
             link.send(Bye(group=party.group, reason=reason))
+        if self._standing_by:
+            self._standing_by.link.send(Bye(group=self._standing_by.invite.group, reason=reason))
         self._leave()
         party.fall_apart()
         self.on_regrouped((), f"the group fell apart: {reason}")
 
     def _leave(self) -> None:
-        for link in self._members.values():
+        for link in [*self._members.values(), *self._next_members.values()]:
             link.close()
         self.party, self._members, self._leader = None, {}, None
+        self._next_members, self._next_leader = {}, None
+        self._gathering = self._standing_by = None
 
     # ----------------------------------------------------------------------------- what others say
 
@@ -260,70 +288,162 @@ class Grouping:
                 assert self._gathering
                 self._gathering.met[message.worker] = message.reason
             case Meet() if self._is_standing_by(link, message):
-                assert self._standing_by
-                invite = self._standing_by.invite
-                self._meet(message, _formation(invite, self.place.num_layers), invite.key)
+                self._meet(self._invite(), message.store)
             case Enter() if self._is_standing_by(link, message):
-                assert self._standing_by
-                invite = self._standing_by.invite
-                self._standing_by, self._leader = None, link
-                formation = _formation(invite, self.place.num_layers)
-                try:
-                    self._enter(invite.group, formation, invite.key, message.blocks)
-                except (KeyError, OutOfBlocks) as error:
-                    link.send(Bye(group=message.group, reason=f"{self.worker} cannot enter: {error}"))
+                self._enter(message.blocks)
+            case Follow() if self._standing_by and self._standing_by.invite.group == message.group:
+                self._next_leader = link
+                self._tell_met()
             case Dismiss() if self._is_standing_by(link, message):
                 self._standing_by = None
             case Ready() if self.party and self.party.chair and self.party.group == message.group:
                 self.party.chair.take(message)
-            case Step() if self.party and link is self._leader:
+            case Ready():
+                self._early = [*self._early[-MAX_EARLY:], message]
+            case Step() if self.party and link is self._leader and message.group == self.party.group:
                 self.party.take_step(message)
             case Bye() if self._is_of_group(link):
                 self._fall_apart(f"a member left: {message.reason}")
+            case Bye() if self._gathering and link in self._gathering.links.values():
+                self._gathering.lost = message.reason
             case _:
                 log.debug("nobody waits for this %s of %s", type(message).__name__, message.group)
 
     def _consider(self, link: Link, invite: Invite) -> None:
         answer = self._answer(invite)
-        if not answer.reason and invite.grows:
+        if not answer.reason:
             self._standing_by = _StandingBy(invite, link)
+            self._prepare_to_lead(invite)
         link.send(answer)
 
     def _answer(self, invite: Invite) -> Answer:
-        is_own = invite.leader == self.worker
-        reason = "" if is_own else self.why_not() or self.busy_with
-        if invite.model != self.place.name:
-            reason = reason or f"it serves {self.place.name}, not {invite.model}"
-        if invite.grows and self.party:
-            reason = reason or f"it is in a group of {self.party.formation.size}"
         formation = _formation(invite, self.place.num_layers)
         rank = formation.members.index(self.worker)
+        reason = "" if invite.leader == self.worker else self.why_not() or self.busy_with
+        if invite.model != self.place.name:
+            reason = reason or f"it serves {self.place.name}, not {invite.model}"
+        now = self.party.formation.members if self.party else (self.worker,)
+        wanted = formation.part(rank).members if invite.grows else formation.members
+        if now != wanted:
+            reason = reason or f"it is at one with {', '.join(now)}, not with {', '.join(wanted)}"
         shard = formation.high_shard(rank) if invite.grows else formation.low_shard(rank)
         return Answer(
             group=invite.group,
             worker=self.worker,
             reason=reason,
-            has_met=self._meetings.has(invite.key),
-            numbers=self.place.numbers(shard),
+            has_met=invite.grows and self._meetings.has(self._key_of(invite)),
+            numbers=self.place.numbers(shard, self.party.pages_alone if self.party else None),
         )
 
-    def _meet(self, order: Meet, formation: Formation, key: str) -> None:
-        self._key = key
-        self._meetings.begin(order.name, order.store, formation.members.index(self.worker), formation.size)
+    def _prepare_to_lead(self, invite: Invite) -> None:
+        """Whoever leads a subgroup after the parting needs a link to each of its members."""
+        formation = _formation(invite, self.place.num_layers)
+        rank = formation.members.index(self.worker)
+        if invite.grows or formation.low == 1 or formation.low_shard(rank).rank > 0:
+            return
+        for name in formation.part(rank).members[1:]:
+            peer = invite.peers[name]
+            link = self._links.connect(peer.address, peer.key)
+            link.send(Follow(group=invite.group))
+            self._next_members[name] = link
+
+    def _key_of(self, invite: Invite) -> str:
+        """Of the communicator that is needed: of all, or of its subgroup."""
+        formation = _formation(invite, self.place.num_layers)
+        names = formation.members
+        if not invite.grows:
+            names = formation.part(names.index(self.worker)).members
+        return " ".join(f"{name}.{invite.peers[name].epoch}" for name in names)
+
+    def _meet(self, invite: Invite, store: str) -> None:
+        formation = _formation(invite, self.place.num_layers)
+        rank = formation.members.index(self.worker)
+        name, size = invite.group, formation.size
+        if not invite.grows:
+            name, size = f"{name}/{formation.subgroup(rank)}", formation.low
+            rank = formation.low_shard(rank).rank
+        self._has_met, self._met_as = False, name
+        self._meetings.begin(name, store, rank, size)
 
     def _met(self, name: str, reason: str) -> None:
-        if not reason:
-            self._meetings.keep(self._key, self._meetings.take(name))
-        if self._gathering and self._gathering.group == name:
-            self._gathering.met[self.worker] = reason
-        elif self._standing_by and self._standing_by.invite.group == name:
-            self._standing_by.link.send(Met(group=name, worker=self.worker, reason=reason))
+        invite = self._gathering.invite if self._gathering else None
+        if self._standing_by:
+            invite = self._standing_by.invite
+        if invite is None or name != self._met_as:
+            return
+        if reason:
+            self._say_met(reason)
+            return
+        communicator = self._meetings.take(name)
+        if invite.grows or self.party is None:
+            self._meetings.keep(self._key_of(invite), communicator)
+        else:
+            self.party.take_low(communicator)
+        self._has_met = True
+        self._tell_met()
 
-    def _enter(self, group: str, formation: Formation, key: str, blocks: int) -> Party:
-        """KeyError where the communicator is not there."""
-        high: Communicator = self._meetings.take(key)
-        self._key = key
-        self.place.resizer.vacate(blocks)
+    def _tell_met(self) -> None:
+        """When it has all that it needs to go on."""
+        invite = self._standing_by.invite if self._standing_by else None
+        if invite and not invite.grows and invite.low > 1:
+            formation = _formation(invite, self.place.num_layers)
+            leads = formation.low_shard(formation.members.index(self.worker)).rank == 0
+            if not leads and self._next_leader is None:
+                return
+        if self._has_met:
+            self._say_met("")
+
+    def _say_met(self, reason: str) -> None:
+        if self._gathering:
+            self._gathering.met[self.worker] = reason
+        elif self._standing_by:
+            group = self._standing_by.invite.group
+            self._standing_by.link.send(Met(group=group, worker=self.worker, reason=reason))
+
+    def _invite(self) -> Invite:
+        assert self._standing_by
+        return self._standing_by.invite
+
+    def _enter(self, blocks: int) -> None:
+        """Now, if it is alone; a group enters when its members are at the same step."""
+        if self.party:
+            assert self.party.chair
+            self.party.chair.add(EnterNext(blocks=blocks))
+            return
+        invite = self._gathering.invite if self._gathering else self._invite()
+        try:
+            communicator = self._meetings.take(self._key_of(invite))
+            pages, share = self.place.cache.pages_per_layer, self.place.enter_with(blocks)
+        except (KeyError, OutOfBlocks) as error:
+            self._decline(f"{self.worker} cannot enter: {error}")
+            return
+        self._join(invite, communicator, None, share, pages)
+
+    def _enter_next(self, party: Party) -> None:
+        """The whole of this group has made the same last step."""
+        invite = self._gathering.invite if self._gathering else self._invite()
+        low = party.communicators[0]
+        self._join(invite, self._meetings.take(self._key_of(invite)), low, party.share, party.pages_alone)
+
+    def _join(
+        self, invite: Invite, high: Communicator, low: Communicator | None, share: BlockShare, pages: int
+    ) -> None:
+        self._key = self._key_of(invite)
+        if self._gathering:
+            self._members, self._gathering = self._gathering.links, None
+        elif self._standing_by:
+            self._members, self._leader, self._standing_by = {}, self._standing_by.link, None
+        self._begin(invite.group, _formation(invite, self.place.num_layers), high, low, share, pages)
+
+    def _begin(
+        self,
+        group: str,
+        formation: Formation,
+        high: Communicator,
+        low: Communicator | None,
+        share: BlockShare,
+        pages_alone: int,
+    ) -> None:
         leader = self._leader
         self.party = Party(
             group,
@@ -331,13 +451,24 @@ class Grouping:
             formation.members.index(self.worker),
             self.place,
             high,
-            None,
-            blocks,
+            low,
+            share,
+            pages_alone,
             send=lambda ready: leader.send(ready) if leader else None,
             broadcast=self._broadcast,
+            on_settled=lambda: self.on_regrouped(formation.members, "all layers have their new degree"),
             clock=self._clock,
         )
-        return self.party
+        for ready in self._early:
+            if self.party.chair and ready.group == group:
+                self.party.chair.take(ready)
+        self._early = []
+
+    def _decline(self, reason: str) -> None:
+        """Too late for a refusal: the others have entered."""
+        if self._standing_by:
+            self._standing_by.link.send(Bye(group=self._standing_by.invite.group, reason=reason))
+            self._standing_by = None
 
     def _broadcast(self, step: Step) -> None:
         for link in self._members.values():
@@ -353,7 +484,8 @@ class Grouping:
             self._gathering.lost = f"{names[0]}: {reason}"
 
     def _is_of_group(self, link: Link) -> bool:
-        return self.party is not None and (link is self._leader or link in self._members.values())
+        links = [self._leader, self._next_leader, *self._members.values(), *self._next_members.values()]
+        return self.party is not None and any(link is each for each in links)
 
     def _is_gathering(self, message: Messages) -> bool:
         return self._gathering is not None and self._gathering.group == message.group
@@ -364,7 +496,4 @@ class Grouping:
 
 
 def _formation(invite: Invite, num_layers: int) -> Formation:
-    members = tuple(invite.members)
-    if invite.grows and invite.low == 1:
-        return joined([(name,) for name in members], num_layers)
-    return Formation(members, invite.low, num_layers, invite.grows)
+    return Formation(tuple(invite.members), invite.low, num_layers, invite.grows)

@@ -55,7 +55,7 @@ class Link:
             self._connection.send_bytes(frame)
 
     def _read(self) -> None:
-        heard_at = time.monotonic()
+        heard_at = pinged_at = time.monotonic()
         try:
             while not self._is_closed:
                 if self._connection.poll(PING_S):
@@ -63,10 +63,11 @@ class Link:
                     heard_at = time.monotonic()
                     if frame != _PING:
                         self._on_message(self, decode(frame))
-                        continue
                 if time.monotonic() - heard_at > self._timeout_s:
                     raise TimeoutError(f"nothing was heard for {self._timeout_s:g} s")
-                self._write(_PING)
+                if time.monotonic() - pinged_at >= PING_S:
+                    pinged_at = time.monotonic()
+                    self._write(_PING)
         except (OSError, EOFError, ValueError, TimeoutError) as error:
             if not self._is_closed:
                 self.close()

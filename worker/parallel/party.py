@@ -28,6 +28,7 @@ from worker.parallel.share import BlockShare
 from worker.parallel.wire import (
     Actions,
     Census,
+    EnterNext,
     Lend,
     MoveBoundary,
     PackedWork,
@@ -62,34 +63,38 @@ class Party:
         place: Place,
         high: Communicator,
         low: Communicator | None,
-        blocks: int,
+        share: BlockShare,
+        pages_alone: int,
         *,
         send: Callable[[Ready], None],
         broadcast: Callable[[Step], None],
+        on_settled: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Enter: from here on this instance steps with the others. blocks: low-degree blocks that every
-        subgroup has; this one's live blocks are below. low: None for subgroups of one. send: a Ready to the
-        leader; broadcast: the leader's, a Step to the others."""
+        """Enter: from here on this instance steps with the others. low: None for subgroups of one. share: of
+        this planner, in the numbers of the low degree unless all are at one; its capacity is what every
+        subgroup has. pages_alone: of each layer of the cache, to go back to. send: a Ready to the leader;
+        broadcast: the leader's, a Step to the others. on_settled: all layers are at the high degree."""
         self.group, self.formation, self.rank = group, formation, rank
         self.chair = Chair(group, formation.size) if rank == 0 else None
         self.costs = Costs()
         self.is_over = self.has_fallen = False
         self.place, self._high, self._low = place, high, low
         self._send, self._broadcast, self._clock = send, broadcast, clock
-        self._pages_alone = place.cache.pages_per_layer
-        self._blocks = blocks
+        self._on_settled = on_settled
+        self.pages_alone = pages_alone
+        self._blocks = share.capacity
         self._filling: Filling | None = None
         self._step = 0
         self._called: Step | None = None
         self._planned: Planned | None = None
         self._told: tuple[object, ...] | None = None
+        self._next_low: Communicator | None = None
         self._given: dict[int, list[int]] = {}
         self._is_counted = False
-        held = place.cache.allocator
-        self._share = BlockShare(range(blocks), held.used, blocks)
-        place.cache.allocator = BlockAllocator(held.capacity)  # the share has the truth from here on
-        place.instance.scheduler.blocks = self._share
+        self.enters_next: EnterNext | None = None  # this was its last step in this group
+        self._share = share
+        place.instance.scheduler.blocks = share
 
     @property
     def step(self) -> int:
@@ -98,14 +103,22 @@ class Party:
 
     @property
     def communicators(self) -> list[Communicator]:
-        """Of all members; whole as long as nothing was raised."""
-        return [self._high]
+        """Of all members, and of its subgroup if that has several; whole as long as nothing was raised."""
+        return [self._high, self._low] if self._low else [self._high]
 
     @property
     def filled(self) -> int:
         return self._filling.filled if self._filling else self.place.num_layers
 
     # ----------------------------------------------------------------------------- at every boundary
+
+    @property
+    def share(self) -> BlockShare:
+        return self._share
+
+    def take_low(self, communicator: Communicator) -> None:
+        """Of the subgroup that it will part into."""
+        self._next_low = communicator
 
     def take_step(self, step: Step) -> None:
         """The leader calls it."""
@@ -229,6 +242,9 @@ class Party:
 
     def _do(self, action: Actions, step: Step) -> None:
         match action:
+            case EnterNext():
+                self.enters_next = action
+                self._share.drop_free_from(action.blocks)
             case MoveBoundary():
                 self._move_boundary(action.to, step)
             case Settle():
@@ -276,6 +292,7 @@ class Party:
             self._high,
             formation.peers(self.rank),
             self.place.stage_bytes,
+            formation.grows,
         )
         self.costs.bytes_exchanged += moved.bytes
         self.costs.peak_bytes = max(self.costs.peak_bytes, moved.peak_bytes)
@@ -295,6 +312,7 @@ class Party:
         self._share.capacity = self._blocks = action.blocks
         self.formation = self.formation.grown()
         self._reshaped(self.formation.size)
+        self._on_settled()
 
     def _begin_parting(self, action: PartingBegins, step: Step) -> None:
         """Blocks that finished in this very step are still counted, and free again where they come to lie."""
@@ -320,21 +338,20 @@ class Party:
         self.place.instance.renumber_all_blocks(number)
         cache.shrink(cache.pages_per_layer - action.pages[self.rank])
         self.formation, self._blocks = formation, action.blocks
+        if self._low:
+            self._low.close()
+        self._low, self._next_low = self._next_low, None
         self._filling = Filling(
             self.place.weights, formation.low_shard(self.rank), self.place.num_layers, self.place.copier
         )
         self.costs.moving_s += self._clock() - began
 
     def _part(self) -> None:
-        if self.formation.low > 1:
-            raise RuntimeError("a group parts into single workers")
-        place, cache = self.place, self.place.cache
-        cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
-        cache.allocator.claim(self._share.used)
-        place.instance.scheduler.blocks = cache.allocator
         self._filling = None
         self.is_over = True
-        self._reshaped(1)
+        if self.formation.low == 1:
+            self.place.leave_with(self._share)
+        self._reshaped(self.formation.low)
 
     def _reshaped(self, tp: int) -> None:
         self.place.instance.tp = tp
@@ -346,7 +363,7 @@ class Party:
         """Alone again, whatever the others do: with all weights and as many KV pages as before, as far as
         there are; what ran is computed anew. Raises what makes the worker useless."""
         self.is_over = self.has_fallen = True
-        for group in (self._high, self._low):
+        for group in (self._high, self._low, self._next_low):
             if group:
                 group.close()
         if self._filling:
@@ -355,13 +372,13 @@ class Party:
         place, cache = self.place, self.place.cache
         cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
         place.instance.recompute_all(cache.allocator)
-        cache.shrink(max(0, cache.pages_per_layer - self._pages_alone))
+        cache.shrink(max(0, cache.pages_per_layer - self.pages_alone))
         for layer in range(place.num_layers):
             if place.weights.shard(layer) != ALONE:
                 place.weights.map(layer, ALONE)
                 place.weights.fill(layer, ALONE)(lambda: True)
                 place.weights.widen(layer, ALONE)
-        cache.grow(min(self._pages_alone - cache.pages_per_layer, cache.growable_pages))
+        cache.grow(min(self.pages_alone - cache.pages_per_layer, cache.growable_pages))
         self._reshaped(1)
 
     def check_integrity(self) -> None:

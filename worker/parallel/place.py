@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from bus.messages import Number
 from worker.engine.instance import Instance
-from worker.memory import KVCache
+from worker.memory import BlockAllocator, KVCache
 from worker.model import Model
 from worker.model.shard import Shard
 from worker.morph.copier import Copier
 from worker.morph.resizer import KVResizer
 from worker.parallel.filling import Weights
+from worker.parallel.share import BlockShare
 
 ALONE = Shard()
 
@@ -36,28 +37,52 @@ class Place:
     def num_layers(self) -> int:
         return len(self.model.layers)
 
-    def numbers(self, shard: Shard) -> dict[str, Number]:
+    def enter_with(self, blocks: int) -> BlockShare:
+        """Into a group, from alone, with so many blocks: live ones above move below. The share has the truth
+        from here on. Raises OutOfBlocks if they do not find room; then nothing has changed."""
+        self.resizer.vacate(blocks)
+        held = self.cache.allocator
+        share = BlockShare(range(blocks), held.used, blocks)
+        self.cache.allocator = BlockAllocator(held.capacity)
+        return share
+
+    def leave_with(self, share: BlockShare) -> None:
+        """Alone, from a group, with the blocks of the share."""
+        cache = self.cache
+        cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
+        cache.allocator.claim(share.used)
+        self.instance.scheduler.blocks = cache.allocator
+
+    def numbers(self, shard: Shard, pages_alone: int | None = None) -> dict[str, Number]:
         """What it has, and what it would have with all layers at `shard`: KV pages of each layer, and blocks
-        of that degree in them. The reserve for swaps stays."""
-        blocks = self.instance.scheduler.blocks
-        weights = range(self.num_layers)
+        of that degree in them. The reserve for swaps stays. pages_alone: of each layer, as alone no more are
+        wanted."""
+        blocks, pages = self.instance.scheduler.blocks, self.cache.pages_per_layer
         gained = sum(
             self.weights.pages(layer, self.weights.shard(layer)) - self.weights.pages(layer, shard)
-            for layer in weights
+            for layer in range(self.num_layers)
         )
-        spare = self.resizer.num_spare_pages
         # Rounded down either way: what is missing takes a page of every layer.
-        change = (gained + max(0, spare) if gained >= 0 else gained + spare) // self.num_layers
-        if gained < 0:
-            change = min(0, change)
-        pages_after = max(0, self.cache.pages_per_layer + change)
+        after = max(0, pages + (gained + self.resizer.num_spare_pages) // self.num_layers)
+        if gained >= 0:
+            after = max(pages, min(after, self.resizer.useful_pages_per_layer))
+        elif shard == ALONE and pages_alone is not None:
+            after = min(after, pages_alone)
         return {
             "blocks": blocks.capacity,
             "blocks_used": blocks.num_used,
-            "pages_per_layer": self.cache.pages_per_layer,
-            "pages_after": pages_after,
-            "blocks_after": self.blocks_in(pages_after, shard.size),
+            "pages_per_layer": pages,
+            "pages_after": after,
+            "blocks_after": self.blocks_in(after, shard.size),
         }
+
+    def tokens_at(self, degree: int) -> int:
+        """The longest sequence whose KV fits in a group of `degree` workers like this one."""
+        blocks = int(self.numbers(Shard(0, degree))["blocks_after"])
+        if degree == 1:
+            blocks = self.cache.num_blocks
+        longest = self.instance.limits.max_model_len
+        return min(longest, blocks * self.cache.block_tokens)
 
     def blocks_in(self, pages_per_layer: int, degree: int) -> int:
         """Blocks that a group of `degree` has in so many pages of each layer of every member."""

@@ -66,6 +66,11 @@ class BlockShare:
         for block in blocks:
             heapq.heappush(self._free, block)
 
+    def drop_free_from(self, capacity: int) -> None:
+        """What is above belongs to nobody from here on, and no more than that to anyone."""
+        self._free = sorted(block for block in self._free if block < capacity)
+        self.capacity = capacity
+
     def renumber(self, number: Callable[[int], int]) -> None:
         self._used = {number(block) for block in self._used}
         self._free = sorted(number(block) for block in self._free)

@@ -18,6 +18,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # --------------------------------------------------------------------------- coming together
 
 
+class Peer(msgspec.Struct, frozen=True):
+    """A worker as its card tells of it."""
+
+    worker: str
+    epoch: int
+    address: str
+    key: bytes
+
+
 class Invite(Message, frozen=True, kw_only=True, tag=True):
     """From the leader: would you come into this formation, or in it go back to `low`? Answered by Answer."""
 
@@ -26,7 +35,7 @@ class Invite(Message, frozen=True, kw_only=True, tag=True):
     members: list[str]
     low: int
     grows: bool
-    key: str  # what these members call their communicator
+    peers: dict[str, Peer]  # all members
 
 
 class Answer(Message, frozen=True, kw_only=True, tag=True):
@@ -40,10 +49,9 @@ class Answer(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Meet(Message, frozen=True, kw_only=True, tag=True):
-    """From the leader: make the communicator, with the others, in this store (host:port) by this name."""
+    """From the leader: make the communicator, with the others, in this store (host:port)."""
 
     store: str
-    name: str
 
 
 class Met(Message, frozen=True, kw_only=True, tag=True):
@@ -57,6 +65,10 @@ class Enter(Message, frozen=True, kw_only=True, tag=True):
     """From the leader: from the next boundary on you are in. `blocks`: of every subgroup."""
 
     blocks: int
+
+
+class Follow(Message, frozen=True, kw_only=True, tag=True):
+    """From the one that will lead a subgroup when its group parts, over the link that it will use then."""
 
 
 class Dismiss(Message, frozen=True, kw_only=True, tag=True):
@@ -110,7 +122,13 @@ class Lend(Action, frozen=True, kw_only=True, tag=True):
     blocks: int
 
 
-Actions = MoveBoundary | Settle | Census | PartingBegins | Part | Lend
+class EnterNext(Action, frozen=True, kw_only=True, tag=True):
+    """This group becomes a subgroup of the one that its members stand by for. `blocks`: of every subgroup."""
+
+    blocks: int
+
+
+Actions = EnterNext | MoveBoundary | Settle | Census | PartingBegins | Part | Lend
 
 
 # --------------------------------------------------------------------------- steps
@@ -158,7 +176,7 @@ class Bye(Message, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Messages = Invite | Answer | Meet | Met | Enter | Dismiss | Ready | Step | Bye
+Messages = Invite | Answer | Meet | Met | Enter | Follow | Dismiss | Ready | Step | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Messages] = msgspec.msgpack.Decoder(Messages)
@@ -184,11 +202,12 @@ def pack(work: Work) -> PackedWork:
 
 
 def unpack(packed: PackedWork) -> Work:
-    q_lens = np.frombuffer(packed.q_lens, np.int64)
+    """Arrays of its own, since torch takes none that it may not write to."""
+    q_lens = np.frombuffer(bytearray(packed.q_lens), np.int64)
     return Work(
-        token_ids=np.frombuffer(packed.token_ids, np.int64),
+        token_ids=np.frombuffer(bytearray(packed.token_ids), np.int64),
         q_lens=q_lens,
-        context_lens=np.frombuffer(packed.context_lens, np.int64),
-        blocks=np.frombuffer(packed.blocks, np.int32).reshape(len(q_lens), -1),
-        logit_rows=np.frombuffer(packed.logit_rows, np.int64),
+        context_lens=np.frombuffer(bytearray(packed.context_lens), np.int64),
+        blocks=np.frombuffer(bytearray(packed.blocks), np.int32).reshape(len(q_lens), -1),
+        logit_rows=np.frombuffer(bytearray(packed.logit_rows), np.int64),
     )

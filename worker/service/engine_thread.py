@@ -14,8 +14,9 @@ from worker.core import Request
 from worker.engine.engine import Engine, StepResult, result_of
 from worker.engine.snapshot import instance_telemetry
 from worker.morph.executor import MorphExecutor
-from worker.parallel.grouping import Grouping, Peer
+from worker.parallel.grouping import Grouping
 from worker.parallel.party import Party
+from worker.parallel.wire import Peer
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +181,8 @@ class EngineThread:
         if party.step != before:
             self._busy_s += ended - began
             self._num_steps += 1
+        if party.is_over:  # the morph that waits for it is due, and nobody else wakes an idle engine
+            self._inbox.put(lambda: None)
         if outputs:
             self._on_results(self._epoch, [result_of(instance, outputs)])
         if party.step != before and (party.is_over or ended >= self._snapshot_due or not instance.has_work):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from bus.client import Bus, BusFull, BusUnavailable, GroupReader, StreamReader
 from bus.messages import Cancel, CancelMorph, Command, Drain, Resize, Submit, Swap, Transform
 from bus.names import consumer
 from worker.core import Request
+from worker.parallel.wire import Peer
 from worker.service.engine_thread import EngineThread
 from worker.service.ledger import Ledger, Ticket
 from worker.service.outbox import Outbox
@@ -36,6 +38,7 @@ class Intake:
     ) -> None:
         self._bus, self._worker, self._epoch = bus, worker, epoch
         self._ledger, self._thread, self._outbox = ledger, thread, outbox
+        self._tasks: set[asyncio.Task[None]] = set()
         self.is_listening = asyncio.Event()  # from here on no command is missed
 
     # ----------------------------------------------------------------------------- requests
@@ -102,8 +105,10 @@ class Intake:
 
     def _obey(self, command: Command, on_drain: Callable[[], None]) -> None:
         match command:
-            case Swap() | Resize() | Transform():
+            case Swap() | Resize():
                 self._thread.morph(command)
+            case Transform():
+                self._begin(command)
             case _ if command.epoch != self._epoch():
                 log.info("%s %s is for another epoch", type(command).__name__, command.id)
             case Cancel():
@@ -112,6 +117,20 @@ class Intake:
                 self._thread.cancel_morph(command.morph_id)
             case Drain():
                 on_drain()
+
+    def _begin(self, command: Transform) -> None:
+        """Who takes part is on the cards."""
+        task = asyncio.create_task(self._with_peers(command), name=f"peers of {command.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _with_peers(self, command: Transform) -> None:
+        peers: dict[str, Peer] = {}
+        with suppress(BusUnavailable):  # then the answer is that nobody can be reached
+            for member in await self._bus.members():
+                if (card := member.card) and card.link and member.lease_epoch == card.epoch:
+                    peers[card.id] = Peer(card.id, card.epoch, card.link, card.link_key)
+        self._thread.morph(command, peers)
 
     def _cancel(self, command: Cancel) -> None:
         """Unknown ids are remembered."""

@@ -12,12 +12,19 @@ from worker.engine.build import MIB
 from worker.memory import PagePool
 from worker.model import Model
 from worker.model.quantized_layout import BITS
+from worker.morph.copier import Copier
 from worker.morph.executor import MorphExecutor
+from worker.morph.reshard import make_resharder
 from worker.morph.target import Target
 from worker.morph.variants import LayerVariants
 from worker.morph.verbs import NoVariants, Variants
+from worker.parallel.grouping import Grouping
+from worker.parallel.place import Place
 from worker.profile.order import load_order
 from worker.service.loaded import Progress
+
+# Of an exchange: as large as keeps the cost of its calls small, and no larger.
+CPU_STAGE_BYTES, CUDA_STAGE_BYTES = 1 << 20, 1 << 25
 
 
 def load_variants(
@@ -50,10 +57,44 @@ def layer_order(folder: Path, model: Model, settings: WorkerSettings) -> tuple[l
 
 
 def make_executor(
-    worker: str, targets: dict[str, Target], settings: WorkerSettings, device: torch.device
+    worker: str,
+    targets: dict[str, Target],
+    settings: WorkerSettings,
+    device: torch.device,
+    grouping: Grouping | None,
 ) -> MorphExecutor:
     """On a CPU copying takes cores and memory from the steps: both kinds of work share the allowance."""
     share = settings.morph_share
-    if device.type == "cpu":
-        return MorphExecutor(worker, targets, step_share=share / 2, copy_share=share / 2)
-    return MorphExecutor(worker, targets, step_share=share)
+    of_each = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
+    return MorphExecutor(
+        worker,
+        targets,
+        step_share=of_each[0],
+        copy_share=of_each[1],
+        grouping=grouping,
+        layers_per_step=settings.layers_per_step,
+    )
+
+
+def make_grouping(
+    name: str, target: Target, model: Model, pool: PagePool, settings: WorkerSettings, worker: str
+) -> Grouping:
+    """How a worker of one model joins others. Raises OSError where it cannot be reached by them."""
+    device = pool.backend.device
+    place = Place(
+        name=name,
+        instance=target.instance,
+        model=model,
+        resizer=target.resizer,
+        weights=make_resharder(model, pool, target.variants),
+        copier=Copier(lambda: grouping.post(lambda: None)),
+        stage_bytes=CPU_STAGE_BYTES if device.type == "cpu" else CUDA_STAGE_BYTES,
+    )
+    grouping = Grouping(
+        worker,
+        place,
+        host=settings.group_host,
+        device="cpu" if device.type == "cpu" else "cuda",
+        timeout_s=settings.group_timeout_s,
+    )
+    return grouping

@@ -23,10 +23,12 @@ from worker.engine.build import (
 from worker.engine.engine import Engine
 from worker.memory import MappingFailed, OutOfPages, PagePool
 from worker.model import Model, ModelError, load_model
+from worker.model.layout import degrees
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import layer_pages, reserve_pages
-from worker.service.load_morphs import bits_of, layer_order, load_variants, make_executor
+from worker.parallel.grouping import Grouping
+from worker.service.load_morphs import bits_of, layer_order, load_variants, make_executor, make_grouping
 from worker.service.loaded import CannotServe, Loaded, Progress
 
 log = logging.getLogger("worker")
@@ -63,6 +65,7 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     fill_caches(pool, list(parts.values()), reserve)
     engine = Engine(device)
     cards, targets = [], {}
+    grouping: Grouping | None = None
     for name, (cache, model, limits) in parts.items():
         progress(f"{name}: compiling kernels and running the first request")
         instance = make_instance(f"{name}@{worker}", model, cache, limits, bits=bits_of(variants[name]))
@@ -73,9 +76,11 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         )
         order, order_name = layer_order(folders[name], model, settings)
         targets[instance.id] = target = Target(instance, variants[name], resizer, order)
-        cards.append(_card(target, name, folders[name], model, order_name, settings, worker))
+        if len(parts) == 1 and settings.group_host and len(degrees(model.config, settings.max_tp)) > 1:
+            grouping = make_grouping(name, target, model, pool, settings, worker)
+        cards.append(_card(target, name, folders[name], model, order_name, settings, worker, grouping))
         log.info("%s: %d KV blocks of %d tokens", name, cache.num_blocks, limits.block_tokens)
-    morphs = make_executor(worker, targets, settings, device)
+    morphs = make_executor(worker, targets, settings, device, grouping)
     return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, morphs)
 
 
@@ -136,7 +141,9 @@ def _card(
     order_name: str,
     settings: WorkerSettings,
     worker: str,
+    grouping: Grouping | None,
 ) -> InstanceCard:
+    possible = degrees(model.config, settings.max_tp) if grouping else [1]
     return InstanceCard(
         id=target.instance.id,
         model=name,
@@ -151,5 +158,8 @@ def _card(
         order=target.order,
         order_name=order_name,
         min_blocks=target.resizer.min_blocks,
+        kv_heads=model.config.num_kv_heads,
+        degrees=possible,
+        tokens_at={tp: grouping.place.tokens_at(tp) for tp in possible} if grouping else {},
         layer_pages=layer_pages(target.variants, model.config.num_layers),
     )

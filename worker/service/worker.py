@@ -6,6 +6,9 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
 
 from bus.client import Bus, BusUnavailable
 from bus.messages import MorphReport, WorkerCard
@@ -105,7 +108,10 @@ class Serving:
             idle_interval_s=self._settings.idle_telemetry_s,
         )
         self._morph_reports = MorphReports(bus)
+        if grouping := loaded.morphs.grouping:
+            grouping.on_regrouped = self._regrouped_in_thread
         self._reading: asyncio.Task[None] | None = None
+        self._showing: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
         """Until drained. Raises what ends the engine's thread, the renewal or a part of the service."""
@@ -131,7 +137,8 @@ class Serving:
                 task.result()
         finally:
             self._membership.on_fenced = lambda epoch: None
-            await end(*tasks, self._died, *([self._reading] if self._reading else []))
+            rest = [task for task in (self._reading, self._showing) if task]
+            await end(*tasks, self._died, *rest)
             await asyncio.to_thread(self._thread.stop)
             await self._morph_reports.send_rest()
 
@@ -159,9 +166,11 @@ class Serving:
             self._die(error)
 
     async def _announce(self) -> None:
-        loaded = self._loaded
+        loaded, grouping = self._loaded, self._loaded.morphs.grouping
         await self._membership.update(
             state="serving",
+            link=grouping.address if grouping else "",
+            link_key=grouping.link_key if grouping else b"",
             instances=loaded.cards,
             device=loaded.device,
             page_bytes=loaded.page_bytes,
@@ -205,6 +214,16 @@ class Serving:
         except BusUnavailable:
             return 0
 
+    async def _show_group(self, members: tuple[str, ...], why: str) -> None:
+        """The leader's card is the group's; the other members' say whom they follow."""
+        worker = self._membership.card.id
+        cards = [
+            replace(card, tp=max(1, len(members)), workers=list(members) or [worker])
+            for card in self._membership.card.instances
+        ]
+        log.info("serving in %s: %s", f"a group of {', '.join(members)}" if members else "no group", why)
+        await self._membership.update(instances=cards)
+
     def _die(self, error: BaseException) -> None:
         if not self._died.done():
             self._died.set_exception(error)
@@ -224,6 +243,19 @@ class Serving:
 
     def _reports_in_thread(self, reports: list[MorphReport]) -> None:
         self._loop.call_soon_threadsafe(self._morph_reports.put, reports)
+
+    def _regrouped_in_thread(self, members: tuple[str, ...], why: str) -> None:
+        self._loop.call_soon_threadsafe(self._regrouped, members, why)
+
+    def _regrouped(self, members: tuple[str, ...], why: str) -> None:
+        """One after the other: a card must not be overtaken by an older one."""
+        before = self._showing
+        self._showing = asyncio.create_task(self._after(before, self._show_group(members, why)))
+
+    async def _after(self, before: asyncio.Task[None] | None, then: Coroutine[Any, Any, None]) -> None:
+        if before:
+            await asyncio.wait([before])
+        await then
 
     def _death_in_thread(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._die, error)

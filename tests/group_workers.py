@@ -1,0 +1,229 @@
+"""Workers of one process, an engine's thread each, without a bus: what they publish is kept in lists.
+
+Everything between them is real: links over sockets, gloo, pages, the layers. `page_bytes` is small, so
+that a tiny model's FFN has many.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bus.messages import MorphReport, SamplingParams, Transform
+from worker.core import Limits, Request
+from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
+from worker.engine.engine import Engine, StepResult
+from worker.memory import CpuBackend, PagePool
+from worker.model import load_model
+from worker.morph.copier import Copier
+from worker.morph.executor import MorphExecutor
+from worker.morph.reshard import make_resharder
+from worker.morph.resizer import KVResizer
+from worker.morph.target import Target
+from worker.morph.verbs import NoVariants
+from worker.parallel.grouping import Grouping
+from worker.parallel.place import Place
+from worker.parallel.wire import Peer
+from worker.service.engine_thread import EngineThread
+
+BLOCK_TOKENS = 4
+WAIT_S = 60.0
+
+
+class GroupWorker:
+    """`tokens[request]` as published; `ends[request]` its finish reason or error; `reports` of morphs."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        megabytes: float = 4,
+        max_tp: int = 4,
+        page_bytes: int = 4096,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 24,
+        timeout_s: float = 20.0,
+        stage_bytes: int = 1 << 14,
+    ) -> None:
+        self.name, self.epoch = name, 1
+        self.pool = PagePool(CpuBackend(page_bytes), int(megabytes * 1024 * 1024))
+        self.model = load_model(folder, self.pool, dtype=torch.float32, max_tp=max_tp)
+        limits: Limits = Shape(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_tokens=BLOCK_TOKENS,
+        ).limits(self.model)
+        cache = make_cache(self.pool, self.model, limits, "model")
+        fill_caches(self.pool, [(cache, self.model, limits)])
+        self.instance = make_instance(f"model@{name}", self.model, cache, limits)
+        resizer = KVResizer(
+            self.instance, cache, reserve_pages=0, useful_pages=useful_pages(cache, self.model, limits)
+        )
+        variants = NoVariants()
+        self.grouping = Grouping(
+            name,
+            Place(
+                name="model",
+                instance=self.instance,
+                model=self.model,
+                resizer=resizer,
+                weights=make_resharder(self.model, self.pool, variants),
+                copier=Copier(lambda: self.executor.wake()),
+                stage_bytes=stage_bytes,
+            ),
+            timeout_s=timeout_s,
+        )
+        self.regrouped: list[tuple[tuple[str, ...], str]] = []
+        self.grouping.on_regrouped = lambda members, why: self.regrouped.append((members, why))
+        self.executor = MorphExecutor(
+            name,
+            {self.instance.id: Target(self.instance, variants, resizer)},
+            step_share=1.0,
+            grouping=self.grouping,
+        )
+        engine = Engine()
+        engine.add_instance(self.instance)
+        self.engine = engine
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+        self.fingerprints: set[str] = set()
+        self.reports: list[MorphReport] = []
+        self.death: BaseException | None = None
+        self._changed = threading.Condition()
+        self.thread = EngineThread(
+            engine,
+            self.pool.counts,
+            self.executor,
+            snapshot_s=1.0,
+            on_results=self._results,
+            on_snapshot=lambda snapshot: None,
+            on_reports=self._reports,
+            on_death=self._died,
+        )
+        self.thread.fence(self.epoch)
+        self.thread.start()
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.name, self.epoch, self.grouping.address, self.grouping.link_key)
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
+        self.tokens[name] = []
+        self.thread.submit(self.instance.id, Request(id=name, prompt_token_ids=prompt, sampling=sampling))
+
+    def wait(self, until: Callable[[], bool], what: str, within_s: float = WAIT_S) -> None:
+        """Until something that results and reports change is so. AssertionError when it takes too long."""
+        ends_at = time.monotonic() + within_s
+        with self._changed:
+            while not until():
+                assert self.death is None, self.death
+                left_s = ends_at - time.monotonic()
+                assert left_s > 0, f"{self.name} waited {within_s} s for {what}"
+                self._changed.wait(min(left_s, 0.2))
+
+    def wait_ends(self, *names: str) -> None:
+        self.wait(lambda: all(name in self.ends for name in names), f"the ends of {names}")
+
+    def wait_degree(self, tp: int) -> None:
+        self.wait(lambda: self.instance.tp == tp, f"degree {tp}")
+
+    def end_of(self, morph: str) -> MorphReport:
+        def ended() -> list[MorphReport]:
+            return [report for report in self.reports if report.id == morph and report.state != "running"]
+
+        self.wait(lambda: bool(ended()), f"the end of morph {morph}")
+        return ended()[0]
+
+    def call(self, work: Callable[[], object]) -> None:
+        """In the engine's thread, between two steps; returns when it is done. Raises what it raises."""
+        done, errors = threading.Event(), []
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 the waiting side raises it again
+                errors.append(error)
+            done.set()
+
+        self.thread._inbox.put(run)
+        assert done.wait(WAIT_S), f"{self.name} does not come to a boundary"
+        if errors:
+            raise errors[0]
+
+    def check(self) -> None:
+        """Nothing is lost or owned twice."""
+        self.call(self._check)
+
+    def stop(self) -> None:
+        self.thread.stop()
+
+    def _check(self) -> None:
+        self.engine.check_integrity()
+        self.pool.check_integrity()
+        if self.grouping.party:
+            self.grouping.party.check_integrity()
+        else:
+            self.grouping.place.cache.check_integrity()
+
+    def _results(self, epoch: int, results: list[StepResult]) -> None:
+        with self._changed:
+            for result in results:
+                for output in result.outputs:
+                    delta = output.delta
+                    assert delta.index == len(self.tokens[delta.request_id]), "a token is lost or repeated"
+                    self.tokens[delta.request_id] += delta.token_ids
+                    if delta.token_ids:
+                        self.fingerprints.add(result.fingerprint)
+                    if delta.finish_reason:
+                        self.ends[delta.request_id] = delta.error or delta.finish_reason
+            self._changed.notify_all()
+
+    def _reports(self, reports: list[MorphReport]) -> None:
+        with self._changed:
+            self.reports += reports
+            self._changed.notify_all()
+
+    def _died(self, error: BaseException) -> None:
+        with self._changed:
+            self.death = error
+            self._changed.notify_all()
+
+
+@contextmanager
+def workers(folder: Path, number: int, **options: object) -> Iterator[list[GroupWorker]]:
+    """w0, w1, ...; at the end they have lost nothing."""
+    made = [GroupWorker(f"w{i}", folder, **options) for i in range(number)]  # type: ignore[arg-type]
+    try:
+        yield made
+        for worker in made:
+            assert worker.death is None, worker.death
+            worker.check()
+    finally:
+        for worker in made:
+            worker.stop()
+
+
+_ids = iter(range(1_000_000))
+
+
+def transform(members: list[GroupWorker], tp: int, *, layers_per_step: int = 1) -> str:
+    """Order it of the first one; returns the morph's id."""
+    leader = members[0]
+    command = Transform(
+        id=f"morph-{next(_ids)}",
+        epoch=leader.epoch,
+        instance=leader.instance.id,
+        workers=[worker.name for worker in members],
+        epochs={worker.name: worker.epoch for worker in members},
+        tp=tp,
+        layers_per_step=layers_per_step,
+    )
+    leader.thread.morph(command, {worker.name: worker.peer for worker in members})
+    return command.id
