@@ -111,6 +111,20 @@ def test_a_step_across_a_boundary_gives_each_member_what_it_gets_alone(
     ranks.close()
 
 
+@pytest.mark.parametrize("is_rising", [True, False], ids=["scale-up", "scale-down"])
+@pytest.mark.parametrize("low", [1, 4])
+def test_so_do_eight_ranks(tmp_path: Path, low: int, is_rising: bool) -> None:
+    make_oracle("llama, multi-head, tied").save_pretrained(tmp_path)
+    ranks = Ranks(tmp_path, 8, low, max_tp=8)
+    ranks.reshape(1, is_rising=is_rising)
+    started = busy(8)
+    ranks.prefill(started)
+    made = check(ranks.step([{seq: [seq] for seq in own} for own in started]))
+    check(ranks.step(next_chunks(started, made)))
+    check_kv(ranks)
+    ranks.close()
+
+
 def test_a_boundary_may_move_between_any_two_steps(folder: Path) -> None:
     """The keys and values move by the twins' here; the exchange has tests of its own."""
     ranks = Ranks(folder, 4)
