@@ -385,7 +385,7 @@ class Policy:
     max_layers: int = 0  # at most so many below full; 0: what the mode says
     precision: Precision = "int4"
     max_tp: int = 0  # no group beyond it; 0: what the workers are prepared for
-    long_patience_s: float = 10.0  # a long request waits so long for a full group before another one is made
+    long_patience_s: float = 30.0  # a long request waits so long for a full group before another one is made
     scale_down_free: float = 0.5  # 0..1; a group without a long request parts when so much KV is free
 
 

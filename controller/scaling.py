@@ -2,8 +2,10 @@
 
 Requests that no instance holds wait at a gateway, which tells so again and again (`Demand`); so many tellings
 in a row count as the windows of other morphs do. A group that could hold the request and is full gets
-`long_patience_s` to empty. Of one model, one group is made in a cool-down: the next telling may not know yet.
-A group parts after so many windows in which `controller.parallelism` would let it and nothing waits for one.
+`long_patience_s` to empty; another one beside it leaves short requests an instance of their own, since groups
+get less done. Of one model, one group is made in a cool-down: the next telling may not know yet.
+A group parts after so many windows in which `controller.parallelism` would let it and nothing waits for one;
+where the last group had parted a moment before the next was needed, whichever it was, it stays longer.
 Whatever has a morph in flight, cools down, or was refused lately is left alone.
 """
 
@@ -18,7 +20,7 @@ from controller.levers import WAIT_S
 from controller.modes import Rules, rules_of
 from controller.parallelism import Merge, decide_scale_down, decide_scale_up, parted
 from controller.policy import Freshness
-from controller.track import Lever, State, Track, Waiting, model_of
+from controller.track import REGRET_S, Lever, Refusal, State, Track, Waiting, model_of
 
 GONE_S = 2.0  # a demand that was not told again for so long is over; gateways tell it twice a second
 
@@ -75,9 +77,10 @@ def scale_up(
         if not _is_due(state, of_model, model, waiting, rules, policy, at_s):
             continue
         free = [group for group in of_model if _is_free(state, group, "scale_up", rules, at_s)]
-        if merge := decide_scale_up(free, waiting.tokens, policy.max_tp):
+        merge = decide_scale_up(free, waiting.tokens, policy.max_tp)
+        if merge and _leaves_room_for_short(state, merge, of_model, waiting, policy, at_s):
             decisions.append(_merging(merge, waiting, policy, at_s))
-            state = _decided(state, merge.groups, "scale_up", at_s)
+            state = _decided(_regretted(state, model, at_s), merge.groups, "scale_up", at_s)
     return state, decisions
 
 
@@ -89,20 +92,23 @@ def scale_down(
     wanted = _waiting_by_model(state, at_s)
     decisions = []
     for group in groups:
+        track = _track(state, group.instance, group.epochs[0], at_s)
+        if group.load:
+            track = replace(track, busy_s=at_s)
+            state = state.with_track(group.instance, track)
         if group.tp == 1:
             continue
-        track = _track(state, group.instance, group.epochs[0], at_s)
         tp = None
         if rules is not None and group.age_s <= freshness.stale_s and group.model not in wanted:
             tp = decide_scale_down(group, policy.scale_down_free)
-        is_in_a_row = at_s <= track.parting_s + freshness.gap_s
-        parting = 0 if tp is None else (track.parting if is_in_a_row else 0) + 1
-        state = state.with_track(group.instance, replace(track, parting=parting, parting_s=at_s))
-        if tp is None or rules is None or parting < rules.windows:
+        track = _counted(track, tp is not None, at_s, freshness.gap_s)
+        state = state.with_track(group.instance, track)
+        if tp is None or rules is None or track.parting < rules.windows:
             continue
-        if _is_free(state, group, "scale_down", rules, at_s):
-            decisions.append(_parting(group, tp, parting, policy))
+        if _is_free(state, group, "scale_down", rules, at_s) and _may_part(state, group, track, rules, at_s):
+            decisions.append(_parting(group, tp, track.parting, policy))
             state = _decided(state, [group], "scale_down", at_s)
+            state = replace(state, parted_s={**state.parted_s, group.model: at_s})
     return state, decisions
 
 
@@ -149,6 +155,17 @@ def _is_due(
     )
 
 
+def _leaves_room_for_short(
+    state: State, merge: Merge, groups: Sequence[Group], waiting: Waiting, policy: Policy, at_s: float
+) -> bool:
+    """Or nothing came for them lately."""
+    if not any(group.max_tokens >= waiting.tokens for group in groups):
+        return True  # the first is made of what there is
+    others = [group for group in groups if group.tp == merge.groups[0].tp and group not in merge.groups]
+    lately = max(_track(state, name, epoch, at_s).busy_s for name, epoch in _instances(merge.groups))
+    return bool(others) or at_s >= lately + policy.long_patience_s
+
+
 def _is_rising(track: Track, rules: Rules, at_s: float) -> bool:
     """A group was made of it a moment ago, or is being made."""
     if track.raised_s is not None and at_s < track.raised_s + rules.cooldown_s:
@@ -165,6 +182,28 @@ def _is_free(state: State, group: Group, lever: Lever, rules: Rules, at_s: float
         for track in (state.tracks.get(name) for name in group.instances)
         if track is not None
     )
+
+
+def _counted(track: Track, could_part: bool, at_s: float, gap_s: float) -> Track:
+    if not could_part or at_s > track.parting_s + gap_s:
+        track = replace(track, parting=0, parting_since_s=at_s)
+    return replace(track, parting=track.parting + could_part, parting_s=at_s)
+
+
+def _may_part(state: State, group: Group, track: Track, rules: Rules, at_s: float) -> bool:
+    regret = state.regrets.get(group.model)
+    if regret is None or not regret.is_in_a_row(at_s):
+        return True
+    return at_s >= track.parting_since_s + regret.rest_s(rules.cooldown_s)
+
+
+def _regretted(state: State, model: str, at_s: float) -> State:
+    """A group is needed again so soon after one parted."""
+    if at_s >= state.parted_s.get(model, at_s - REGRET_S) + REGRET_S:
+        return state
+    regret = Refusal.after(state.regrets.get(model), at_s)
+    parted_s = {name: moment for name, moment in state.parted_s.items() if name != model}
+    return replace(state, parted_s=parted_s, regrets={**state.regrets, model: regret})
 
 
 def _track(state: State, instance: str, epoch: int, at_s: float) -> Track:

@@ -13,7 +13,6 @@ from typing import Literal
 from bus.messages import MorphReport
 
 Lever = Literal["resize", "swap_down", "swap_up", "scale_up", "scale_down"]
-WAY_BACK: Mapping[Lever, Lever] = {"swap_down": "swap_up", "scale_up": "scale_down"}
 
 SILENT_S = 60.0  # a morph nobody reported on for so long holds nothing back any more
 FORGET_S = 600.0  # an instance that was not heard of for so long
@@ -41,45 +40,49 @@ class Refusal:
 
     @classmethod
     def after(cls, before: Refusal | None, at_s: float) -> Refusal:
-        is_in_a_row = before is not None and at_s < before.at_s + 2 * LONGEST_REST_S
-        return cls(before.count + 1 if before and is_in_a_row else 1, at_s)
+        return cls(before.count + 1 if before and before.is_in_a_row(at_s) else 1, at_s)
+
+    def is_in_a_row(self, at_s: float) -> bool:
+        """Whether one now would be the next of the same kind, and no news."""
+        return at_s < self.at_s + 2 * LONGEST_REST_S
 
     def rests(self, at_s: float, cooldown_s: float) -> bool:
+        return at_s < self.at_s + self.rest_s(cooldown_s)
+
+    def rest_s(self, cooldown_s: float) -> float:
         """Doubles with every refusal: what blocks a lever (a precision floor, a full cache) may last."""
         rest_s = max(FIRST_REST_S, cooldown_s) * (1 << min(self.count, 16))
-        return at_s < self.at_s + min(rest_s, max(LONGEST_REST_S, cooldown_s))
+        return min(rest_s, max(LONGEST_REST_S, cooldown_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
     """One epoch of one instance. `pressure`, `ease`: windows in a row, up to `seen_s`; `parting`: windows in
-    a row in which this group could part, up to `parting_s`."""
+    a row in which this group could part, `parting_since_s` up to `parting_s`."""
 
     epoch: int
     seen_s: float
     pressure: int = 0
     ease: int = 0
     morphed_s: float | None = None  # decided, or ended, last
-    returned_s: Mapping[Lever, float] = field(default_factory=dict)  # when a way back was decided last
+    returned_s: float | None = None  # a way back of layers was decided last
     raised_s: float | None = None  # a scale-up of it was decided, or ended, last
+    busy_s: float = float("-inf")  # it had something to do last
     parting: int = 0
+    parting_since_s: float = 0.0
     parting_s: float = 0.0
     in_flight: Mapping[str, InFlight] = field(default_factory=dict)
     refusals: Mapping[Lever, Refusal] = field(default_factory=dict)
 
     def decided(self, lever: Lever, at_s: float) -> Track:
-        """Starts the cool-down. What went back a moment ago and goes forth again shows that the way back was
-        too early: the next one waits longer, so that a load that swings does not swing the shape."""
-        track = replace(self, morphed_s=at_s)
+        """Starts the cool-down. Layers that went back a moment ago and are swapped again show that a way
+        back was too early: the next one waits longer, so that a load that swings does not swing the shape."""
+        track = replace(self, morphed_s=at_s, returned_s=at_s if lever == "swap_up" else self.returned_s)
         if lever == "scale_up":
-            track = replace(track, raised_s=at_s)
-        if lever in WAY_BACK.values():
-            return replace(track, returned_s={**self.returned_s, lever: at_s})
-        back = WAY_BACK.get(lever)
-        if back is None or at_s >= self.returned_s.get(back, -REGRET_S) + REGRET_S:
-            return track
-        others = {name: moment for name, moment in self.returned_s.items() if name != back}
-        return replace(track, returned_s=others).refused(back, at_s)
+            return replace(track, raised_s=at_s)
+        if lever == "swap_down" and self.returned_s is not None and at_s < self.returned_s + REGRET_S:
+            track = replace(track, returned_s=None).refused("swap_up", at_s)
+        return track
 
     def refused(self, lever: Lever, at_s: float) -> Track:
         refusal = Refusal.after(self.refusals.get(lever), at_s)
@@ -110,11 +113,14 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`revision`: of the policy under which the windows were counted. `waiting`: by gateway and model."""
+    """`revision`: of the policy under which the windows were counted. `waiting`: by gateway and model.
+    `parted_s`: when a group of the model parted last; `regrets`: that it was too early."""
 
     tracks: Mapping[str, Track] = field(default_factory=dict)
     revision: int = 0
     waiting: Mapping[tuple[str, str], Waiting] = field(default_factory=dict)
+    parted_s: Mapping[str, float] = field(default_factory=dict)
+    regrets: Mapping[str, Refusal] = field(default_factory=dict)
 
     def with_track(self, instance: str, track: Track) -> State:
         return replace(self, tracks={**self.tracks, instance: track})
@@ -170,6 +176,6 @@ def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) 
     # An applied resize took what it could: the same pages would be asked for again at once.
     if report.state != "applied" or lever == "resize":
         return track.refused(lever, at_s)
-    if lever in WAY_BACK:
+    if lever in ("swap_down", "scale_up"):
         return replace(track, refusals={name: one for name, one in track.refusals.items() if name != lever})
     return track  # of a way back only time tells whether it was right

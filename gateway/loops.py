@@ -225,6 +225,7 @@ class Loops:
         self._gateway.policy = stored
         self._gateway.cluster.max_tp = stored.max_tp
         self._gateway.cluster.parts_groups = stored.mode != "manual"
+        self._gateway.cluster.free_share = stored.scale_down_free
 
     async def _renew_lease(self) -> None:
         while True:

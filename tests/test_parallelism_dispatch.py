@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.delivery.dispatch import Candidate, NoneFits, NoRoom, choose, is_long
+from gateway.delivery.dispatch import Candidate, NoneFits, NoRoom, Parting, choose, is_long
 
 LOW, HIGH = 100, 1000
 
@@ -25,6 +25,7 @@ def one(name: str, load: float = 0.0, **changes: Any) -> Candidate:
         "low_tokens": LOW,
         "free_tokens": HIGH if tp > 1 else LOW,
         "stays": tp == 1,
+        "part_tokens": LOW / 2,
     }
     return Candidate(**(base | {"instance": name, "num_measured": load} | changes))
 
@@ -87,6 +88,15 @@ def test_load_is_that_of_one_workers_share() -> None:
     assert choose(there, 10) == there[1]
 
 
+def test_a_request_that_would_keep_the_only_group_from_parting_should_wait_for_the_parts() -> None:
+    idle, busy = one("g", tp=4), one("h", tp=4, free_tokens=HIGH - 41)
+    assert choose([busy], 10) == Parting(busy)
+    assert choose([busy], 9) == busy  # it parts all the same
+    assert choose([idle, busy], 90) == idle  # alone it may have all of it
+    staying = one("s", tp=4, stays=True, free_tokens=0)
+    assert choose([busy, staying], 10) == staying
+
+
 candidates = st.builds(
     lambda name, load, tp, free, stays: one(name, load, tp=tp, free_tokens=free, stays=stays),
     st.sampled_from("abcdefgh"),
@@ -109,6 +119,9 @@ def test_whatever_is_chosen_holds_it_and_respects_the_ranks(
         roomy = [c for c in fitting if c.free_tokens is None or c.free_tokens >= num_tokens]
         assert found in roomy if roomy else found == NoRoom()
     else:
+        if isinstance(found, Parting):
+            assert all(c.tp > 1 and not c.stays for c in fitting)
+            return
         assert isinstance(found, Candidate) and found in fitting
         singles = [c for c in fitting if c.tp == 1]
         if singles and found.tp > 1:  # only where a request would wait at every single worker

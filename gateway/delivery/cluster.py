@@ -41,6 +41,7 @@ class Cluster:
     metrics_at: float = float("-inf")
     max_tp: int = 0  # no group beyond it is made, as the policy says; 0: any
     parts_groups: bool = True  # by itself, as the policy says
+    free_share: float = 0.5  # of the KV, for a group to part
     _ready: dict[str, list[Ready]] = field(default_factory=dict)
     _instance_metrics: dict[tuple[str, int], InstanceMetrics] = field(default_factory=dict)
     _worker_metrics: dict[tuple[str, int], WorkerMetrics] = field(default_factory=dict)

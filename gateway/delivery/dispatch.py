@@ -14,7 +14,9 @@ rank  a short request goes to the least loaded of the first rank that is not emp
 0     an instance of one worker that has room
 1     a group that stays and has room beyond what is reserved
 2     an instance of one worker, though the request will wait there
-3     any other group
+3     a group that is to part and can, with this request too
+4     a group that stays, though the request will wait there
+5     a group that is to part, after some patience (`Parting`)
 ====  ====================================================================
 """
 
@@ -45,9 +47,8 @@ class Candidate:
     tp: int = 1
     low_tokens: int = 0  # what one sequence may have at the lowest degree; 0: as `max_tokens`
     free_tokens: float | None = None  # less what this gateway sent since; None: no fresh metric
-    stays: bool = (
-        True  # a group that does not part soon: a long request runs there, or nothing parts by itself
-    )
+    stays: bool = True  # of a group: it does not part soon (a long request, or nothing parts by itself)
+    part_tokens: float = 0.0  # with no more in its KV cache a group can part
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,15 @@ class NoRoom:
     """It is long, and the groups that can hold it are full. They empty, or another one is made."""
 
 
-Found = Candidate | NoneFits | BelowFloor | NoRoom
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Only groups that are to part could take it, which it would keep from that. It should wait a moment for
+    the parts, and go to `candidate` if that does not happen."""
+
+    candidate: Candidate
+
+
+Found = Candidate | NoneFits | BelowFloor | NoRoom | Parting
 
 
 def load(candidate: Candidate) -> float:
@@ -105,21 +114,28 @@ def choose(
     if not keeping:
         return BelowFloor()
     if not is_long(there, num_tokens):
-        return min(
+        best = min(
             keeping,
             key=lambda c: (_is_doubtful(c, floor), _rank(c, num_tokens, reserved_tokens), *_by_load(c)),
         )
+        return Parting(best) if _rank(best, num_tokens, reserved_tokens) == _PARTING else best
     roomy = [candidate for candidate in keeping if _has_room(candidate, num_tokens)]
     if not roomy:
         return NoRoom()
     return min(roomy, key=lambda c: (_is_doubtful(c, floor), not c.stays, *_by_load(c)))
 
 
+_PARTING = 5
+
+
 def _rank(candidate: Candidate, num_tokens: int, reserved_tokens: int) -> int:
     if candidate.tp == 1:
         return 0 if _has_room(candidate, num_tokens) else 2
-    reserved = reserved_tokens if candidate.max_tokens >= reserved_tokens else 0
-    return 1 if candidate.stays and _has_room(candidate, num_tokens + reserved) else 3
+    if candidate.stays:
+        reserved = reserved_tokens if candidate.max_tokens >= reserved_tokens else 0
+        return 1 if _has_room(candidate, num_tokens + reserved) else 4
+    busy_tokens = 0.0 if candidate.free_tokens is None else candidate.max_tokens - candidate.free_tokens
+    return 3 if busy_tokens <= 0 or busy_tokens + num_tokens <= candidate.part_tokens else _PARTING
 
 
 def _has_room(candidate: Candidate, num_tokens: int) -> bool:

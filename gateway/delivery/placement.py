@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable
 
 from gateway.delivery.cluster import Cluster, Ready
-from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, NoRoom, choose, is_long
+from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, NoRoom, Parting, choose, is_long
 from gateway.delivery.inflight import Flight, InFlight, Place, Target
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.precision import lowest
 from gateway.errors import below_floor, too_long
+
+# A request waits so long for a group to part, before it keeps it together.
+PART_PATIENCE_S = 10.0
 
 
 class Placement:
@@ -45,12 +48,14 @@ class Placement:
         found = choose(
             candidates, flight.num_tokens, flight.min_precision, self._reserved_tokens(flight.model)
         )
+        if isinstance(found, Parting):
+            return None if self._clock() < flight.arrived + PART_PATIENCE_S else found.candidate
         if isinstance(found, NoneFits):
             limit = max(found.limit, self._cluster.longest_tokens(flight.model, self._clock()))
             if flight.num_tokens > limit:
                 raise too_long(len(flight.prompt_token_ids), limit, flight.sampling.max_tokens)
             return NoRoom()
-        if is_long(candidates, flight.num_tokens) and self._is_behind_another(flight):
+        if candidates and is_long(candidates, flight.num_tokens) and self._is_behind_another(flight):
             return NoRoom()
         if isinstance(found, BelowFloor) and not (flight.waits_for_precision or flight.was_admitted):
             raise below_floor(flight.model, flight.min_precision)
@@ -110,6 +115,7 @@ class Placement:
             low_tokens=usual_tokens,
             free_tokens=self._free_tokens(ready, place, now),
             stays=longest > usual_tokens or not self._cluster.parts_groups,
+            part_tokens=usual_tokens * (1 - self._cluster.free_share),
         )
 
     def _free_tokens(self, ready: Ready, place: Place, now: float) -> float | None:
