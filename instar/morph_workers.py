@@ -16,14 +16,17 @@ def workers_for(
 ) -> tuple[list[str], str]:
     """And their model. `instance`: one that takes part; `model`: of those that may. Raises GatewayProblem
     where it is not clear who is meant, or there are too few."""
-    serving = [
-        one for one in state["instances"] if one["state"] == "serving" and model in (None, one["model"])
-    ]
+    serving = [one for one in state["instances"] if one["state"] == "serving"]
     hosts = {worker["id"]: str(worker["host"]) for worker in state["workers"]}
-    first = _named(serving, instance) if instance else _most_likely(serving, tp)
+    candidates = [one for one in serving if model in (None, one["model"])]
+    if not candidates:
+        raise GatewayProblem(f"no instance of {model or 'any model'} serves; there are: {_ids(serving)}")
+    if instance is None and all(one["tp"] == tp for one in candidates):  # the worker says that it is so
+        return list(candidates[0]["workers"]), candidates[0]["model"]
+    first = _named(candidates, instance) if instance else _most_likely(candidates, tp)
     if first["tp"] >= tp:
         return list(first["workers"]), first["model"]
-    return _joined(serving, hosts, tp, first), first["model"]
+    return _joined(candidates, hosts, tp, first), first["model"]
 
 
 def _named(serving: Sequence[Instance], instance: str) -> Instance:
@@ -42,8 +45,6 @@ def _most_likely(serving: Sequence[Instance], tp: int) -> Instance:
         return min(lower, key=lambda one: (-one["tp"], _load(one), one["id"]))
     if is_one_model and len(higher) == 1 and not lower:
         return higher[0]
-    if is_one_model and not higher:
-        raise GatewayProblem(f"every instance is at tp {tp} already: {_ids(serving)}")
     raise GatewayProblem(f"say which instance (--instance); there are: {_ids(serving)}")
 
 

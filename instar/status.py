@@ -34,7 +34,7 @@ def status(settings: Settings, *, url: str | None, key: str | None, as_json: boo
     console = Console()
     console.print(workers_table(state["workers"]))
     console.print(instances_table(state["instances"]))
-    for line in layer_lines(state["instances"]):
+    for line in shape_lines(state["instances"]):
         console.print(line, highlight=False)
     if morphs := shown_morphs(state.get("morphs") or []):
         console.print(morphs_table(morphs))
@@ -63,16 +63,14 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def instances_table(instances: list[dict[str, Any]]) -> Table:
-    """Workers of a group in the order of their shards."""
     counts = ("KV blocks\nused/all", "running\nreqs", "waiting\nreqs")
-    table = _table("instance", "model", "workers", "state", "shape", "layers\nfull/all", *counts)
+    table = _table("instance", "model", "state", "shape", "layers\nfull/all", *counts)
     for instance in instances:
         kv = instance.get("kv") or {}
         used, blocks = kv.get("used"), kv.get("blocks")
         table.add_row(
             instance["id"],
             instance.get("model", ""),
-            ", ".join(instance.get("workers") or []),
             instance.get("state", ""),
             f"tp{instance.get('tp', 1)} pp{instance.get('pp', 1)}",
             _full_layers(instance.get("layers") or []),
@@ -83,20 +81,19 @@ def instances_table(instances: list[dict[str, Any]]) -> Table:
     return table
 
 
-def layer_lines(instances: list[dict[str, Any]]) -> list[str]:
-    """Of each instance that is not all full: which layers are in which precision; of each that is between
-    two degrees: which layers are at which."""
-    swapped = [
-        f"{instance['id']}: {layers_text(instance['layers'])}"
-        for instance in instances
-        if any(layer != FULL for layer in instance.get("layers") or [])
-    ]
-    travelling = [
-        f"{instance['id']}: layers {degrees_text(instance['layer_tp'])}"
-        for instance in instances
-        if len(set(instance.get("layer_tp") or [])) > 1
-    ]
-    return swapped + travelling
+def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
+    """What the table has no room for: of each instance its workers, where it has several; the precisions and
+    the degrees of its layers, where they differ."""
+    lines = []
+    for instance in instances:
+        name, layers = instance["id"], instance.get("layers") or []
+        if len(workers := instance.get("workers") or []) > 1:
+            lines.append(f"{name}: shards on {', '.join(workers)}, in this order")
+        if any(layer != FULL for layer in layers):
+            lines.append(f"{name}: {layers_text(layers)}")
+        if len(set(degrees := instance.get("layer_tp") or [])) > 1:
+            lines.append(f"{name}: layers {degrees_text(degrees)}")
+    return lines
 
 
 def _full_layers(layers: list[dict[str, str]]) -> str:

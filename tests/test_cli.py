@@ -85,7 +85,7 @@ def test_status_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFix
 def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from instar.status import instances_table, layer_lines, workers_table
+    from instar.status import instances_table, shape_lines, workers_table
 
     worker: dict[str, Any] = {"id": "w0", "host": "h", "device": "cpu", "epoch": 1, "state": "serving"}
     worker |= {"pages": {"budget": 32, "weights": 16, "kv": 8, "free": 8}, "page_bytes": 1 << 20, "busy": 0.5}
@@ -98,8 +98,8 @@ def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     for shown in ("50%", " 16  ", " 32", " 5/8 ", "25/100 (25%)", "demo@w0"):
         assert shown in out
-    assert layer_lines([instance]) == ["demo@w0: 5 full, 3 int4 ffn (5-7)"]
-    assert layer_lines([instance | {"layers": layers[:5]}, {"id": "new", "layers": None}]) == []
+    assert shape_lines([instance]) == ["demo@w0: 5 full, 3 int4 ffn (5-7)"]
+    assert shape_lines([instance | {"layers": layers[:5]}, {"id": "new", "layers": None}]) == []
     units, counts = (line for line in out.splitlines() if "of time" in line or "used/all" in line)
     assert (units.count("MiB"), counts.count("reqs")) == (4, 2)
 

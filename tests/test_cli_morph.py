@@ -17,7 +17,7 @@ from instar.client import GatewayProblem
 from instar.morph_flags import layer_numbers
 from instar.morph_workers import workers_for
 from instar.shapes import layers_text, ranges_text
-from instar.status import instances_table, layer_lines, morphs_table, policy_text, shown_morphs
+from instar.status import instances_table, morphs_table, policy_text, shape_lines, shown_morphs
 
 RUNNING: dict[str, Any] = {
     "id": "a1",
@@ -242,9 +242,16 @@ def test_groups_become_larger_groups_or_part() -> None:
     assert workers_for(cluster(instance("w3", "w1", "w0", "w2")), 2)[0] == ["w3", "w1", "w0", "w2"]
 
 
+def test_what_is_so_already_may_be_ordered() -> None:
+    assert workers_for(cluster(instance("w0"), instance("w1")), 1) == (["w0"], "demo")
+    assert workers_for(cluster(instance("w0", "w1")), 2) == (["w0", "w1"], "demo")
+
+
 def test_a_model_may_be_named_where_there_are_several() -> None:
     both = cluster(*(instance(name, model=model) for name in ("w0", "w1") for model in ("a", "b")))
     assert workers_for(both, 2, model="b") == (["w0", "w1"], "b")
+    with pytest.raises(GatewayProblem, match="no instance of c serves; there are: a@w0"):
+        workers_for(both, 2, model="c")
 
 
 @pytest.mark.parametrize(
@@ -253,10 +260,9 @@ def test_a_model_may_be_named_where_there_are_several() -> None:
         (cluster(instance("w0", "w1"), instance("w2")), 2, "demo@w9", "no instance demo@w9 serves"),
         (cluster(instance("w0", "w1"), instance("w2", "w3")), 1, None, "say which instance"),
         (cluster(instance("w0", model="a"), instance("w1", model="b")), 2, None, "a@w0 (tp 1), b@w1 (tp 1)"),
-        (cluster(instance("w0"), instance("w1")), 1, None, "every instance is at tp 1 already"),
         (cluster(instance("w0"), instance("w1"), w1="far"), 2, None, "has 0 other instances"),
         (cluster(instance("w0"), instance("w1", state="draining")), 2, None, "has 0 other instances"),
-        (cluster(), 2, None, "there are: none"),
+        (cluster(), 2, None, "no instance of any model serves; there are: none"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -296,10 +302,12 @@ def test_status_shows_what_is_in_flight_and_the_last_that_ended(capsys: pytest.C
 def test_status_shows_groups_and_layers_between_two_degrees(capsys: pytest.CaptureFixture[str]) -> None:
     group = instance("w2", "w0", layer_tp=[1] * 5 + [2] * 3)
     Console(width=160).print(instances_table([group]))
-    out = capsys.readouterr().out
-    assert "w2, w0" in out and "tp2" in out
-    assert layer_lines([group]) == ["demo@w2: layers 0-4 at tp1, 5-7 at tp2"]
-    assert layer_lines([instance("w0", layer_tp=[1] * 8)]) == []
+    assert "tp2" in capsys.readouterr().out
+    assert shape_lines([group]) == [
+        "demo@w2: shards on w2, w0, in this order",
+        "demo@w2: layers 0-4 at tp1, 5-7 at tp2",
+    ]
+    assert shape_lines([instance("w0", layer_tp=[1] * 8)]) == []
 
 
 def test_the_policy_is_one_sentence() -> None:

@@ -189,3 +189,10 @@ def test_a_worker_that_loads_or_drains_conflicts(state: str) -> None:
     with pytest.raises(ApiError, match=f"w1 is {state}") as refusal:
         ordered([ALONE[0], card("w1", state=state)], body("w0", "w1", tp=2))
     assert (refusal.value.status, refusal.value.code) == (409, f"worker_{state}")
+
+
+def test_while_cards_tell_of_different_groups_there_is_a_conflict() -> None:
+    for torn in ([card("w0", "w0", "w1"), card("w1")], [card("w0"), card("w1", "w0", "w1")]):
+        with pytest.raises(ApiError, match="under way; try again") as refusal:
+            ordered(torn, body("w0", "w1", tp=2))
+        assert (refusal.value.status, refusal.value.code) == (409, "shape_changing")

@@ -38,8 +38,8 @@ def transform(cluster: Cluster, body: TransformBody, morph_id: str) -> tuple[Pla
     """The order and whom it goes to: the worker that leads, now if it is a group and then if it becomes one.
     Its `workers` are in the order of their shards at the higher degree.
 
-    Raises ApiError: 404 for a worker that is not there, 409 for one that loads or drains, 400 for workers and
-    degrees that make no group.
+    Raises ApiError: 404 for a worker that is not there, 409 for one that loads, drains or is changing its
+    group, 400 for workers and degrees that make no group.
     """
     members = _members(cluster, body)
     groups = _whole_instances(members)
@@ -121,17 +121,29 @@ def _whole_instances(members: dict[str, Place]) -> list[Group]:
     """The instances that they form now, in the order of the body. All of one degree."""
     groups: dict[tuple[str, ...], Group] = {}
     for worker, place in members.items():
-        names = tuple(place.card.workers) or (worker,)
+        names = _group(place)
         if absent := [name for name in names if name not in members]:
             raise _wrong_workers(
                 f"{worker} is in the group of {', '.join(names)}, of which {', '.join(absent)} "
                 f"{'is' if len(absent) == 1 else 'are'} not named; a group changes as a whole"
+            )
+        if differs := [name for name in names if _group(members[name]) != names]:
+            raise ApiError(
+                409,
+                f"the cards of {worker} and {differs[0]} tell of different groups: a change of their degree "
+                "is under way; try again when it has ended",
+                param="workers",
+                code="shape_changing",
             )
         groups[names] = [members[name] for name in names]
     if len({len(names) for names in groups}) > 1:
         shapes = "; ".join(f"{', '.join(names)} at {len(names)}" for names in groups)
         raise _wrong_workers(f"these instances are of different degrees: {shapes}; first make them equal")
     return list(groups.values())
+
+
+def _group(place: Place) -> tuple[str, ...]:
+    return tuple(place.card.workers) or (place.worker.id,)
 
 
 # ------------------------------------------------------------------------------------- what fits together
