@@ -1,0 +1,98 @@
+"""Two real workers become one instance and part again, by hand, while their streams run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from instar.cli import main
+from tests.faults.load import LONG_STREAM, Stream
+from tests.service import DEMO_MODEL, LEASE_S, Service, wait_for
+
+pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built")
+
+NUM_LAYERS = 8
+PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n    def __init__(self", "import os\n\n")
+LONG = LONG_STREAM | {"max_tokens": 500}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    settings = {
+        "MONITOR__INTERVAL_S": "0.1",
+        "WORKER__TELEMETRY_S": "0.1",
+        "WORKER__LEASE_S": str(4 * LEASE_S),
+    }
+    with Service(num_workers=2, settings=settings) as service:
+        answer = httpx.put(service.url() + "/admin/policy", json={"mode": "manual"}, timeout=20)
+        assert answer.status_code == 200
+        yield service
+
+
+@pytest.fixture(scope="module")
+def oracle(service: Service) -> list[str]:
+    """What each prompt gives where nothing changes."""
+    streams = [Stream(service, LONG, prompt=prompt).start() for prompt in PROMPTS]
+    return [stream.finished().text for stream in streams]
+
+
+def transform(service: Service, tp: int, *workers: str, **more: Any) -> dict[str, Any]:
+    """Until it ended."""
+    body = {"workers": list(workers), "tp": tp} | more
+    url = service.url() + "/admin/instances/transform"
+    morph = httpx.post(url, params={"wait": "true"}, json=body, timeout=60).json()
+    assert morph["state"] == "applied", (morph, service.logs())
+    return dict(morph)
+
+
+def shape(service: Service) -> list[tuple[int, list[str]]]:
+    return [(one["tp"], one["workers"]) for one in service.state()["instances"]]
+
+
+@pytest.mark.parametrize("layers_per_step", [1, 3, NUM_LAYERS])
+def test_streams_of_both_go_on_with_the_same_text_as_two_workers_become_one_and_part(
+    service: Service, oracle: list[str], layers_per_step: int
+) -> None:
+    with service.explained():
+        streams = [Stream(service, LONG, prompt=prompt).start() for prompt in PROMPTS]
+        for stream in streams:
+            stream.wait_chunks(20)
+        up = transform(service, 2, "w1", "w0", layers_per_step=layers_per_step)
+        assert (up["target"], up["workers"]) == ("demo@w1", ["w1", "w0"])
+        assert up["numbers"]["layers_done"] == up["numbers"]["layers"] == NUM_LAYERS
+        wait_for("one instance", lambda: shape(service) == [(2, ["w1", "w0"])])
+        during = [stream.num_chunks for stream in streams]
+        for stream, num_chunks in zip(streams, during, strict=True):
+            stream.wait_chunks(num_chunks + 20)
+        late = Stream(service, LONG, prompt=PROMPTS[0]).start().wait_chunks(5)  # within the group
+        transform(service, 1, "w0", "w1", layers_per_step=layers_per_step)
+        wait_for("two instances", lambda: shape(service) == [(1, ["w0"]), (1, ["w1"])])
+        assert any(stream.thread.is_alive() for stream in streams), "they ended too early to tell"
+        assert [stream.finished().error for stream in [*streams, late]] == [None] * 4
+        assert [stream.text for stream in [*streams, late]] == [*oracle, oracle[0]]
+        assert service.metric("instar_recomputed_tokens_total") == 0
+        assert service.metric("instar_request_replays_total") == 0
+
+
+def test_the_command_tells_of_every_layer_and_finds_the_workers_itself(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with service.explained():
+        assert main(["morph", "tp", "2", "--layers-per-step", "1", "--url", service.url()]) == 0
+        told = capsys.readouterr()
+        assert "applied" in told.out and f"layers_done {NUM_LAYERS}" in told.out
+        assert "layers at tp 2" in told.err
+        wait_for("one instance", lambda: shape(service) == [(2, ["w0", "w1"])])
+        assert main(["status", "--url", service.url()]) == 0
+        assert "tp2" in capsys.readouterr().out
+        assert main(["morph", "tp", "1", "--json", "--url", service.url()]) == 0
+        assert json.loads(capsys.readouterr().out)["state"] == "applied"
+        wait_for("two instances", lambda: len(shape(service)) == 2)
+
+
+def test_what_is_so_already_is_applied_at_once(service: Service) -> None:
+    assert transform(service, 1, "w0", "w1")["numbers"]["layers_done"] == 0
