@@ -74,13 +74,14 @@ def swap_down(view: View, rules: Rules) -> Decision | None:
     if precision is None or count < 1:
         return None
     pages = view.layer_pages.get("full", 0) - view.layer_pages.get(precision, 0)
+    is_last = view.layers_below_full + count == rules.max_layers
     return Decision(
         instance=view.instance,
         worker=view.worker,
         epoch=view.epoch,
         lever="swap_down",
         reason=f"{_layers(count)} more to {precision} ({view.layers_below_full} of at most "
-        f"{rules.max_layers} below full)",
+        f"{rules.max_layers} below full{'; this reaches the limit' if is_last else ''})",
         count=count,
         precision=precision,
         numbers={

@@ -100,7 +100,9 @@ async def test_pressure_swaps_layers_and_the_event_says_why(bus: Bus, device: De
     assert (swap.precision, swap.count, swap.layers) == ("int4", 1, [])
     (decided,) = [event for event in await events_of(bus, Event) if event.kind == "morph_decided"]
     assert (decided.morph_id, decided.subject) == (swap.id, device.worker.instance)
-    assert decided.reason == "KV use 0.95 is above 0.85: 1 layer more to int4 (0 of at most 1 below full)"
+    assert decided.reason == (
+        "KV use 0.95 is above 0.85: 1 layer more to int4 (0 of at most 1 below full; this reaches the limit)"
+    )
     assert decided.numbers["kv_usage"] == 0.95
     assert decided.numbers["windows"] >= 3
     assert decided.numbers["policy_revision"] == 1

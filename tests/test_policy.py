@@ -142,6 +142,7 @@ def test_never_more_layers_than_the_limit() -> None:
     nearly = Hand().see(replace(BURST, layers_below_full=13), windows=3)
     assert nearly is not None
     assert nearly.count == 3
+    assert nearly.reason.endswith("(13 of at most 16 below full; this reaches the limit)")
     assert Hand().see(replace(BURST, layers_below_full=16), windows=50) is None
 
 

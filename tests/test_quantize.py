@@ -282,6 +282,11 @@ def test_a_text_that_cannot_calibrate_is_refused(
     assert not (folder / "instar").exists()
 
 
+def test_a_text_that_is_not_there_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantize(folder, folder / "nothing.txt") == 2
+    assert f"{folder / 'nothing.txt'}: there is no such file" in capsys.readouterr().err
+
+
 def test_the_default_text_has_nothing_of_what_quality_is_measured_on() -> None:
     sys.path.insert(0, str(MODELS))
     from recipe import corpus

@@ -88,6 +88,8 @@ def _library() -> Iterator[str]:
 def _read(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file; give a text like what will be served") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     if not text.strip():
