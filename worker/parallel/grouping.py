@@ -218,21 +218,20 @@ class Grouping:
         party = self.party
         assert party is not None
         try:
-            outputs = party.tick(may_plan)
+            party.tick(may_plan)
         except _FATAL:
             raise
         except PeerLost as error:
             self._fall_apart(str(error))
-            return []
         except Exception as error:
             log.exception("a step of the group failed")
             self._fall_apart(f"{type(error).__name__}: {error}")
-            return []
-        if party.enters_next:
-            self._enter_next(party)
-        elif party.is_over:
-            self._parted(party)
-        return outputs
+        else:
+            if party.enters_next:
+                self._enter_next(party)
+            elif party.is_over:
+                self._parted(party)
+        return party.take_outputs()
 
     def _parted(self, party: Party) -> None:
         """Alone, or in a smaller group."""

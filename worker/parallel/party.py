@@ -90,6 +90,7 @@ class Party:
         self._planned: Planned | None = None
         self._told: tuple[object, ...] | None = None
         self._next_low: Communicator | None = None
+        self._outputs: list[Output] = []
         self._given: dict[int, list[int]] = {}
         self._is_counted = False
         self.enters_next: EnterNext | None = None  # this was its last step in this group
@@ -124,9 +125,10 @@ class Party:
         """The leader calls it."""
         self._called = step
 
-    def tick(self, may_plan: bool) -> list[Output]:
+    def tick(self, may_plan: bool) -> None:
         """Tell what there is to run, and run the step when it is called. may_plan: else this planner has
-        nothing. Raises PeerLost, and whatever makes a step or a change fail; then `fall_apart`."""
+        nothing. Raises PeerLost, and whatever makes a step or a change fail; then `fall_apart`. Either way
+        `take_outputs`: a step may have made tokens before what came after it failed."""
         if self._filling:
             self._filling.advance()
         self._tell(may_plan)
@@ -134,11 +136,16 @@ class Party:
             self._broadcast(called)
             self._called = called
         if self._called is None:
-            return self.place.instance.take_unsent()
+            return
         step, self._called = self._called, None
         if step.step != self._step:
             raise RuntimeError(f"step {step.step} was called, this rank is at {self._step}")
-        return self._run(step)
+        self._run(step)
+
+    def take_outputs(self) -> list[Output]:
+        """What this planner's requests got since this was asked last."""
+        outputs, self._outputs = self._outputs, []
+        return outputs + self.place.instance.take_unsent()
 
     def _tell(self, may_plan: bool) -> None:
         """Once for each step, and again when there is news: work that came meanwhile, layers filled."""
@@ -169,7 +176,7 @@ class Party:
             self._send(ready)
         self._given = {}
 
-    def _run(self, step: Step) -> list[Output]:
+    def _run(self, step: Step) -> None:
         began = self._clock()
         self._step += 1
         self._is_counted = False
@@ -178,14 +185,12 @@ class Party:
         # A plan that came too late for this step is forgotten; the next one is as if it had not been made.
         planned = self._planned if step.works[self.rank] else None
         self._planned = None
-        outputs: list[Output] = []
         if any(step.works):
             logits = self._forward(step.works)
             if planned:
-                outputs = self.place.instance.finish(planned, logits, began)
+                self._outputs += self.place.instance.finish(planned, logits, began)
         for action in step.after:
             self._do(action, step)
-        return outputs + self.place.instance.take_unsent()
 
     # ----------------------------------------------------------------------------- one step
 
