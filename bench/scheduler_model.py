@@ -1,0 +1,277 @@
+"""Eight GPUs of one host that serve one model: event by event, seeded, without a clock. Pure.
+
+Instances step: decodes first, then chunks of prompts, first come, first served; a sequence is admitted when
+the KV cache has room for its whole length, so nothing is ever thrown out. What a step costs is in
+`bench.scheduler_costs`; who runs where, and which instances become one, is the scheduler's (`Scheduler`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bench import scheduler_costs as costs
+
+WINDOW_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`home`: the worker that took it, and has it again when its group parts."""
+
+    number: int
+    arrives_s: float
+    prompt: int
+    output: int
+    home: str = ""
+    computed: int = 0
+    generated: int = 0
+    first_s: float | None = None
+    end_s: float | None = None
+    is_refused: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt + self.output
+
+    @property
+    def is_long(self) -> bool:
+        return self.num_tokens > costs.TOKENS_AT[1]
+
+
+@dataclass(slots=True)
+class Transform:
+    morph_id: str
+    tp: int  # afterwards
+    steps_left: int = costs.NUM_LAYERS
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """An instance: `workers` in the order of their shards. While it transforms, all its members are here."""
+
+    workers: tuple[str, ...]
+    tp: int
+    running: list[Request] = field(default_factory=list)
+    waiting: deque[Request] = field(default_factory=deque)
+    transform: Transform | None = None
+    is_stepping: bool = False
+    is_held: bool = False  # it takes no further step: others of its transform are still in one
+
+    @property
+    def leader(self) -> str:
+        return self.workers[0]
+
+    @property
+    def is_changing(self) -> bool:
+        return self.is_held or self.transform is not None
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
+
+    @property
+    def max_tokens(self) -> int:
+        return costs.TOKENS_AT[self.tp]
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(one.prompt + one.generated for one in self.running)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return sum(one.num_tokens - one.computed - one.generated for one in self.requests)
+
+    @property
+    def room(self) -> int:
+        """For whole sequences. A group that is to part admits what its parts will hold; one that forms has
+        the caches of all its members."""
+        tp, count = self.tp, 1
+        if self.transform:
+            tp = min(self.tp, self.transform.tp)
+            count = len(self.workers) // tp if self.transform.tp > self.tp else 1
+        return count * costs.TOKENS_AT[tp] - sum(one.num_tokens for one in self.running)
+
+    def admit(self) -> None:
+        while self.waiting and self.waiting[0].num_tokens <= self.room:
+            self.running.append(self.waiting.popleft())
+
+    def plan(self) -> list[tuple[Request, int]]:
+        """Tokens of each that run in the next step."""
+        chunks = [(one, 1) for one in self.running if one.computed == one.prompt]
+        budget = costs.CHUNK_TOKENS - len(chunks)
+        for one in self.running:
+            if (left := one.prompt - one.computed) and budget > 0:
+                chunks.append((one, min(left, budget)))
+                budget -= min(left, budget)
+        return chunks
+
+
+class Scheduler(Protocol):
+    """What is compared."""
+
+    def place(self, cluster: Cluster, request: Request) -> Unit | None:
+        """Where it runs. None: it waits, and is asked for again in every window, or it was refused."""
+
+    def window(self, cluster: Cluster) -> None:
+        """Twice a second: what else there is to decide."""
+
+    def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
+        """A transform is over; these came of it."""
+
+
+class Cluster:
+    """`workers` alone at first, or as `shapes` says. Times are seconds since the start."""
+
+    def __init__(
+        self, scheduler: Scheduler, shapes: Iterable[int] = (1,) * 8, peak_share: float = costs.PEAK_SHARE
+    ) -> None:
+        self.now = 0.0
+        self.units: dict[str, Unit] = {}
+        self.waiting: list[Request] = []  # at the gateway, first come first
+        self.requests: list[Request] = []
+        self.num_tokens = 0  # got through
+        self.num_transforms = {"up": 0, "down": 0}
+        self.rates: list[tuple[float, int, int]] = []  # a sample a window: when, tokens so far, groups
+        self._scheduler = scheduler
+        self._peak_share = peak_share
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._between_steps: list[tuple[list[Unit], Unit]] = []
+        first = 0
+        for tp in shapes:
+            self._add(Unit(tuple(f"w{i}" for i in range(first, first + tp)), tp))
+            first += tp
+
+    def run(self, requests: Iterable[Request], seconds: float) -> None:
+        """Until `seconds`; whatever has not ended then has not ended."""
+        for request in requests:
+            self.requests.append(request)
+            self._at(request.arrives_s, lambda request=request: self._arrive(request))  # type: ignore[misc]
+        self._at(0.0, self._window)
+        while self._events and self._events[0][0] <= seconds:
+            self.now, _, work = heapq.heappop(self._events)
+            work()
+        self.now = seconds
+
+    def transform(self, workers: tuple[str, ...], tp: int, morph_id: str) -> None:
+        """These become groups of degree `tp`: one that grows, or several that it parts into."""
+        units = [unit for unit in self.units.values() if set(unit.workers) & set(workers)]
+        assert sorted(name for unit in units for name in unit.workers) == sorted(workers)
+        assert not any(unit.is_changing for unit in units), "two transforms at once"
+        self.num_transforms["up" if tp > units[0].tp else "down"] += 1
+        for unit in units:
+            unit.is_held = True
+        self._come_together(units, Unit(workers, units[0].tp, transform=Transform(morph_id, tp)))
+
+    def _come_together(self, units: list[Unit], together: Unit) -> None:
+        """Between two steps of all of them."""
+        if any(unit.is_stepping for unit in units):
+            self._between_steps.append((units, together))
+            return
+        for unit in units:
+            del self.units[unit.leader]
+            together.running += unit.running
+            together.waiting += unit.waiting
+        self._add(together)
+        self._step(together)
+
+    def _add(self, unit: Unit) -> None:
+        self.units[unit.leader] = unit
+
+    def _at(self, moment: float, work: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (moment, next(self._numbers), work))
+
+    def _arrive(self, request: Request) -> None:
+        if unit := self._scheduler.place(self, request):
+            self._submit(unit, request)
+        elif not request.is_refused:
+            self.waiting.append(request)
+
+    def _submit(self, unit: Unit, request: Request) -> None:
+        request.home = unit.leader
+        unit.waiting.append(request)
+        self._step(unit)
+
+    def _window(self) -> None:
+        for request in list(self.waiting):
+            if unit := self._scheduler.place(self, request):
+                self.waiting.remove(request)
+                self._submit(unit, request)
+        self._scheduler.window(self)
+        self.rates.append((self.now, self.num_tokens, sum(unit.tp > 1 for unit in self.units.values())))
+        self._at(self.now + WINDOW_S, self._window)
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def _step(self, unit: Unit) -> None:
+        """Begins the next one, if none runs and there is something to do."""
+        if unit.is_stepping or unit.is_held:
+            return
+        unit.admit()
+        chunks = unit.plan()
+        if not chunks and not unit.transform:
+            return
+        unit.is_stepping = True
+        self._at(self.now + self._seconds(unit, chunks), lambda: self._stepped(unit, chunks))
+
+    def _seconds(self, unit: Unit, chunks: list[tuple[Request, int]]) -> float:
+        num_prompt = sum(count for one, count in chunks if one.computed < one.prompt)
+        num_output = sum(count for _, count in chunks) - num_prompt
+        if unit.transform is None:
+            return costs.step_s(num_prompt, num_output, unit.tp, self._peak_share)
+        tp = max(unit.tp, unit.transform.tp)
+        seconds = costs.step_s(num_prompt, num_output, tp, self._peak_share) * costs.TRANSFORM_SLOWDOWN
+        return max(seconds, costs.SHORTEST_TRANSFORM_STEP_S)
+
+    def _stepped(self, unit: Unit, chunks: list[tuple[Request, int]]) -> None:
+        unit.is_stepping = False
+        for request, count in chunks:
+            self._advance(request, count)
+        self.num_tokens += sum(count for _, count in chunks)
+        unit.running = [one for one in unit.running if one.end_s is None]
+        if unit.is_held:
+            waiting, self._between_steps = self._between_steps, []
+            for units, together in waiting:
+                self._come_together(units, together)
+        elif unit.transform is not None and unit.transform.steps_left <= 1:
+            self._reshape(unit, unit.transform)
+        else:
+            if unit.transform is not None:
+                unit.transform.steps_left -= 1
+            self._step(unit)
+
+    def _advance(self, request: Request, count: int) -> None:
+        if request.computed < request.prompt:
+            request.computed += count
+            if request.computed < request.prompt:
+                return
+            count = 1  # the last chunk of the prompt gives the first token
+        request.generated += count
+        if request.first_s is None:
+            request.first_s = self.now
+        if request.generated >= request.output:
+            request.end_s = self.now
+
+    def _reshape(self, unit: Unit, transform: Transform) -> None:
+        del self.units[unit.leader]
+        num_parts = max(1, unit.tp // transform.tp)
+        made = [Unit(unit.workers[part::num_parts], transform.tp) for part in range(num_parts)]
+        for part in made:
+            self._add(part)
+        homes = {name: part for part in made for name in part.workers}
+        for one in unit.running:
+            homes[one.home].running.append(one)
+        for one in unit.waiting:
+            if one.num_tokens <= costs.TOKENS_AT[transform.tp]:
+                homes[one.home].waiting.append(one)
+            else:  # it came too late: the worker sends it back
+                self.waiting.append(one)
+        self.waiting.sort(key=lambda one: one.arrives_s)
+        self._scheduler.reshaped(self, transform.morph_id, made)
+        for part in made:
+            self._step(part)

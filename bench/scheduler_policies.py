@@ -1,0 +1,221 @@
+"""The schedulers that are compared. Ours is the service's own code: `choose` of the gateway, `scale_up` and
+`scale_down` of the controller. The others differ in where a request goes, and that a group is made as soon as
+a long request comes to an instance that cannot hold it (Gyges §6.2.4); they part by the same rules as ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from bench import scheduler_costs as costs
+from bench.scheduler_model import Cluster, Request, Unit
+from bus.messages import Demand, MorphReport, Policy
+from bus.shapes import natural
+from controller.groups import Group
+from controller.policy import Freshness
+from controller.scaling import Reshape, hear, scale_down, scale_up
+from controller.track import State, observe, sent
+from gateway.delivery.dispatch import Candidate, NoneFits, Parting, choose
+from gateway.delivery.placement import PART_PATIENCE_S
+
+FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)
+
+
+def group_of(unit: Unit) -> Group:
+    return Group(
+        model="m",
+        host="h",
+        workers=unit.workers,
+        instances=tuple(f"m@{name}" for name in unit.workers),
+        epochs=(1,) * len(unit.workers),
+        tp=unit.tp,
+        tokens_at=costs.TOKENS_AT,
+        max_tokens=unit.max_tokens,
+        used_tokens=unit.used_tokens,
+        longest_tokens=max((one.num_tokens for one in unit.requests), default=0),
+        load=len(unit.requests),
+    )
+
+
+class Shapes:
+    """Transforms as the controller decides them; `policy` None: nothing ever changes."""
+
+    def __init__(self, policy: Policy | None) -> None:
+        self.policy = policy
+        self._state = State()
+        self._numbers = itertools.count(1)
+
+    def window(self, cluster: Cluster) -> None:
+        if self.policy is None:
+            return
+        groups = self._groups(cluster)
+        self._state, parting = scale_down(self._state, groups, self.policy, cluster.now, FRESHNESS)
+        self._carry_out(cluster, parting)
+
+    def demand(self, cluster: Cluster, waiting: Iterable[Request]) -> None:
+        tokens = [one.num_tokens for one in waiting]
+        if self.policy is None or not tokens:
+            return
+        told = Demand(gateway="g", model="m", tokens=max(tokens), count=len(tokens), at_ms=0)
+        self._state = hear(self._state, told, cluster.now)
+        groups = self._groups(cluster)
+        self._state, merging = scale_up(self._state, groups, self.policy, cluster.now, FRESHNESS)
+        self._carry_out(cluster, merging)
+
+    def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
+        workers = [name for unit in units for name in unit.workers]
+        report = MorphReport(
+            id=morph_id,
+            kind="transform",
+            target=f"m@{workers[0]}",
+            worker=workers[0],
+            epoch=1,
+            state="applied",
+            reason="modelled",
+            started_ms=0,
+            workers=workers,
+        )
+        self._state = observe(self._state, report, cluster.now)
+
+    def _groups(self, cluster: Cluster) -> list[Group]:
+        return [group_of(unit) for unit in cluster.units.values() if not unit.is_changing]
+
+    def _carry_out(self, cluster: Cluster, decisions: Iterable[Reshape]) -> None:
+        for one in decisions:
+            morph_id = f"morph-{next(self._numbers)}"
+            for name in one.instances:
+                self._state = sent(self._state, name, one.lever, morph_id, cluster.now)
+            cluster.transform(tuple(one.epochs), one.tp, morph_id)
+
+
+class Ours:
+    """A gateway that sees metrics twice a second and what it sent since. `policy` None: static shapes."""
+
+    name = "transformation-aware"
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self._shapes = Shapes(policy)
+        self._seen: dict[str, tuple[int, float]] = {}  # leader: requests and free tokens in the last window
+        self._since: dict[str, tuple[int, int]] = {}  # and what was sent since
+
+    def place(self, cluster: Cluster, request: Request) -> Unit | None:
+        waiting = [one for one in cluster.waiting if one.is_long]
+        if request.is_long and waiting and waiting[0] is not request:
+            return None
+        candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
+        found = choose(
+            candidates, request.num_tokens, "", max((one.num_tokens for one in waiting), default=0)
+        )
+        if isinstance(found, Parting) and cluster.now >= request.arrives_s + PART_PATIENCE_S:
+            found = found.candidate
+        if isinstance(found, Candidate):
+            count, tokens = self._since.get(found.instance, (0, 0))
+            self._since[found.instance] = count + 1, tokens + request.num_tokens
+            return cluster.units[found.instance]
+        request.is_refused = isinstance(found, NoneFits) and self._shapes.policy is None
+        return None
+
+    def window(self, cluster: Cluster) -> None:
+        self._since = {}
+        self._seen = {name: (len(unit.requests), self._room_of(unit)) for name, unit in cluster.units.items()}
+        self._shapes.window(cluster)
+        self._shapes.demand(cluster, [one for one in cluster.waiting if one.is_long])
+
+    def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
+        self._shapes.reshaped(cluster, morph_id, units)
+
+    def _candidate(self, cluster: Cluster, unit: Unit) -> Candidate:
+        """While it changes, its card shows what it was; the members of a group that forms are one here."""
+        count, free = self._seen.get(unit.leader, (len(unit.requests), self._room_of(unit)))
+        num_since, tokens_since = self._since.get(unit.leader, (0, 0))
+        return Candidate(
+            instance=unit.leader,
+            worker=unit.leader,
+            epoch=1,
+            max_tokens=unit.max_tokens,
+            num_measured=count,
+            num_own=len(unit.requests),
+            num_own_since=num_since,
+            tp=unit.tp,
+            low_tokens=costs.TOKENS_AT[1],
+            free_tokens=free - tokens_since,
+            stays=self._shapes.policy is None or any(one.is_long for one in unit.requests),
+            part_tokens=costs.TOKENS_AT[1] / 2,
+        )
+
+    @staticmethod
+    def _room_of(unit: Unit) -> float:
+        return unit.max_tokens - unit.used_tokens - sum(one.prompt for one in unit.waiting)
+
+
+class Unaware:
+    """Of transformations: a request goes where `pick` says. A long one that comes to an instance which cannot
+    hold it makes it one with its neighbours, at once, and waits for that."""
+
+    name = ""
+
+    def __init__(self, policy: Policy) -> None:
+        self._shapes = Shapes(policy)
+        self._made: dict[Request, tuple[str, ...]] = {}  # for whom these come together
+        self._numbers = itertools.count(1)
+
+    def pick(self, cluster: Cluster, units: list[Unit]) -> Unit:
+        raise NotImplementedError
+
+    def place(self, cluster: Cluster, request: Request) -> Unit | None:
+        if request in self._made:
+            return self._arrived(cluster, request)
+        units = sorted(cluster.units.values(), key=lambda unit: natural(unit.leader))
+        unit = self.pick(cluster, units)
+        if request.num_tokens <= unit.max_tokens:
+            return unit
+        workers = _neighbours(unit, request.num_tokens)
+        self._made[request] = workers
+        return self._arrived(cluster, request)
+
+    def _arrived(self, cluster: Cluster, request: Request) -> Unit | None:
+        """The group, once it is there; asks for it where that is possible now."""
+        workers = self._made[request]
+        there = [unit for unit in cluster.units.values() if set(unit.workers) & set(workers)]
+        if any(unit.is_changing for unit in there):
+            return None
+        if len(there) == 1 and there[0].max_tokens >= request.num_tokens:
+            del self._made[request]
+            return there[0]
+        cluster.transform(workers, len(workers), f"unaware-{next(self._numbers)}")
+        return None
+
+    def window(self, cluster: Cluster) -> None:
+        self._shapes.window(cluster)
+
+    def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
+        self._shapes.reshaped(cluster, morph_id, units)
+
+
+class RoundRobin(Unaware):
+    """One instance after the other, in the order of their workers."""
+
+    name = "round-robin"
+    _last = -1
+
+    def pick(self, cluster: Cluster, units: list[Unit]) -> Unit:
+        after = [unit for unit in units if int(unit.leader[1:]) > self._last]
+        chosen = (after or units)[0]
+        self._last = int(chosen.leader[1:])
+        return chosen
+
+
+class LeastLoad(Unaware):
+    """The fewest tokens left to do."""
+
+    name = "least-load-first"
+
+    def pick(self, cluster: Cluster, units: list[Unit]) -> Unit:
+        return min(units, key=lambda unit: (unit.outstanding_tokens, natural(unit.leader)))
+
+
+def _neighbours(unit: Unit, num_tokens: int) -> tuple[str, ...]:
+    tp = next(tp for tp, tokens in sorted(costs.TOKENS_AT.items()) if tokens >= num_tokens)
+    first = int(unit.leader[1:]) // tp * tp
+    return tuple(f"w{i}" for i in range(first, first + tp))
