@@ -164,6 +164,12 @@ def refusal_of(cards: list[WorkerCard], order: Any) -> tuple[int, str | None, st
             "no model in common: w0 serves demo; w1 serves other",
         ),
         (
+            [ALONE[0], replace(ALONE[1], link="")],
+            body("w0", "w1", tp=2),
+            "workers",
+            "w1 joins no group: it serves several models, or its worker.group_host is empty",
+        ),
+        (
             [card("w0", degrees=[1, 2, 4]), card("w1", degrees=[1])],
             body("w0", "w1", tp=2),
             "tp",

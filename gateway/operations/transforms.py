@@ -45,7 +45,7 @@ def transform(cluster: Cluster, body: TransformBody, morph_id: str) -> tuple[Pla
     groups = _whole_instances(members)
     _check_alike(members)
     _check_degree(groups, body.tp)
-    _check_count(groups, body.tp)
+    _check_workers(groups, body.tp)
     # Shards nest: shard s of the n groups' becomes n shards of the larger group, one at each.
     in_shard_order = [place for shard in zip(*groups, strict=True) for place in shard]
     leader = in_shard_order[0]
@@ -199,9 +199,14 @@ def _wrong_degree(message: str, degrees: Sequence[int]) -> ApiError:
     return invalid(f"{message}; allowed is: {', '.join(map(str, degrees))}", "tp")
 
 
-def _check_count(groups: Sequence[Group], tp: int) -> None:
+def _check_workers(groups: Sequence[Group], tp: int) -> None:
     """Up: as many workers as shards. Down: one group, of a multiple. As they are already: any number."""
     now, num_workers = len(groups[0]), sum(map(len, groups))
+    alone = [place.worker.id for group in groups for place in group if not place.worker.link]
+    if tp > now and alone:
+        raise _wrong_workers(
+            f"{alone[0]} joins no group: it serves several models, or its worker.group_host is empty"
+        )
     if tp > now and num_workers != tp:
         too = "too few" if num_workers < tp else "too many"
         raise _wrong_workers(
