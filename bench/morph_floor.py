@@ -11,12 +11,14 @@ import torch
 from worker.engine.build import make_pool
 
 TRIES = 3
-_OTHER_BYTES = 512 << 20  # more than the caches of the processors that this has seen
+_other = torch.empty(
+    512 << 20, dtype=torch.uint8
+)  # more than the caches of the processors that this has seen
 
 
 def leave_caches() -> None:
     """What was copied before is in the caches no more: a layer that is swapped has not been used for long."""
-    torch.ones(_OTHER_BYTES, dtype=torch.uint8)
+    _other.fill_(1)
 
 
 class Floor:
