@@ -61,6 +61,7 @@ class FakeWorker:
         self.variants = list(PRECISIONS)
         self.host, self.device, self.dtype = "test", "cpu", "float32"
         self.kv_heads, self.degrees, self.group = 8, [1, 2, 4], [worker]
+        self.tokens_at: dict[int, int] = {}
         self.behave(reply)
         self._morphs: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
@@ -114,6 +115,7 @@ class FakeWorker:
             layer_pages={"full": 20, "int8": 10, "int4": 6, "int3": 5},
             kv_heads=self.kv_heads,
             degrees=self.degrees,
+            tokens_at=self.tokens_at,
         )
         return WorkerCard(
             id=self.id,

@@ -64,16 +64,16 @@ class Cluster:
                 self.served_at[ready.card.model] = now
                 self.cards[ready.card.model] = ready.card
         self._degrees = {
-            (ready.card.id, ready.epoch): self._degree_of(ready, now)
-            for instances in self._ready.values()
-            for ready in instances
+            (card.id, worker.epoch): self._degree_of(card, worker.epoch, now)
+            for worker in self.workers.values()
+            for card in worker.instances
         }
 
-    def _degree_of(self, ready: Ready, now: float) -> tuple[int, float]:
-        before = self._degrees.get((ready.card.id, ready.epoch))
+    def _degree_of(self, card: InstanceCard, epoch: int, now: float) -> tuple[int, float]:
+        before = self._degrees.get((card.id, epoch))
         if before is None:
-            return ready.card.tp, float("-inf")
-        return before if before[0] == ready.card.tp else (ready.card.tp, now)
+            return card.tp, float("-inf")
+        return before if before[0] == card.tp else (card.tp, now)
 
     def _notice_fence(self, before: WorkerCard | None, card: WorkerCard) -> None:
         """The same process with another epoch did not die: it had lost its lease."""

@@ -119,10 +119,14 @@ class Placement:
         )
 
     def _free_tokens(self, ready: Ready, place: Place, now: float) -> float | None:
-        """Of KV, less the queue and what is on its way."""
+        """Of KV, less the queue and what is on its way. Without metrics of this shape, less what this gateway
+        has there."""
         metrics = self._cluster.kv_metrics(ready, now)
         if metrics is None:
-            return None
+            if ready.card.tp not in ready.card.tokens_at:
+                return None
+            held = sum(flight.num_tokens for flight in place.flights.values())
+            return self._cluster.max_tokens(ready, now) - held
         last = metrics.last
         free = (last.kv_blocks - last.kv_used) * ready.card.block_tokens
         return free - last.waiting_tokens - place.tokens_since
