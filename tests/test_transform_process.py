@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,3 +97,24 @@ def test_the_command_tells_of_every_layer_and_finds_the_workers_itself(
 
 def test_what_is_so_already_is_applied_at_once(service: Service) -> None:
     assert transform(service, 1, "w0", "w1")["numbers"]["layers_done"] == 0
+
+
+def test_a_transform_that_is_given_up_on_its_way_leaves_a_shape_that_serves(
+    service: Service, oracle: list[str]
+) -> None:
+    with service.explained():
+        streams = [Stream(service, LONG, prompt=prompt).start().wait_chunks(5) for prompt in PROMPTS]
+        url, ends = service.url() + "/admin", []
+        for pause_s in (0.0, 0.05, 0.1, 0.2):
+            body = {"workers": ["w0", "w1"], "tp": 2}
+            morph = httpx.post(url + "/instances/transform", json=body, timeout=20).json()
+            time.sleep(pause_s)
+            httpx.delete(f"{url}/morphs/{morph['id']}", timeout=20)
+            ended = httpx.get(f"{url}/morphs/{morph['id']}", params={"wait": "true"}, timeout=60).json()
+            ends.append((ended["state"], ended["reason"], ended["numbers"].get("layers_done")))
+            wait_for("cards that agree", lambda: sum(tp for tp, _ in shape(service)) == 2)
+            transform(service, 1, "w0", "w1")
+            wait_for("two instances", lambda: len(shape(service)) == 2)
+        assert {state for state, _, _ in ends} <= {"applied", "failed"}, ends
+        assert [stream.finished().error for stream in streams] == [None] * len(PROMPTS)
+        assert [stream.text for stream in streams] == oracle, ends

@@ -97,8 +97,10 @@ class MorphExecutor:
         self._tell(job.report("running", "begun"))
 
     def cancel(self, morph_id: str) -> None:
-        """The old shape goes on serving; of an id that does not run nothing is said."""
-        if job := self._jobs.get(morph_id):
+        """The old shape goes on serving; of an id that does not run nothing is said, nor of a change of degree
+        that has begun: it is applied."""
+        job = self._jobs.get(morph_id)
+        if job and not job.is_beyond_return:
             self._abort(job, "cancelled")
 
     def fence(self, epoch: int) -> None:

@@ -9,6 +9,7 @@ from bus.messages import KIND_OF, Morph, MorphOutcome, MorphReport, Number, Tran
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Run
+from worker.morph.transform import TransformRun
 
 
 class Job:
@@ -42,6 +43,11 @@ class Job:
         """It got on since this was asked last, by as much as people want to see."""
         before, self.news = self.news, self._run.progress if self._run else ""
         return self.news != before
+
+    @property
+    def is_beyond_return(self) -> bool:
+        """It goes on to its end, whoever gives it up."""
+        return isinstance(self._run, TransformRun) and self._run.is_beyond_return
 
     def undo(self) -> None:
         """What is half done. Raises MappingFailed."""

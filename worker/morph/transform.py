@@ -46,6 +46,7 @@ class TransformRun:
         self._moving_began: float | None = None
         self._moving_s = 0.0
         self._party: Party | None = None
+        self.is_beyond_return = False  # members have been told to change: half-way nobody could serve
 
     @property
     def deadline(self) -> float | None:
@@ -97,6 +98,7 @@ class TransformRun:
             blocks, pages, blocks_after = self._room(gathering)
             self._grouping.meet(gathering)
             yield from self._until_met(gathering)
+            self.is_beyond_return = True
             self._grouping.enter(gathering, blocks)
             while (party := self._grouping.party) is None or party.group != gathering.group:
                 self._wait(gathering, "not all members entered")
@@ -186,6 +188,7 @@ class TransformRun:
                     blocks_room=error.room,
                 ) from error
             every = {old: new for each in moves for old, new in each.items()}
+            self.is_beyond_return = True
             chair.add(PartingBegins(low=formation.low, blocks=blocks, pages=pages, moves=every))
         finally:
             chair.give_up_census()
