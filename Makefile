@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not docker and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults check format bench bench-morph bench-quality gpu demo-model compose-test clean
+.PHONY: help serve test test-faults check format bench bench-morph bench-quality bench-transform gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ bench-quality: $(VENV)/.dev ## perplexity of the demo model against the number o
 
 bench-morph: $(VENV)/.dev ## a burst with and without morphs, and what swaps cost; a quarter of an hour
 	@status=0; for part in morph morph_cost; do $(BIN)/python -m bench.$$part || status=1; done; exit $$status
+
+bench-transform: $(VENV)/.dev ## what a change of tensor parallelism costs, and padding for it; some minutes
+	@status=0; for part in padding transform; do $(BIN)/python -m bench.$$part || status=1; done; exit $$status
 
 gpu: ## kernels, engine and decoding on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu

@@ -1,0 +1,51 @@
+"""Ranks of one group as processes of their own, each doing the same work."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+
+# isort: split
+import torch
+from torch.distributed import FileStore, PrefixStore
+
+from worker.parallel.communicator import Communicator, connect
+
+T = TypeVar("T")
+TIMEOUT_S = 120.0
+
+
+def run_ranks(size: int, work: Callable[..., T], *args: Any) -> list[T]:
+    """What `work(group, *args)` returned on each rank; one thread each. Raises what the first of them did."""
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="instar-bench-") as folder,
+        ProcessPoolExecutor(size, mp_context=spawn) as processes,
+    ):
+        store = str(Path(folder) / "store")
+        ranks = [processes.submit(_rank, work, rank, size, store, args) for rank in range(size)]
+        return [rank.result(TIMEOUT_S * 4) for rank in ranks]
+
+
+def timed(group: Communicator, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds from when every rank is ready until this one is done, and the result."""
+    group.all_reduce(torch.zeros(1))
+    began = time.perf_counter()
+    result = work()
+    return time.perf_counter() - began, result
+
+
+def _rank(work: Callable[..., T], rank: int, size: int, store: str, args: tuple[Any, ...]) -> T:
+    torch.set_num_threads(1)
+    group = connect(PrefixStore("bench", FileStore(store, size)), rank, size, timeout_s=TIMEOUT_S)
+    try:
+        return work(group, *args)
+    finally:
+        group.close()
