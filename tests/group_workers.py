@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bus.messages import MorphReport, SamplingParams, Transform
+from bus.messages import MorphReport, Precision, Resize, SamplingParams, Swap, Transform
 from worker.core import Limits, Request
 from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
 from worker.engine.engine import Engine, StepResult
@@ -25,7 +25,8 @@ from worker.morph.executor import MorphExecutor
 from worker.morph.reshard import make_resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.morph.verbs import NoVariants
+from worker.morph.variants import LayerVariants
+from worker.morph.verbs import NoVariants, Variants
 from worker.parallel.grouping import Grouping
 from worker.parallel.place import Place
 from worker.parallel.wire import Peer
@@ -50,6 +51,7 @@ class GroupWorker:
         max_num_batched_tokens: int = 24,
         timeout_s: float = 20.0,
         stage_bytes: int = 1 << 14,
+        host_dir: Path | None = None,
     ) -> None:
         self.name, self.epoch = name, 1
         self.pool = PagePool(CpuBackend(page_bytes), int(megabytes * 1024 * 1024))
@@ -65,14 +67,16 @@ class GroupWorker:
         resizer = KVResizer(
             self.instance, cache, reserve_pages=0, useful_pages=useful_pages(cache, self.model, limits)
         )
-        variants = NoVariants()
+        variants: Variants = NoVariants()
+        if host_dir:
+            variants = LayerVariants(self.model, self.pool, precisions=["int8", "int4"], host_dir=host_dir)
+        target = Target(self.instance, variants, resizer)
         self.grouping = Grouping(
             name,
             Place(
                 name="model",
-                instance=self.instance,
+                target=target,
                 model=self.model,
-                resizer=resizer,
                 weights=make_resharder(self.model, self.pool, variants),
                 copier=Copier(lambda: self.executor.wake()),
                 stage_bytes=stage_bytes,
@@ -83,7 +87,7 @@ class GroupWorker:
         self.grouping.on_regrouped = lambda members, why: self.regrouped.append((members, why))
         self.executor = MorphExecutor(
             name,
-            {self.instance.id: Target(self.instance, variants, resizer)},
+            {self.instance.id: target},
             step_share=1.0,
             grouping=self.grouping,
         )
@@ -208,6 +212,25 @@ def workers(folder: Path, number: int, **options: object) -> Iterator[list[Group
     finally:
         for worker in made:
             worker.stop()
+
+
+def swap(leader: GroupWorker, precision: Precision, *, count: int = 99) -> str:
+    command = Swap(
+        id=f"morph-{next(_ids)}",
+        epoch=leader.epoch,
+        instance=leader.instance.id,
+        precision=precision,
+        count=count,
+        wait_s=20.0,
+    )
+    leader.thread.morph(command)
+    return command.id
+
+
+def resize(leader: GroupWorker, blocks: int) -> str:
+    command = Resize(id=f"morph-{next(_ids)}", epoch=leader.epoch, instance=leader.instance.id, blocks=blocks)
+    leader.thread.morph(command)
+    return command.id
 
 
 _ids = iter(range(1_000_000))

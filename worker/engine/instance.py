@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from bus.messages import Delta, FinishReason, LayerShape, Precision, TokenLogprobs
+from bus.messages import PRECISIONS, Delta, FinishReason, LayerShape, Precision, TokenLogprobs
 from kernels.plan import AttentionPlan
 from worker.core import BlockPool, Chunk, Limits, Request, Sequence, StepPlan
 from worker.engine.admission import refusal, why_finished
@@ -111,6 +111,11 @@ class Instance:
         self.shape = self.model.shape()
         self.fingerprint = fingerprint(self.shape, self.tp)
         self.layers_below_full = layers_below_full(self.shape)
+
+    def highest_floor(self) -> Precision | Literal[""]:
+        """No layer may be below it: some request here says so."""
+        floors = {seq.request.min_precision for seq in self._sequences.values()} - {""}
+        return next((precision for precision in PRECISIONS if precision in floors), "")
 
     def num_held_above(self, precision: Precision) -> int:
         """How many requests are here that must not run in `precision`."""

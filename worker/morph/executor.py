@@ -16,6 +16,8 @@ from bus.messages import Morph, MorphOutcome, MorphReport, Number, Resize, Swap,
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
 from worker.morph.copier import Copier
+from worker.morph.group_resize import GroupResizeRun
+from worker.morph.group_swap import GroupSwapRun
 from worker.morph.job import Job
 from worker.morph.outcome import NotApplied
 from worker.morph.pace import Pace
@@ -24,7 +26,9 @@ from worker.morph.resizer import ResizeRun
 from worker.morph.swapper import Flights, SwapRun
 from worker.morph.target import Target
 from worker.morph.transform import TransformRun
-from worker.parallel.grouping import Grouping, Peer
+from worker.parallel.grouping import Grouping
+from worker.parallel.party import Party
+from worker.parallel.wire import Peer
 
 log = logging.getLogger(__name__)
 
@@ -187,9 +191,10 @@ class MorphExecutor:
             return
         if reason := self.grouping.busy_with:
             raise NotApplied("conflict", reason)
-        if self.grouping.party and not isinstance(command, Transform):
-            size = self.grouping.party.formation.size
-            raise NotApplied("conflict", f"it is in a group of {size} workers; part it first")
+        party = self.grouping.party
+        if party and party.chair is None:
+            leader = party.formation.members[0]
+            raise NotApplied("conflict", f"it is in a group that {leader} leads; order it there")
 
     def _transform(self, command: Transform, peers: Mapping[str, Peer]) -> TransformRun:
         if self.grouping is None:
@@ -198,10 +203,12 @@ class MorphExecutor:
             command, self.grouping, peers, layers_per_step=self._layers_per_step, clock=self._clock
         )
 
-    def _swap(self, job: Job, command: Swap, target: Target) -> SwapRun:
+    def _swap(self, job: Job, command: Swap, target: Target) -> SwapRun | GroupSwapRun:
         order, variants = target.order_towards(command.precision), target.variants.precisions
         halves = plan_swap(command, target.instance.shape, variants, order)
         job.touches = frozenset(halves)
+        if party := self._party:
+            return GroupSwapRun(party, halves, command.precision, wait_s=command.wait_s, clock=self._clock)
         return SwapRun(
             target,
             halves,
@@ -212,7 +219,13 @@ class MorphExecutor:
             clock=self._clock,
         )
 
-    def _resize(self, command: Resize, target: Target) -> ResizeRun:
+    @property
+    def _party(self) -> Party | None:
+        return self.grouping.party if self.grouping else None
+
+    def _resize(self, command: Resize, target: Target) -> ResizeRun | GroupResizeRun:
+        if party := self._party:
+            return GroupResizeRun(party, command.blocks, wait_s=command.wait_s, clock=self._clock)
         return ResizeRun(target.resizer, command.blocks, wait_s=command.wait_s, clock=self._clock)
 
     def _abort(self, job: Job, reason: str) -> None:

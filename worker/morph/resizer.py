@@ -88,6 +88,12 @@ class KVResizer:
             self.grow(pages_per_layer)
             self._own_pages -= pages_per_layer * self.num_layers
 
+    def settle(self) -> None:
+        """Alone again, after swaps of a group: what swapped layers left free is the cache's own."""
+        spare = self.num_spare_pages
+        self._own_pages = spare if self._instance.layers_below_full else min(0, spare)
+        self.gain(0)
+
     def shrink_for_swap(self, pages_per_layer: int) -> None:
         """As `shrink`; what the swap does not take is given back by the next `gain`."""
         self.shrink(pages_per_layer)

@@ -12,11 +12,12 @@ from collections.abc import Generator, Mapping
 from bus.messages import Number, Transform
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
+from worker.parallel.count import counting
 from worker.parallel.formation import Formation
 from worker.parallel.grouping import Gathering, Grouping
 from worker.parallel.party import Party
 from worker.parallel.share import NoRoom, homes
-from worker.parallel.wire import Census, MoveBoundary, Part, PartingBegins, Peer, Settle
+from worker.parallel.wire import MoveBoundary, Parted, PartingBegins, Peer, Settle
 
 # Members answer at a boundary, a step's length away; whoever takes longer is stuck or loaded beyond use.
 ANSWER_S = 10.0
@@ -131,7 +132,7 @@ class TransformRun:
         assert party.chair
         party.chair.add(settle)
         while not party.formation.is_uniform:
-            self._check(party)
+            party.raise_fallen()
             yield False
 
     # ----------------------------------------------------------------------------- down
@@ -155,24 +156,18 @@ class TransformRun:
             if not has_begun:
                 self._grouping.dismiss(gathering, "the transformation does not come about")
         yield from self._travel(party)
-        party.chair.add(Part())
+        party.chair.add(Parted())
         while not party.is_over:
             yield False
-        self._check(party)
+        party.raise_fallen()
 
     def _begin_parting(
         self, party: Party, formation: Formation, blocks: int, pages: list[int]
     ) -> Generator[bool, None, None]:
         """Nobody may take a block between the count and the moves: the step with the moves waits for both."""
-        chair = party.chair
-        assert chair
-        chair.add(Census())
-        counted_in = chair.step + 1
-        try:
-            while chair.step != counted_in or not chair.is_everyone_ready:
-                self._check(party)
-                yield False
-            used = [chair.ready_of(rank).used for rank in range(formation.size)]
+        assert party.chair
+        with counting(party) as count:
+            used = yield from count()
             by_subgroup = [
                 sorted(block for rank in formation.ranks_of(j) for block in used[rank])
                 for j in range(formation.num_subgroups)
@@ -189,11 +184,9 @@ class TransformRun:
                 ) from error
             every = {old: new for each in moves for old, new in each.items()}
             self.is_beyond_return = True
-            chair.add(PartingBegins(low=formation.low, blocks=blocks, pages=pages, moves=every))
-        finally:
-            chair.give_up_census()
+            party.chair.add(PartingBegins(low=formation.low, blocks=blocks, pages=pages, moves=every))
         while party.formation.is_uniform:
-            self._check(party)
+            party.raise_fallen()
             yield False
 
     # ----------------------------------------------------------------------------- both
@@ -204,7 +197,7 @@ class TransformRun:
         assert chair
         self._moving_began = self._clock()
         while (boundary := party.formation.boundary) > 0:
-            self._check(party)
+            party.raise_fallen()
             to = max(0, boundary - self._layers_per_step)
             if not party.formation.grows:
                 filled = [chair.ready_of(rank).filled for rank in range(party.formation.size)]
@@ -212,7 +205,7 @@ class TransformRun:
             if to < boundary:
                 chair.add(MoveBoundary(to=to))
                 while party.formation.boundary != to:
-                    self._check(party)
+                    party.raise_fallen()
                     yield False
                 self._layers_done = self._num_layers - to
             yield False
@@ -264,7 +257,3 @@ class TransformRun:
             raise NotApplied("failed", gathering.lost)
         if not self._patience.wait():
             raise NotApplied("deferred", f"{what} within {max(self._command.wait_s, ANSWER_S):g} s")
-
-    def _check(self, party: Party) -> None:
-        if party.has_fallen:
-            raise NotApplied("failed", "the group fell apart; its members serve alone")

@@ -8,7 +8,7 @@ computes its own sequences anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,23 +19,29 @@ from worker.engine.work import Work, attention_plan, merge, no_work, to_tensor
 from worker.memory import BlockAllocator
 from worker.model import Segment
 from worker.parallel.chair import Chair
-from worker.parallel.communicator import Communicator
+from worker.parallel.communicator import Communicator, PeerLost
 from worker.parallel.exchange import exchange
 from worker.parallel.filling import Filling
 from worker.parallel.formation import Formation, Run
+from worker.parallel.half_swap import HalfSwap
 from worker.parallel.place import ALONE, Place
 from worker.parallel.share import BlockShare
 from worker.parallel.wire import (
     Actions,
     Census,
+    DropHalf,
     EnterNext,
+    Grow,
+    InstallHalf,
     Lend,
     MoveBoundary,
     PackedWork,
-    Part,
+    Parted,
     PartingBegins,
+    PrepareHalf,
     Ready,
     Settle,
+    Shrink,
     Step,
     pack,
     unpack,
@@ -79,6 +85,7 @@ class Party:
         self.chair = Chair(group, formation.size) if rank == 0 else None
         self.costs = Costs()
         self.is_over = self.has_fallen = False
+        self.has_news = False  # at the last tick this member told something: morphs may go on
         self.place, self._high, self._low = place, high, low
         self._send, self._broadcast, self._clock = send, broadcast, clock
         self._on_settled = on_settled
@@ -89,6 +96,7 @@ class Party:
         self._called: Step | None = None
         self._planned: Planned | None = None
         self._told: tuple[object, ...] | None = None
+        self._swap: HalfSwap | None = None
         self._next_low: Communicator | None = None
         self._outputs: list[Output] = []
         self._given: dict[int, list[int]] = {}
@@ -112,6 +120,15 @@ class Party:
         return self._filling.filled if self._filling else self.place.num_layers
 
     # ----------------------------------------------------------------------------- at every boundary
+
+    def raise_fallen(self) -> None:
+        """Raises PeerLost if the group fell apart."""
+        if self.has_fallen:
+            raise PeerLost("the group fell apart; its members serve alone")
+
+    @property
+    def _has_prepared(self) -> bool:
+        return self._swap is not None and self._swap.is_ready
 
     @property
     def share(self) -> BlockShare:
@@ -153,8 +170,9 @@ class Party:
         if self._planned is None and may_plan and instance.has_work:
             self._planned = instance.plan()
         wanted = instance.scheduler.num_blocks_wanted if may_plan else 0
-        told = (self._step, self._planned is None, wanted, self.filled)
-        if told == self._told:
+        told = (self._step, self._planned is None, wanted, self.filled, self._has_prepared)
+        self.has_news = told != self._told
+        if not self.has_news:
             return
         self._told = told
         must_count = self._is_counted or not self.formation.is_uniform
@@ -168,6 +186,10 @@ class Party:
             used=self._share.used if must_count else [],
             num_used=self._share.num_used,
             filled=self.filled,
+            has_prepared=self._has_prepared,
+            pages=self.place.cache.pages_per_layer,
+            spare_pages=self.place.resizer.num_spare_pages,
+            floor=instance.highest_floor(),
             given=self._given,
         )
         if self.chair:
@@ -247,6 +269,14 @@ class Party:
 
     def _do(self, action: Actions, step: Step) -> None:
         match action:
+            case PrepareHalf():
+                self._swap = HalfSwap(self.place, action)
+            case InstallHalf() | DropHalf():
+                self._end_swap(is_wanted=isinstance(action, InstallHalf))
+            case Grow():
+                self._grow(action)
+            case Shrink():
+                self._shrink(action)
             case EnterNext():
                 self.enters_next = action
                 self._share.drop_free_from(action.blocks)
@@ -258,7 +288,7 @@ class Party:
                 self._is_counted = True
             case PartingBegins():
                 self._begin_parting(action, step)
-            case Part():
+            case Parted():
                 self._part()
             case Lend():
                 if action.giver == self.rank:
@@ -302,6 +332,43 @@ class Party:
         self.costs.bytes_exchanged += moved.bytes
         self.costs.peak_bytes = max(self.costs.peak_bytes, moved.peak_bytes)
 
+    def _end_swap(self, *, is_wanted: bool) -> None:
+        if swap := self._swap:
+            self._swap = None
+            if is_wanted:
+                swap.install()
+            else:
+                swap.drop()
+
+    def _grow(self, action: Grow) -> None:
+        self.place.cache.grow(action.pages)
+        self._take_new_blocks(self._blocks, action.blocks)
+
+    def _take_new_blocks(self, first: int, blocks: int) -> None:
+        """They are the leader's, who lends them to who wants them."""
+        if self.rank == 0:
+            self._share.take(range(first, blocks))
+        self._share.capacity = self._blocks = blocks
+
+    def _shrink(self, action: Shrink) -> None:
+        moves = action.moves
+        self._copy_blocks(moves)
+
+        def number(block: int) -> int:
+            return moves.get(block, block)
+
+        self._share.move(moves, action.blocks)
+        self.place.instance.renumber_all_blocks(number)
+        self.place.cache.shrink(action.pages)
+        self._blocks = action.blocks
+
+    def _copy_blocks(self, moves: Mapping[int, int]) -> None:
+        """All members have the same numbers: each copies its part of each block."""
+        if moves:
+            sources, targets = torch.tensor(list(moves.items()), device=self.place.instance.device).unbind(1)
+            for layer in self.place.cache.layers_at(self.formation.size):
+                copy_blocks(layer, sources, targets)
+
     def _settle(self, action: Settle) -> None:
         n, subgroup = self.formation.num_subgroups, self.formation.subgroup(self.rank)
 
@@ -312,9 +379,7 @@ class Party:
         self.place.instance.renumber_all_blocks(number)
         cache = self.place.cache
         cache.grow(max(0, action.pages[self.rank] - cache.pages_per_layer))
-        if self.rank == 0:
-            self._share.take(range(self._blocks * n, action.blocks))
-        self._share.capacity = self._blocks = action.blocks
+        self._take_new_blocks(self._blocks * n, action.blocks)
         self.formation = self.formation.grown()
         self._reshaped(self.formation.size)
         self._on_settled()
@@ -323,11 +388,7 @@ class Party:
         """Blocks that finished in this very step are still counted, and free again where they come to lie."""
         began = self._clock()
         cache, moves = self.place.cache, action.moves
-        if moves:
-            device = self.place.instance.device
-            sources, targets = torch.tensor(list(moves.items()), device=device).unbind(1)
-            for layer in cache.layers_at(self.formation.size):
-                copy_blocks(layer, sources, targets)
+        self._copy_blocks(moves)
         formation = self.formation.beginning(action.low, self.place.num_layers, grows=False)
         n, subgroup = formation.num_subgroups, formation.subgroup(self.rank)
 
@@ -374,6 +435,7 @@ class Party:
         if self._filling:
             self._filling.stop()
             self._filling = None
+        self._end_swap(is_wanted=False)
         place, cache = self.place, self.place.cache
         cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
         place.instance.recompute_all(cache.allocator)
@@ -383,7 +445,8 @@ class Party:
                 place.weights.map(layer, ALONE)
                 place.weights.fill(layer, ALONE)(lambda: True)
                 place.weights.widen(layer, ALONE)
-        cache.grow(min(self.pages_alone - cache.pages_per_layer, cache.growable_pages))
+        cache.grow(max(0, min(self.pages_alone - cache.pages_per_layer, cache.growable_pages)))
+        place.resizer.settle()
         self._reshaped(1)
 
     def check_integrity(self) -> None:

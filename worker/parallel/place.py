@@ -11,6 +11,7 @@ from worker.model import Model
 from worker.model.shard import Shard
 from worker.morph.copier import Copier
 from worker.morph.resizer import KVResizer
+from worker.morph.target import Target
 from worker.parallel.filling import Weights
 from worker.parallel.share import BlockShare
 
@@ -22,12 +23,19 @@ class Place:
     """One instance and all that belongs to it. stage_bytes: buffers of one stage of an exchange."""
 
     name: str  # of the model
-    instance: Instance
+    target: Target
     model: Model
-    resizer: KVResizer
     weights: Weights
     copier: Copier
     stage_bytes: int
+
+    @property
+    def instance(self) -> Instance:
+        return self.target.instance
+
+    @property
+    def resizer(self) -> KVResizer:
+        return self.target.resizer
 
     @property
     def cache(self) -> KVCache:
@@ -52,6 +60,7 @@ class Place:
         cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
         cache.allocator.claim(share.used)
         self.instance.scheduler.blocks = cache.allocator
+        self.resizer.settle()
 
     def numbers(self, shard: Shard, pages_alone: int | None = None) -> dict[str, Number]:
         """What it has, and what it would have with all layers at `shard`: KV pages of each layer, and blocks

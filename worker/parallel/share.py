@@ -7,7 +7,7 @@ run at two degrees a planner has the numbers of the lower one.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from worker.memory import BrokenInvariant, OutOfBlocks
 
@@ -66,6 +66,12 @@ class BlockShare:
         for block in blocks:
             heapq.heappush(self._free, block)
 
+    def move(self, moves: Mapping[int, int], capacity: int) -> None:
+        """Blocks in use, of any planner, lie elsewhere (from -> to), and none is at or above `capacity`."""
+        self._used = {moves.get(block, block) for block in self._used}
+        self._free = sorted(set(self._free).difference(moves.values()))
+        self.drop_free_from(capacity)
+
     def drop_free_from(self, capacity: int) -> None:
         """What is above belongs to nobody from here on, and no more than that to anyone."""
         self._free = sorted(block for block in self._free if block < capacity)
@@ -96,6 +102,17 @@ def loans(free: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int, in
                 left[giver] -= count
                 missing -= count
     return made
+
+
+def moves_below(used: Iterable[int], capacity: int) -> dict[int, int]:
+    """From -> to for the numbers in use at or above `capacity`; the lowest that nobody uses are the targets.
+    Raises OutOfBlocks if there are not as many."""
+    taken = set(used)
+    live = sorted(block for block in taken if block >= capacity)
+    targets = [block for block in range(capacity) if block not in taken][: len(live)]
+    if len(targets) < len(live):
+        raise OutOfBlocks(len(live), len(targets), capacity)
+    return dict(zip(live, targets, strict=True))
 
 
 class NoRoom(ValueError):

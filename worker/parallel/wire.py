@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 import numpy as np
 
-from bus.messages import Number
+from bus.messages import Number, Part, Precision
 from worker.engine.work import Work
 
 
@@ -110,7 +112,7 @@ class PartingBegins(Action, frozen=True, kw_only=True, tag=True):
     moves: dict[int, int]
 
 
-class Part(Action, frozen=True, kw_only=True, tag=True):
+class Parted(Action, frozen=True, kw_only=True, tag=True):
     """All layers are at the low degree: every subgroup goes on on its own."""
 
 
@@ -122,13 +124,57 @@ class Lend(Action, frozen=True, kw_only=True, tag=True):
     blocks: int
 
 
+class PrepareHalf(Action, frozen=True, kw_only=True, tag=True):
+    """Map this variant of a half of a layer, at the member's shard, and copy it in beside the steps."""
+
+    layer: int
+    part: Part
+    precision: Precision
+
+
+class InstallHalf(Action, frozen=True, kw_only=True, tag=True):
+    """The next step runs on what was prepared; the old variant's pages are free."""
+
+
+class DropHalf(Action, frozen=True, kw_only=True, tag=True):
+    """What was prepared is not wanted any more."""
+
+
+class Grow(Action, frozen=True, kw_only=True, tag=True):
+    """So many pages more in each layer of each member, and so many blocks in all then."""
+
+    pages: int
+    blocks: int
+
+
+class Shrink(Action, frozen=True, kw_only=True, tag=True):
+    """So many pages fewer; live blocks move first (from -> to), and there are so many in all then."""
+
+    pages: int
+    blocks: int
+    moves: dict[int, int]
+
+
 class EnterNext(Action, frozen=True, kw_only=True, tag=True):
     """This group becomes a subgroup of the one that its members stand by for. `blocks`: of every subgroup."""
 
     blocks: int
 
 
-Actions = EnterNext | MoveBoundary | Settle | Census | PartingBegins | Part | Lend
+Actions = (
+    PrepareHalf
+    | InstallHalf
+    | DropHalf
+    | Grow
+    | Shrink
+    | EnterNext
+    | MoveBoundary
+    | Settle
+    | Census
+    | PartingBegins
+    | Parted
+    | Lend
+)
 
 
 # --------------------------------------------------------------------------- steps
@@ -156,6 +202,10 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     used: list[int]  # blocks in use, while layers change their degree or after a Census
     num_used: int
     filled: int  # layers from here on have their wider weights in memory
+    has_prepared: bool  # the half of the last PrepareHalf is copied
+    pages: int  # of each layer of its cache
+    spare_pages: int  # of its device, beyond the reserve
+    floor: Precision | Literal[""]  # no request here may run below it
     given: dict[int, list[int]] = {}  # taker -> blocks, after a Lend
 
 

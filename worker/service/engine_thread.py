@@ -58,7 +58,7 @@ class EngineThread:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         morphs.wake = lambda: self._inbox.put(lambda: None)
         self._grouping = morphs.grouping
-        self._has_group_stepped = False
+        self._must_look_again = False  # in a group: something has changed at the last boundary
         if self._grouping:
             self._grouping.post = self._inbox.put
         self._epoch = 0
@@ -138,7 +138,7 @@ class EngineThread:
     def _may_step(self) -> bool:
         """Whether to go on at once. In a group that is for the leader to say: what it says comes here."""
         if self._grouping and self._grouping.party:
-            return self._has_group_stepped
+            return self._must_look_again
         return not self._is_paused and self._engine.has_work
 
     def _receive(self) -> None:
@@ -177,7 +177,7 @@ class EngineThread:
         outputs = grouping.tick(may_plan=not self._is_paused)
         ended = time.monotonic()
         self._step_began = None
-        self._has_group_stepped = party.step != before and not party.is_over
+        self._must_look_again = (party.step != before or party.has_news) and not party.is_over
         if party.step != before:
             self._busy_s += ended - began
             self._num_steps += 1

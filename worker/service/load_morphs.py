@@ -83,9 +83,8 @@ def make_grouping(
     device = pool.backend.device
     place = Place(
         name=name,
-        instance=target.instance,
+        target=target,
         model=model,
-        resizer=target.resizer,
         weights=make_resharder(model, pool, target.variants),
         copier=Copier(lambda: grouping.post(lambda: None)),
         stage_bytes=CPU_STAGE_BYTES if device.type == "cpu" else CUDA_STAGE_BYTES,
