@@ -146,6 +146,20 @@ def test_groups_of_two_come_together_and_part_into_groups_of_two(folder: Path, m
             assert [len(members) for members, _ in worker.regrouped] == [2, 4, 2, 0] * 2
 
 
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_a_worker_that_is_about_to_leave_lets_its_group_part_first(
+    folder: Path, model: Any, leaves: int
+) -> None:
+    with workers(folder, 2) as each:
+        load = Load([each[1 - leaves]], model)
+        assert transformed(each, 2).state == "applied"
+        each[leaves].thread.ask_to_part()
+        for worker in each:
+            worker.wait(lambda: not any(one.thread.is_in_group for one in each), "the parting")
+        load.check()
+        assert all(worker.instance.scheduler.num_recomputed == 0 for worker in each)
+
+
 def test_a_request_that_only_a_group_can_hold_gets_the_blocks_of_all(folder: Path, model: Any) -> None:
     with workers(folder, 2, megabytes=1.2) as each:
         alone = each[0].instance.scheduler.blocks.capacity * BLOCK_TOKENS

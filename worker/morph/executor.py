@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
@@ -58,6 +59,7 @@ class MorphExecutor:
         self.grouping, self._layers_per_step = grouping, layers_per_step
         if grouping:
             grouping.why_not = lambda: "a morph is running there" if self._jobs else ""
+            grouping.on_part_please = self._let_part
         self._worker, self._clock = worker, clock
         self._pace = Pace(step_share)
         self._copier = Copier(lambda: self.wake(), lambda: copy_share if self._is_busy else 1.0)
@@ -101,7 +103,7 @@ class MorphExecutor:
         self._tell(job.report("running", "begun"))
 
     def cancel(self, morph_id: str) -> None:
-        """The old shape goes on serving; of an id that does not run nothing is said, nor of a change of degree
+        """The old shape goes on serving; of an id that does not run nothing is said, nor of a transform
         that has begun: it is applied."""
         job = self._jobs.get(morph_id)
         if job and not job.is_beyond_return:
@@ -184,6 +186,20 @@ class MorphExecutor:
                 job.refuse_beside(other)
         else:
             job.start(self._resize(command, target))
+
+    def _let_part(self) -> None:
+        """A member of the group that this worker leads is about to leave."""
+        assert self.grouping and self.grouping.party
+        command = Transform(
+            id=f"parting-{uuid.uuid4().hex[:8]}",
+            epoch=self._epoch,
+            instance=self.grouping.place.instance.id,
+            workers=list(self.grouping.party.formation.members),
+            epochs={},
+            tp=1,
+        )
+        if not self._jobs:
+            self.begin(command, self.grouping.peers)
 
     def _refuse_in_group(self, command: Morph) -> None:
         """Raises NotApplied."""

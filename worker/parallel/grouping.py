@@ -34,6 +34,7 @@ from worker.parallel.wire import (
     Meet,
     Messages,
     Met,
+    PartPlease,
     Peer,
     Ready,
     Step,
@@ -102,6 +103,9 @@ class Grouping:
         self.post: Callable[[Callable[[], None]], None] = lambda call: call()
         # Members in the order of their shards, the leader first, or nobody else; and why.
         self.on_regrouped: Callable[[tuple[str, ...], str], None] = lambda members, why: None
+        # A member leaves: the leader should let the group part.
+        self.on_part_please: Callable[[], None] = lambda: None
+        self.peers: dict[str, Peer] = {}  # of the group that this worker is in
         self.why_not: Callable[[], str] = lambda: ""  # what else would be in the way of a change, if anything
         self._clock = clock
         self._links = Links(
@@ -144,6 +148,13 @@ class Grouping:
         """Leave: the others go on alone."""
         self._links.close()
         self._meetings.close()
+
+    def ask_to_part(self) -> None:
+        """This worker is about to leave. What was asked may be refused, or come too late: ask again."""
+        if self.party and self.party.chair:
+            self.on_part_please()
+        elif self.party and self._leader:
+            self._leader.send(PartPlease(group=self.party.group))
 
     # ----------------------------------------------------------------------------- the leader's verbs
 
@@ -301,6 +312,8 @@ class Grouping:
                 self._early = [*self._early[-MAX_EARLY:], message]
             case Step() if self.party and link is self._leader and message.group == self.party.group:
                 self.party.take_step(message)
+            case PartPlease() if self.party and self.party.chair:
+                self.on_part_please()
             case Bye() if self._is_of_group(link):
                 self._fall_apart(f"a member left: {message.reason}")
             case Bye() if self._gathering and link in self._gathering.links.values():
@@ -427,7 +440,7 @@ class Grouping:
     def _join(
         self, invite: Invite, high: Communicator, low: Communicator | None, share: BlockShare, pages: int
     ) -> None:
-        self._key = self._key_of(invite)
+        self._key, self.peers = self._key_of(invite), invite.peers
         if self._gathering:
             self._members, self._gathering = self._gathering.links, None
         elif self._standing_by:

@@ -220,13 +220,17 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     after: list[Actions]
 
 
+class PartPlease(Message, frozen=True, kw_only=True, tag=True):
+    """To the leader: a member is about to leave, and would rather be alone then."""
+
+
 class Bye(Message, frozen=True, kw_only=True, tag=True):
     """The group has fallen apart here: nothing more comes."""
 
     reason: str
 
 
-Messages = Invite | Answer | Meet | Met | Enter | Follow | Dismiss | Ready | Step | Bye
+Messages = Invite | Answer | Meet | Met | Enter | Follow | Dismiss | Ready | Step | PartPlease | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Messages] = msgspec.msgpack.Decoder(Messages)

@@ -89,6 +89,15 @@ class EngineThread:
     def cancel_morph(self, morph_id: str) -> None:
         self._inbox.put(lambda: self._morphs.cancel(morph_id))
 
+    def ask_to_part(self) -> None:
+        """If it is in a group: let that part."""
+        if grouping := self._grouping:
+            self._inbox.put(grouping.ask_to_part)
+
+    @property
+    def is_in_group(self) -> bool:
+        return self._grouping is not None and self._grouping.party is not None
+
     def fence(self, epoch: int) -> None:
         """Drop everything; results from here on belong to `epoch`."""
         self._inbox.put(lambda: self._fence(epoch))

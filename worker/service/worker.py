@@ -32,6 +32,7 @@ from worker.service.watchdog import watch_steps
 log = logging.getLogger("worker")
 
 DRAIN_CHECK_S = 0.05
+PARTING_CHECK_S = 0.3
 GATEWAYS_LOOK_S = 2.2  # gateways read the cards every 2 s: until then one of them may choose this worker
 
 
@@ -201,6 +202,9 @@ class Serving:
                     await asyncio.sleep(GATEWAYS_LOOK_S)
                 while len(self._ledger) or await self._backlog():  # noqa: ASYNC110 one wait a life
                     await asyncio.sleep(DRAIN_CHECK_S)
+                while self._thread.is_in_group:  # the others' requests need not be computed anew
+                    self._thread.ask_to_part()
+                    await asyncio.sleep(PARTING_CHECK_S)
                 await self._outbox.wait_empty()
         except TimeoutError:
             if unfinished := len(self._ledger):
