@@ -33,7 +33,7 @@ def draw(clusters: Mapping[str, Cluster], path: Path) -> None:
             )
     rates.set(ylabel="tokens/s got through, by the minute (modelled)", ylim=(0, None))
     rates.legend(fontsize=8)
-    groups.set(xlabel="seconds", ylabel="groups of 4", yticks=(0, 1, 2))
+    groups.set(xlabel="seconds", ylabel="groups", yticks=range(4))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
