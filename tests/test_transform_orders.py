@@ -32,12 +32,15 @@ PAIRS = [card(name, *pair) for pair in (("w0", "w1"), ("w2", "w3")) for name in 
 FOUR = [card(f"w{number}", "w2", "w0", "w3", "w1") for number in range(4)]
 
 
+def cluster(cards: list[WorkerCard]) -> Cluster:
+    found = Cluster(stale_s=5.0)
+    found.update([LiveWorker(one, one.epoch, 1000) for one in cards], now=0.0)
+    return found
+
+
 def ordered(cards: list[WorkerCard], body: Any) -> tuple[Place, Transform]:
-    cluster = Cluster(stale_s=5.0)
-    cluster.update([LiveWorker(one, one.epoch, 1000) for one in cards], now=0.0)
-    return transforms.transform(
-        cluster, orders.parse(transforms.TransformBody, json.dumps(body).encode()), "id"
-    )
+    parsed = orders.parse(transforms.TransformBody, json.dumps(body).encode())
+    return transforms.transform(cluster(cards), parsed, "id")
 
 
 def body(*workers: str, tp: Any, **fields: Any) -> dict[str, Any]:
@@ -202,3 +205,10 @@ def test_while_cards_tell_of_different_groups_there_is_a_conflict() -> None:
         with pytest.raises(ApiError, match="under way; try again") as refusal:
             ordered(torn, body("w0", "w1", tp=2))
         assert (refusal.value.status, refusal.value.code) == (409, "shape_changing")
+
+
+def test_an_order_for_a_member_of_a_group_is_told_which_instance_it_is_now() -> None:
+    assert orders.find(cluster(PAIRS), "demo@w2").worker.id == "w2"
+    with pytest.raises(ApiError, match="w3 is a part of demo@w2, which w2 leads") as refusal:
+        orders.find(cluster(PAIRS), "demo@w3")
+    assert (refusal.value.status, refusal.value.code) == (404, "instance_not_found")

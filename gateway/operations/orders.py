@@ -76,11 +76,20 @@ def find(cluster: Cluster, instance: str) -> Place:
     places = {card.id: Place(worker, card) for worker, card in cluster.instances()}
     place = places.get(instance)
     if place is None:
-        message = f"no instance {instance[:200]!r}; {meant(instance, places)}"
+        message = f"no instance {instance[:200]!r}; {_leader(cluster, instance) or meant(instance, places)}"
         raise ApiError(404, message, param="instance", code="instance_not_found")
     if place.worker.state == "loading":
         raise unavailable(f"{instance} is still loading ({place.worker.progress or 'no progress told yet'})")
     return place
+
+
+def _leader(cluster: Cluster, instance: str) -> str:
+    """Of a member of a group: which instance it is now."""
+    for worker, card in cluster.instances():
+        for member in (cluster.workers.get(name) for name in card.workers):
+            if member and any(one.id == instance for one in member.instances):
+                return f"{member.id} is a part of {card.id}, which {worker.id} leads"
+    return ""
 
 
 def swap(place: Place, body: SwapBody, morph_id: str) -> Swap:
