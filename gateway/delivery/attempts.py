@@ -107,7 +107,7 @@ class Attempts:
 
     def _wait_for_room(self, flight: Flight) -> None:
         if not flight.waits_for_room:
-            flight.waits_for_room = True
+            self._table.wait_for_room(flight)
             self._on_demand()
 
     def _place(self, flight: Flight) -> None:

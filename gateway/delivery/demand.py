@@ -10,12 +10,14 @@ from gateway.delivery.inflight import InFlight
 
 def demands(table: InFlight, gateway: str) -> list[Demand]:
     """One for each model that has any."""
-    lengths: dict[str, list[int]] = {}
-    for flight in table.waiting.values():
-        if flight.waits_for_room:
-            lengths.setdefault(flight.model, []).append(flight.num_tokens)
     at_ms = time.time_ns() // 1_000_000
     return [
-        Demand(gateway=gateway, model=model, tokens=max(tokens), count=len(tokens), at_ms=at_ms)
-        for model, tokens in sorted(lengths.items())
+        Demand(
+            gateway=gateway,
+            model=model,
+            tokens=max(flight.num_tokens for flight in flights.values()),
+            count=len(flights),
+            at_ms=at_ms,
+        )
+        for model, flights in sorted(table.for_room.items())
     ]

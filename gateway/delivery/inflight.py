@@ -84,12 +84,34 @@ class Flight:
 
 @dataclass(slots=True)
 class Place:
-    """One incarnation of an instance, with our flights there. `num_since` were sent since the last metric,
-    of `tokens_since` tokens."""
+    """One incarnation of an instance, with our flights there, of `num_tokens` in all. `num_since` were sent
+    since the last metric, of `tokens_since` tokens."""
 
     flights: dict[str, Flight] = field(default_factory=dict)
     num_since: int = 0
     tokens_since: int = 0
+    num_tokens: int = 0
+    _longest: int | None = 0
+
+    @property
+    def longest_tokens(self) -> int:
+        if self._longest is None:
+            self._longest = max((flight.num_tokens for flight in self.flights.values()), default=0)
+        return self._longest
+
+    def add(self, flight: Flight) -> None:
+        self.flights[flight.request_id] = flight
+        self.num_since += 1
+        self.tokens_since += flight.num_tokens
+        self.num_tokens += flight.num_tokens
+        if self._longest is not None:
+            self._longest = max(self._longest, flight.num_tokens)
+
+    def remove(self, flight: Flight) -> None:
+        del self.flights[flight.request_id]
+        self.num_tokens -= flight.num_tokens
+        if flight.num_tokens == self._longest:
+            self._longest = None
 
 
 class InFlight:
@@ -99,6 +121,7 @@ class InFlight:
     def __init__(self) -> None:
         self.flights: dict[str, Flight] = {}
         self.waiting: dict[str, Flight] = {}  # without a target, in order of arrival
+        self.for_room: dict[str, dict[str, Flight]] = {}  # by model: those of `waiting` that wait for a group
         self.places: dict[Target, Place] = {}
 
     def __len__(self) -> int:
@@ -113,11 +136,8 @@ class InFlight:
         del self.waiting[flight.request_id]
         flight.target = target
         flight.attempt += 1
-        flight.waits_for_room = False
-        place = self.places.setdefault(target, Place())
-        place.flights[flight.request_id] = flight
-        place.num_since += 1
-        place.tokens_since += flight.num_tokens
+        self._end_wait_for_room(flight)
+        self.places.setdefault(target, Place()).add(flight)
 
     def unassign(self, flight: Flight) -> None:
         """Its attempt is void; it waits again."""
@@ -127,6 +147,7 @@ class InFlight:
 
     def remove(self, flight: Flight) -> None:
         del self.flights[flight.request_id]
+        self._end_wait_for_room(flight)
         if flight.target is None:
             del self.waiting[flight.request_id]
         else:
@@ -150,7 +171,20 @@ class InFlight:
 
     def waiting_for_room(self, model: str) -> Iterator[Flight]:
         """Those that wait for a group, the first come first."""
-        return (one for one in self.waiting.values() if one.waits_for_room and one.model == model)
+        return iter(self.for_room.get(model, {}).values())
+
+    def wait_for_room(self, flight: Flight) -> None:
+        flight.waits_for_room = True
+        self.for_room.setdefault(flight.model, {})[flight.request_id] = flight
+
+    def _end_wait_for_room(self, flight: Flight) -> None:
+        if not flight.waits_for_room:
+            return
+        flight.waits_for_room = False
+        of_model = self.for_room[flight.model]
+        del of_model[flight.request_id]
+        if not of_model:
+            del self.for_room[flight.model]
 
     def metrics_arrived(self) -> None:
         for place in self.places.values():
@@ -161,6 +195,9 @@ class InFlight:
         placed = dict(self._placed())
         if placed.keys() & self.waiting.keys() or placed.keys() | self.waiting.keys() != self.flights.keys():
             raise AssertionError(f"{len(placed)} placed + {len(self.waiting)} waiting != {len(self.flights)}")
+        for_room = {name for of_model in self.for_room.values() for name in of_model}
+        if for_room != {name for name, flight in self.waiting.items() if flight.waits_for_room}:
+            raise AssertionError(f"{len(for_room)} wait for a group, and others than the table says")
         for target, place in self.places.items():
             if not place.flights or any(flight.target != target for flight in place.flights.values()):
                 raise AssertionError(f"the place {target} is empty or holds flights of another")
@@ -173,7 +210,7 @@ class InFlight:
         if flight.target is None:
             raise AssertionError(f"{flight.request_id} is at no place")
         place = self.places[flight.target]
-        del place.flights[flight.request_id]
+        place.remove(flight)
         if not place.flights:
             del self.places[flight.target]
         flight.target = None

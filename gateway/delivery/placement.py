@@ -93,13 +93,7 @@ class Placement:
         metrics = self._cluster.instance_metrics(card.id, ready.epoch, now)
         members = self._cluster.members(ready, now)
         usual_tokens = self._cluster.usual_tokens(ready, now)
-        longest = max(
-            (
-                *(one.last.longest_tokens for one in members),
-                *(flight.num_tokens for flight in place.flights.values()),
-            ),
-            default=0,
-        )
+        longest = max((one.last.longest_tokens for one in members), default=0)
         return Candidate(
             instance=card.id,
             worker=ready.worker,
@@ -114,7 +108,7 @@ class Placement:
             tp=card.tp,
             low_tokens=usual_tokens,
             free_tokens=self._free_tokens(ready, place, now),
-            stays=longest > usual_tokens or not self._cluster.parts_groups,
+            stays=max(longest, place.longest_tokens) > usual_tokens or not self._cluster.parts_groups,
             part_tokens=usual_tokens * (1 - self._cluster.free_share),
         )
 
@@ -125,8 +119,7 @@ class Placement:
         if metrics is None:
             if ready.card.tp not in ready.card.tokens_at:
                 return None
-            held = sum(flight.num_tokens for flight in place.flights.values())
-            return self._cluster.max_tokens(ready, now) - held
+            return self._cluster.max_tokens(ready, now) - place.num_tokens
         last = metrics.last
         free = (last.kv_blocks - last.kv_used) * ready.card.block_tokens
         return free - last.waiting_tokens - place.tokens_since
