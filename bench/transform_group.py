@@ -177,8 +177,8 @@ class _Worker:
             variants=[],
         )
         loaded = load(settings, name, lambda text: None)
-        assert loaded.morphs.grouping is not None
-        self._grouping = loaded.morphs.grouping
+        assert loaded.grouping is not None
+        self._grouping = loaded.grouping
         self._instance = self._grouping.place.instance
         self._steps: list[Step] = []
         self._last = time.perf_counter()
@@ -188,6 +188,7 @@ class _Worker:
             loaded.engine,
             loaded.pages,
             loaded.morphs,
+            loaded.grouping,
             snapshot_s=1.0,
             on_results=self._stepped,
             on_snapshot=lambda snapshot: None,

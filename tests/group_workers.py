@@ -28,6 +28,7 @@ from worker.morph.target import Target
 from worker.morph.variants import LayerVariants
 from worker.morph.verbs import NoVariants, Variants
 from worker.parallel.grouping import Grouping
+from worker.parallel.morphs import GroupMorphs
 from worker.parallel.place import Place
 from worker.parallel.wire import Peer
 from worker.service.engine_thread import EngineThread
@@ -89,7 +90,7 @@ class GroupWorker:
             name,
             {self.instance.id: target},
             step_share=1.0,
-            grouping=self.grouping,
+            groups=GroupMorphs(self.grouping),
         )
         engine = Engine()
         engine.add_instance(self.instance)
@@ -104,6 +105,7 @@ class GroupWorker:
             engine,
             self.pool.counts,
             self.executor,
+            self.grouping,
             snapshot_s=1.0,
             on_results=self._results,
             on_snapshot=lambda snapshot: None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
@@ -17,19 +16,15 @@ from bus.messages import Morph, MorphOutcome, MorphReport, Number, Resize, Swap,
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
 from worker.morph.copier import Copier
-from worker.morph.group_resize import GroupResizeRun
-from worker.morph.group_swap import GroupSwapRun
+from worker.morph.groups import Groups, Peers
 from worker.morph.job import Job
 from worker.morph.outcome import NotApplied
 from worker.morph.pace import Pace
 from worker.morph.plan import plan_swap
 from worker.morph.resizer import ResizeRun
+from worker.morph.run import Run
 from worker.morph.swapper import Flights, SwapRun
 from worker.morph.target import Target
-from worker.morph.transform import TransformRun
-from worker.parallel.grouping import Grouping
-from worker.parallel.party import Party
-from worker.parallel.wire import Peer
 
 log = logging.getLogger(__name__)
 
@@ -48,18 +43,16 @@ class MorphExecutor:
         *,
         step_share: float = 0.025,
         copy_share: float = 1.0,
-        grouping: Grouping | None = None,
-        layers_per_step: int = 1,
+        groups: Groups | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """step_share: of the time of a busy engine, for work between its steps. copy_share: of the time,
         for copying while the engine is busy; below 1 where copying takes cores or memory from the steps."""
         self.targets = dict(targets)
         self.wake: Callable[[], None] = lambda: None  # called in another thread: `advance` is due
-        self.grouping, self._layers_per_step = grouping, layers_per_step
-        if grouping:
-            grouping.why_not = lambda: "a morph is running there" if self._jobs else ""
-            grouping.on_part_please = self._let_part
+        self._groups = groups
+        if groups:
+            groups.attach(lambda: "a morph is running there" if self._jobs else "", self._let_part)
         self._worker, self._clock = worker, clock
         self._pace = Pace(step_share)
         self._copier = Copier(lambda: self.wake(), lambda: copy_share if self._is_busy else 1.0)
@@ -86,7 +79,7 @@ class MorphExecutor:
 
     # ----------------------------------------------------------------------------- commands
 
-    def begin(self, command: Morph, peers: Mapping[str, Peer] | None = None) -> None:
+    def begin(self, command: Morph, peers: Peers | None = None) -> None:
         """A command that comes again changes nothing and is not answered again. peers: of a Transform, the
         workers that take part."""
         if command.id in self._known:
@@ -110,9 +103,10 @@ class MorphExecutor:
             self._abort(job, "cancelled")
 
     def fence(self, epoch: int) -> None:
-        """Another epoch: what was begun under the old one is given up."""
+        """Another epoch: what was begun under the old one is given up, unless it must go on to its end."""
         for job in list(self._jobs.values()):
-            self._abort(job, f"epoch {job.epoch} ended: the worker had lost its lease")
+            if not job.is_beyond_return:
+                self._abort(job, f"epoch {job.epoch} ended: the worker had lost its lease")
         self._epoch = epoch
 
     def close(self) -> list[MorphReport]:
@@ -166,7 +160,7 @@ class MorphExecutor:
 
     # ----------------------------------------------------------------------------- beginnings and ends
 
-    def _start(self, job: Job, peers: Mapping[str, Peer]) -> None:
+    def _start(self, job: Job, peers: Peers) -> None:
         """Raises NotApplied."""
         command = job.command
         if command.epoch != self._epoch:
@@ -188,43 +182,31 @@ class MorphExecutor:
             job.start(self._resize(command, target))
 
     def _let_part(self) -> None:
-        """A member of the group that this worker leads is about to leave."""
-        assert self.grouping and self.grouping.party
-        command = Transform(
-            id=f"parting-{uuid.uuid4().hex[:8]}",
-            epoch=self._epoch,
-            instance=self.grouping.place.instance.id,
-            workers=list(self.grouping.party.formation.members),
-            epochs={},
-            tp=1,
-        )
+        assert self._groups
         if not self._jobs:
-            self.begin(command, self.grouping.peers)
+            self.begin(*self._groups.parting(self._epoch))
 
     def _refuse_in_group(self, command: Morph) -> None:
         """Raises NotApplied."""
-        if self.grouping is None:
-            return
-        if reason := self.grouping.busy_with:
+        groups = self._groups
+        if groups and (reason := groups.in_the_way):
             raise NotApplied("conflict", reason)
-        party = self.grouping.party
-        if party and party.chair is None:
-            leader = party.formation.members[0]
-            raise NotApplied("conflict", f"it is in a group that {leader} leads; order it there")
+        if groups and groups.leader:
+            raise NotApplied("conflict", f"it is in a group that {groups.leader} leads; order it there")
 
-    def _transform(self, command: Transform, peers: Mapping[str, Peer]) -> TransformRun:
-        if self.grouping is None:
-            raise NotApplied("failed", "this worker serves several models: it cannot be in a group")
-        return TransformRun(
-            command, self.grouping, peers, layers_per_step=self._layers_per_step, clock=self._clock
-        )
+    def _transform(self, command: Transform, peers: Peers) -> Run:
+        if self._groups is None:
+            raise NotApplied(
+                "failed", "this worker joins no group: it has several models, or no worker.group_host"
+            )
+        return self._groups.transform(command, peers)
 
-    def _swap(self, job: Job, command: Swap, target: Target) -> SwapRun | GroupSwapRun:
+    def _swap(self, job: Job, command: Swap, target: Target) -> Run:
         order, variants = target.order_towards(command.precision), target.variants.precisions
         halves = plan_swap(command, target.instance.shape, variants, order)
         job.touches = frozenset(halves)
-        if party := self._party:
-            return GroupSwapRun(party, halves, command.precision, wait_s=command.wait_s, clock=self._clock)
+        if self._groups and self._groups.is_in_group:
+            return self._groups.swap(halves, command.precision, command.wait_s)
         return SwapRun(
             target,
             halves,
@@ -235,13 +217,9 @@ class MorphExecutor:
             clock=self._clock,
         )
 
-    @property
-    def _party(self) -> Party | None:
-        return self.grouping.party if self.grouping else None
-
-    def _resize(self, command: Resize, target: Target) -> ResizeRun | GroupResizeRun:
-        if party := self._party:
-            return GroupResizeRun(party, command.blocks, wait_s=command.wait_s, clock=self._clock)
+    def _resize(self, command: Resize, target: Target) -> Run:
+        if self._groups and self._groups.is_in_group:
+            return self._groups.resize(command.blocks, command.wait_s)
         return ResizeRun(target.resizer, command.blocks, wait_s=command.wait_s, clock=self._clock)
 
     def _abort(self, job: Job, reason: str) -> None:

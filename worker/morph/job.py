@@ -9,7 +9,6 @@ from bus.messages import KIND_OF, Morph, MorphOutcome, MorphReport, Number, Tran
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Run
-from worker.morph.transform import TransformRun
 
 
 class Job:
@@ -47,7 +46,7 @@ class Job:
     @property
     def is_beyond_return(self) -> bool:
         """It goes on to its end, whoever gives it up."""
-        return isinstance(self._run, TransformRun) and self._run.is_beyond_return
+        return self._run is not None and self._run.is_beyond_return
 
     def undo(self) -> None:
         """What is half done. Raises MappingFailed."""

@@ -163,7 +163,7 @@ class ResizeRun:
                 **limits,
             )
 
-    progress = ""
+    progress, is_beyond_return = "", False
 
     @property
     def deadline(self) -> float | None:

@@ -29,6 +29,10 @@ class Run(Protocol):
     def progress(self) -> str:
         """For people, while it runs; empty where its end is enough."""
 
+    @property
+    def is_beyond_return(self) -> bool:
+        """Half-way nobody could serve: it goes on to its end, whoever gives it up."""
+
 
 class Patience:
     """How long a morph has waited without getting on."""

@@ -73,7 +73,7 @@ class SwapRun:
         self._pages_mapped = self._pages_unmapped = self._bytes = 0
         self._copy_s = 0.0
 
-    progress = ""
+    progress, is_beyond_return = "", False
 
     @property
     def deadline(self) -> float | None:

@@ -45,6 +45,7 @@ class EngineThread:
         engine: Engine,
         pages: Callable[[], PageCounts],
         morphs: MorphExecutor,
+        grouping: Grouping | None = None,
         *,
         snapshot_s: float,
         on_results: OnResults,
@@ -57,7 +58,7 @@ class EngineThread:
         self._morphs, self._on_reports = morphs, on_reports
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         morphs.wake = lambda: self._inbox.put(lambda: None)
-        self._grouping = morphs.grouping
+        self._grouping = grouping
         self._must_look_again = False  # in a group: something has changed at the last boundary
         if self._grouping:
             self._grouping.post = self._inbox.put

@@ -19,6 +19,7 @@ from worker.morph.target import Target
 from worker.morph.variants import LayerVariants
 from worker.morph.verbs import NoVariants, Variants
 from worker.parallel.grouping import Grouping
+from worker.parallel.morphs import GroupMorphs
 from worker.parallel.place import Place
 from worker.profile.order import load_order
 from worker.service.loaded import Progress
@@ -71,8 +72,7 @@ def make_executor(
         targets,
         step_share=of_each[0],
         copy_share=of_each[1],
-        grouping=grouping,
-        layers_per_step=settings.layers_per_step,
+        groups=GroupMorphs(grouping, layers_per_step=settings.layers_per_step) if grouping else None,
     )
 
 

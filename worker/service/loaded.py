@@ -12,6 +12,7 @@ from bus.settings import WorkerSettings
 if TYPE_CHECKING:  # the engine brings torch; who only wants to catch CannotServe need not wait for it
     from worker.engine.engine import Engine
     from worker.morph.executor import MorphExecutor
+    from worker.parallel.grouping import Grouping
 
 
 class CannotServe(Exception):
@@ -26,6 +27,7 @@ class Loaded:
     device: str
     page_bytes: int
     morphs: MorphExecutor
+    grouping: Grouping | None = None  # None: it joins no group
 
 
 Progress = Callable[[str], None]  # called in the loading thread, as often as the loader likes

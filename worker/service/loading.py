@@ -81,7 +81,7 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         cards.append(_card(target, name, folders[name], model, order_name, settings, worker, grouping))
         log.info("%s: %d KV blocks of %d tokens", name, cache.num_blocks, limits.block_tokens)
     morphs = make_executor(worker, targets, settings, device, grouping)
-    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, morphs)
+    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, morphs, grouping)
 
 
 def model_folders(models: list[str]) -> dict[str, Path]:

@@ -87,6 +87,7 @@ class Serving:
             loaded.engine,
             loaded.pages,
             loaded.morphs,
+            loaded.grouping,
             snapshot_s=self._settings.telemetry_s,
             on_results=self._results_in_thread,
             on_snapshot=self._snapshot_in_thread,
@@ -109,7 +110,7 @@ class Serving:
             idle_interval_s=self._settings.idle_telemetry_s,
         )
         self._morph_reports = MorphReports(bus)
-        if grouping := loaded.morphs.grouping:
+        if grouping := loaded.grouping:
             grouping.on_regrouped = self._regrouped_in_thread
         self._reading: asyncio.Task[None] | None = None
         self._showing: asyncio.Task[None] | None = None
@@ -167,7 +168,7 @@ class Serving:
             self._die(error)
 
     async def _announce(self) -> None:
-        loaded, grouping = self._loaded, self._loaded.morphs.grouping
+        loaded, grouping = self._loaded, self._loaded.grouping
         await self._membership.update(
             state="serving",
             link=grouping.address if grouping else "",

@@ -7,11 +7,11 @@ from collections.abc import Generator, Sequence
 
 from bus.messages import Number, Precision
 from worker.engine.shape import is_below
-from worker.morph.group_resize import GroupCache
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Patience
 from worker.parallel.party import Party
+from worker.parallel.resize import GroupCache
 from worker.parallel.wire import DropHalf, InstallHalf, PrepareHalf
 
 
@@ -19,7 +19,7 @@ class GroupSwapRun:
     """One Swap of a group, at its leader, half by half. Halves that are done stay, whatever becomes of the
     others."""
 
-    progress = ""
+    progress, is_beyond_return = "", False
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ class GroupCache:
 class GroupResizeRun:
     """One Resize of a group, at its leader."""
 
-    progress = ""
+    progress, is_beyond_return = "", False
 
     def __init__(
         self, party: Party, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic

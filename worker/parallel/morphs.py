@@ -1,0 +1,70 @@
+"""The morphs of a group, as the executor of its leading worker runs them (`worker.morph.groups.Groups`)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from bus.messages import Precision, Transform
+from worker.morph.groups import Peers
+from worker.morph.plan import Half
+from worker.morph.run import Clock
+from worker.parallel.grouping import Grouping
+from worker.parallel.party import Party
+from worker.parallel.resize import GroupResizeRun
+from worker.parallel.swap import GroupSwapRun
+from worker.parallel.transform import TransformRun
+
+
+class GroupMorphs:
+    """Over what one worker is in."""
+
+    def __init__(
+        self, grouping: Grouping, *, layers_per_step: int = 1, clock: Clock = time.monotonic
+    ) -> None:
+        self._grouping, self._layers_per_step, self._clock = grouping, layers_per_step, clock
+
+    @property
+    def is_in_group(self) -> bool:
+        return self._grouping.party is not None
+
+    @property
+    def in_the_way(self) -> str:
+        return self._grouping.busy_with
+
+    @property
+    def leader(self) -> str:
+        party = self._grouping.party
+        return party.formation.members[0] if party and party.chair is None else ""
+
+    def attach(self, why_not: Callable[[], str], let_part: Callable[[], None]) -> None:
+        self._grouping.why_not, self._grouping.on_part_please = why_not, let_part
+
+    def transform(self, command: Transform, peers: Peers) -> TransformRun:
+        return TransformRun(
+            command, self._grouping, peers, layers_per_step=self._layers_per_step, clock=self._clock
+        )
+
+    def swap(self, halves: Sequence[Half], precision: Precision, wait_s: float) -> GroupSwapRun:
+        return GroupSwapRun(self._party, halves, precision, wait_s=wait_s, clock=self._clock)
+
+    def resize(self, num_blocks: int, wait_s: float) -> GroupResizeRun:
+        return GroupResizeRun(self._party, num_blocks, wait_s=wait_s, clock=self._clock)
+
+    def parting(self, epoch: int) -> tuple[Transform, Peers]:
+        command = Transform(
+            id=f"parting-{uuid.uuid4().hex[:8]}",
+            epoch=epoch,
+            instance=self._grouping.place.instance.id,
+            workers=list(self._party.formation.members),
+            epochs={},
+            tp=1,
+        )
+        return command, self._grouping.peers
+
+    @property
+    def _party(self) -> Party:
+        party = self._grouping.party
+        assert party is not None
+        return party
