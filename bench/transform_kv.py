@@ -221,7 +221,7 @@ class Trimmed:
                 raise RuntimeError(f"rank {rank}: block {block} of rank {j} is not what it was")
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit(cache=True)  # type: ignore[untyped-decorator]
 def _trim(pieces: Any, blocks: Any, start: int, target: Any) -> None:
     """target[i] = the pieces [start, start + width) of each token of blocks[i]; may lie before its source."""
     width = target.shape[2]
