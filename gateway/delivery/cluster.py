@@ -163,18 +163,19 @@ class Cluster:
             return False
         return now - self._steps[instance, epoch][1] <= within_s
 
-    def kv_metrics(self, ready: Ready, now: float) -> InstanceMetrics | None:
-        """`instance_metrics`, but None where they are of another degree than the card's."""
-        _, since = self._degrees.get((ready.card.id, ready.epoch), (0, 0.0))
-        found = self.instance_metrics(ready.card.id, ready.epoch, now)
-        if found is None or self._reported_at(found) < since:
-            return None
-        return found
+    def is_of_shape(self, ready: Ready, metrics: InstanceMetrics) -> bool:
+        """Whether these metrics are of the card's degree, and not of the one before."""
+        _, since = self._degrees.get((ready.card.id, ready.epoch), (0, float("-inf")))
+        return self._reported_at(metrics) >= since
 
     def max_tokens(self, ready: Ready, now: float) -> int:
-        """Prompt and output that one sequence may have there: the model's context, or the whole KV cache
-        where that is known to be less."""
-        card, metrics = ready.card, self.kv_metrics(ready, now)
+        """Prompt and output that one sequence may have there."""
+        metrics = self.instance_metrics(ready.card.id, ready.epoch, now)
+        return self.tokens_of(ready.card, metrics if metrics and self.is_of_shape(ready, metrics) else None)
+
+    @staticmethod
+    def tokens_of(card: InstanceCard, metrics: InstanceMetrics | None) -> int:
+        """The model's context, or the whole KV cache where that is known to be less."""
         kv_tokens = metrics.kv_blocks * card.block_tokens if metrics else card.tokens_at.get(card.tp, 0)
         return min(card.max_model_len, kv_tokens or card.max_model_len)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+from bus.messages import InstanceCard, InstanceMetrics
 from gateway.delivery.cluster import Cluster, Ready
 from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, NoRoom, Parting, choose, is_long
 from gateway.delivery.inflight import Flight, InFlight, Place, Target
@@ -87,39 +89,54 @@ class Placement:
         return [self._candidate(ready, now, refused_by) for ready in self._cluster.ready(model)]
 
     def _candidate(self, ready: Ready, now: float, refused_by: frozenset[Target]) -> Candidate:
+        """Of an instance of one worker; what belongs to groups is asked for only where there is one."""
         card = ready.card
         target = Target(card.id, ready.worker, ready.epoch)
-        place = self._table.places.get(target, Place())
+        place = self._table.places.get(target, _NOBODY)
         metrics = self._cluster.instance_metrics(card.id, ready.epoch, now)
-        members = self._cluster.members(ready, now)
-        usual_tokens = self._cluster.usual_tokens(ready, now)
-        longest = max((one.last.longest_tokens for one in members), default=0)
-        return Candidate(
+        of_shape = metrics if metrics and self._cluster.is_of_shape(ready, metrics) else None
+        max_tokens = self._cluster.tokens_of(card, of_shape)
+        alone = Candidate(
             instance=card.id,
             worker=ready.worker,
             epoch=ready.epoch,
-            max_tokens=self._cluster.max_tokens(ready, now),
-            num_measured=sum(one.running + one.waiting for one in members) if metrics else None,
+            max_tokens=max_tokens,
+            num_measured=metrics.running + metrics.waiting if metrics else None,
             num_own=len(place.flights),
             num_own_since=place.num_since,
             kv_usage=metrics.kv_usage if metrics else 0.0,
             precision=lowest(metrics.last.layers) if metrics else None,
             is_below=target in refused_by,
-            tp=card.tp,
+            low_tokens=max_tokens,
+            free_tokens=_free_tokens(card, of_shape, place, max_tokens),
+        )
+        return alone if card.tp == 1 else self._as_group(alone, ready, place, now)
+
+    def _as_group(self, leader: Candidate, ready: Ready, place: Place, now: float) -> Candidate:
+        """With what its members have to do."""
+        cluster, members = self._cluster, self._cluster.members(ready, now)
+        usual_tokens = cluster.usual_tokens(ready, now)
+        longest = max([place.longest_tokens, *(one.last.longest_tokens for one in members)])
+        return replace(
+            leader,
+            num_measured=sum(one.running + one.waiting for one in members) if members else None,
+            tp=ready.card.tp,
             low_tokens=usual_tokens,
-            free_tokens=self._free_tokens(ready, place, now),
-            stays=max(longest, place.longest_tokens) > usual_tokens or not self._cluster.parts_groups,
-            part_tokens=usual_tokens * (1 - self._cluster.free_share),
+            stays=longest > usual_tokens or not cluster.parts_groups,
+            part_tokens=usual_tokens * (1 - cluster.free_share),
         )
 
-    def _free_tokens(self, ready: Ready, place: Place, now: float) -> float | None:
-        """Of KV, less the queue and what is on its way. Without metrics of this shape, less what this gateway
-        has there."""
-        metrics = self._cluster.kv_metrics(ready, now)
-        if metrics is None:
-            if ready.card.tp not in ready.card.tokens_at:
-                return None
-            return self._cluster.max_tokens(ready, now) - place.num_tokens
-        last = metrics.last
-        free = (last.kv_blocks - last.kv_used) * ready.card.block_tokens
-        return free - last.waiting_tokens - place.tokens_since
+
+_NOBODY = Place()
+
+
+def _free_tokens(
+    card: InstanceCard, metrics: InstanceMetrics | None, place: Place, max_tokens: int
+) -> float | None:
+    """Of KV, less the queue and what is on its way. Without metrics of this shape, less what this gateway has
+    there."""
+    if metrics is None:
+        return max_tokens - place.num_tokens if card.tp in card.tokens_at else None
+    last = metrics.last
+    free_blocks = last.kv_blocks - last.kv_used
+    return free_blocks * card.block_tokens - last.waiting_tokens - place.tokens_since
