@@ -223,7 +223,7 @@ class Service:
             return {w["id"] for w in self.state(gateway)["workers"] if w["state"] == "serving"}
         return set()
 
-    def wait_ready(self, within_s: float = 90.0) -> None:
+    def wait_ready(self, within_s: float = 180.0) -> None:
         wanted = {name for name in self.processes if name.startswith("w")}
         for index in range(self.num_gateways):
             try:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 
 from worker.parallel.wire import Messages, decode, encode
 
@@ -24,21 +24,23 @@ PING_S = 1.0
 _PING = b""
 KEY_BYTES = 32
 
+Opening = Callable[[], Connection]  # in a thread of the link; raises OSError, EOFError, AuthenticationError
 OnMessage = Callable[["Link", Messages], None]  # in a thread of the link
 OnLost = Callable[["Link", str], None]  # once, in a thread of the link; not after `close`
 
 
 class Link:
-    """One connection to one other worker."""
+    """One connection to one other worker. It opens in a thread of its own, since the other may be stopped or
+    gone and nobody's steps wait for that; what is sent meanwhile goes out then."""
 
-    def __init__(
-        self, connection: Connection, timeout_s: float, on_message: OnMessage, on_lost: OnLost
-    ) -> None:
-        self._connection, self._timeout_s = connection, timeout_s
+    def __init__(self, open_: Opening, timeout_s: float, on_message: OnMessage, on_lost: OnLost) -> None:
+        self._open, self._timeout_s = open_, timeout_s
         self._on_message, self._on_lost = on_message, on_lost
+        self._connection: Connection | None = None
+        self._waiting: list[bytes] = []
         self._sending = threading.Lock()
         self._is_closed = False
-        threading.Thread(target=self._read, name="group-link", daemon=True).start()
+        threading.Thread(target=self._live, name="group-link", daemon=True).start()
 
     def send(self, message: Messages) -> None:
         """Never raises: a connection that cannot take it is found lost by its reader."""
@@ -48,30 +50,44 @@ class Link:
         """Nothing is told of it any more. Repeating it is harmless."""
         self._is_closed = True
         with suppress(OSError):
-            self._connection.close()
+            if self._connection:
+                self._connection.close()
 
     def _write(self, frame: bytes) -> None:
         with suppress(OSError, ValueError), self._sending:
-            self._connection.send_bytes(frame)
+            if self._connection:
+                self._connection.send_bytes(frame)
+            else:
+                self._waiting.append(frame)
 
-    def _read(self) -> None:
-        heard_at = pinged_at = time.monotonic()
+    def _live(self) -> None:
         try:
-            while not self._is_closed:
-                if self._connection.poll(PING_S):
-                    frame = self._connection.recv_bytes()
-                    heard_at = time.monotonic()
-                    if frame != _PING:
-                        self._on_message(self, decode(frame))
-                if time.monotonic() - heard_at > self._timeout_s:
-                    raise TimeoutError(f"nothing was heard for {self._timeout_s:g} s")
-                if time.monotonic() - pinged_at >= PING_S:
-                    pinged_at = time.monotonic()
-                    self._write(_PING)
-        except (OSError, EOFError, ValueError, TimeoutError) as error:
+            connection = self._open()
+            with self._sending:
+                for frame in self._waiting:
+                    connection.send_bytes(frame)
+                self._connection, self._waiting = connection, []
+            if self._is_closed:  # meanwhile
+                connection.close()
+            self._read(connection)
+        except (OSError, EOFError, ValueError, AuthenticationError) as error:
             if not self._is_closed:
                 self.close()
                 self._on_lost(self, f"{type(error).__name__}: {error}".rstrip(": "))
+
+    def _read(self, connection: Connection) -> None:
+        heard_at = pinged_at = time.monotonic()
+        while not self._is_closed:
+            if connection.poll(PING_S):
+                frame = connection.recv_bytes()
+                heard_at = time.monotonic()
+                if frame != _PING:
+                    self._on_message(self, decode(frame))
+            if time.monotonic() - heard_at > self._timeout_s:
+                raise TimeoutError(f"nothing was heard for {self._timeout_s:g} s")
+            if time.monotonic() - pinged_at >= PING_S:
+                pinged_at = time.monotonic()
+                self._write(_PING)
 
 
 class Links:
@@ -81,7 +97,7 @@ class Links:
         """Raises OSError where the host cannot be listened on."""
         self.key = os.urandom(KEY_BYTES)
         self._timeout_s, self._on_message, self._on_lost = timeout_s, on_message, on_lost
-        self._listener = Listener((host, 0), authkey=self.key)
+        self._listener = Listener((host, 0))
         port: int = self._listener.address[1]
         self.address = f"{host}:{port}"
         self._links: list[Link] = []
@@ -89,12 +105,9 @@ class Links:
         threading.Thread(target=self._accept, name="group-links", daemon=True).start()
 
     def connect(self, address: str, key: bytes) -> Link:
-        """Raises OSError where nobody listens or the key is not right."""
+        """Returns at once; `on_lost` tells where nobody listens or the key is not right."""
         host, _, port = address.rpartition(":")
-        try:
-            return self._add(Client((host, int(port)), authkey=key))
-        except (AuthenticationError, EOFError) as error:
-            raise ConnectionRefusedError(f"{address} does not take this key") from error
+        return self._add(lambda: Client((host, int(port)), authkey=key))
 
     def close(self) -> None:
         self._is_closed = True
@@ -103,17 +116,32 @@ class Links:
         for link in self._links:
             link.close()
 
-    def _add(self, connection: Connection) -> Link:
+    def _add(self, open_: Opening) -> Link:
         self._links = [link for link in self._links if not link._is_closed]
-        link = Link(connection, self._timeout_s, self._on_message, self._on_lost)
+        link = Link(open_, self._timeout_s, self._on_message, self._on_lost)
         self._links.append(link)
         return link
 
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                self._add(self._listener.accept())
-            except (OSError, EOFError, AuthenticationError) as error:
+                connection = self._listener.accept()
+                if self._is_closed:  # closing does not wake who waits in accept
+                    connection.close()
+                    return
+                self._add(lambda connection=connection: self._greet(connection))  # type: ignore[misc]
+            except OSError as error:
                 if not self._is_closed:
                     log.warning("a connection to %s failed: %s", self.address, error)
                     time.sleep(0.1)
+
+    def _greet(self, connection: Connection) -> Connection:
+        """Each must show that it has the key."""
+        try:
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+        except (OSError, EOFError, AuthenticationError, AssertionError) as error:
+            connection.close()
+            log.warning("somebody came to %s without its key: %s", self.address, error)
+            raise ConnectionRefusedError(f"it did not show the key of {self.address}") from error
+        return connection
