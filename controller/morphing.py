@@ -18,7 +18,7 @@ from controller.groups import Group, groups_of
 from controller.levers import Decision
 from controller.policy import Freshness, decide
 from controller.scaling import Reshape, hear, scale_down, scale_up
-from controller.track import State, observe, sent
+from controller.track import State, observe, sent, unsent
 from controller.view import views_of
 
 log = logging.getLogger("controller")
@@ -113,7 +113,7 @@ class Morpher:
     async def _send(self, decision: Decision | Reshape, at_s: float) -> None:
         """Command and event go out together or not at all. Where nobody knows (the connection broke), the
         morph counts as in flight until a report comes or the silence is too long."""
-        before, morph_id = self._state, f"morph-{uuid.uuid4().hex[:12]}"
+        morph_id = f"morph-{uuid.uuid4().hex[:12]}"
         for instance in decision.instances:
             self._state = sent(self._state, instance, decision.lever, morph_id, at_s)
         batch = self._bus.batch()
@@ -122,7 +122,7 @@ class Morpher:
         try:
             await batch.send()
         except BusFull:
-            self._state = before
+            self._state = unsent(self._state, morph_id)
             raise
         log.info("%s of %s: %s", morph_id, decision.instance, decision.reason, extra=decision.numbers)
 

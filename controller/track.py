@@ -134,6 +134,15 @@ def sent(state: State, instance: str, lever: Lever, morph_id: str, at_s: float) 
     return state.with_track(instance, replace(track, in_flight=in_flight))
 
 
+def unsent(state: State, morph_id: str) -> State:
+    """The bus did not take the command."""
+    for name, track in state.tracks.items():
+        if morph_id in track.in_flight:
+            in_flight = {other: morph for other, morph in track.in_flight.items() if other != morph_id}
+            state = state.with_track(name, replace(track, in_flight=in_flight))
+    return state
+
+
 def observe(state: State, report: MorphReport, at_s: float) -> State:
     """A worker says where a morph is, ours or one by hand. A transform is one of all its members."""
     track = state.tracks.get(report.target)

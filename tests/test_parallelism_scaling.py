@@ -10,7 +10,7 @@ from bus.messages import Demand, MorphOutcome, MorphReport, Policy, Transform
 from controller.groups import Group
 from controller.policy import Freshness
 from controller.scaling import Reshape, hear, scale_down, scale_up
-from controller.track import State, Track, observe, sent
+from controller.track import State, Track, observe, sent, unsent
 from tests.parallelism_groups import group, singles
 
 FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)
@@ -136,6 +136,28 @@ def test_a_group_that_is_full_gets_time_to_empty() -> None:
     assert found is not None and found.numbers["waited_s"] == 10.0
 
 
+def test_a_second_group_does_not_take_the_last_workers_of_short_requests() -> None:
+    """Groups get less done: all would be slower, the long request too."""
+    full = group(*FOUR, used=900)
+    hand = Hand(full, *singles(4, 5, 6, 7, load=1.0), long_patience_s=10)
+    for _ in range(100):
+        assert hand.demand(1000) is None
+        hand.window()
+    hand.groups = [full, *singles(4, 5, 6, 7)]  # nothing comes for them any more
+    assert hand.demand(1000, times=10) is None
+    assert hand.demand(1000, times=15) is not None
+    more = Hand(full, *singles(*range(4, 12), load=1.0), long_patience_s=10)
+    assert more.demand(1000, times=30) is not None  # four are left
+
+
+def test_a_command_that_the_bus_did_not_take_holds_nothing_back() -> None:
+    hand = Hand(*singles(0, 1))
+    hand.demand(300, times=3)
+    assert hand.state.tracks["m@w1"].is_morphing(hand.at_s)
+    hand.state = unsent(hand.state, "morph-1")
+    assert not any(track.in_flight for track in hand.state.tracks.values())
+
+
 def test_workers_in_a_morph_or_a_cool_down_are_left_alone() -> None:
     hand = Hand(*singles(0, 1, 2))
     hand.state = hand.state.with_track("m@w0", Track(1, 1000.0, morphed_s=1000.0))
@@ -213,6 +235,22 @@ def test_a_group_that_parted_too_early_is_kept_longer_the_next_time() -> None:
     assert 4 <= len(hand.decisions) <= 30  # of 60
     pauses = [later - earlier for (earlier, _), (later, _) in pairwise(hand.decisions)]
     assert all(pause >= 2.0 for pause in pauses)
+
+
+def test_regret_is_the_models_and_not_the_instances() -> None:
+    """One group parts, and another has to be made at once: the other stays longer, too."""
+    hand = Hand(group(*FOUR), *singles(4, 5, 6, 7, load=0.0))
+    hand.groups[1:] = [replace(one, load=0.5) for one in hand.groups[1:]]
+    hand.window(3)
+    hand.answer()
+    hand.groups = [replace(one, load=9.0) if one.leader in FOUR else one for one in hand.groups]
+    hand.demand(1000, times=3)
+    hand.answer()
+    (_, down), (_, up) = hand.decisions
+    assert set(down.epochs) & set(up.epochs) == set()
+    assert hand.window(20) is None
+    found = hand.window(5)
+    assert found is not None and found.lever == "scale_down"
 
 
 def test_a_morph_by_hand_holds_every_member_back() -> None:
