@@ -12,13 +12,14 @@ import pytest
 
 from instar.cli import main
 from tests.faults.load import LONG_STREAM, Stream
+from tests.faults.morphs import Hand
 from tests.service import DEMO_MODEL, LEASE_S, Service, wait_for
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built")
 
 NUM_LAYERS = 8
-PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n    def __init__(self", "import os\n\n")
-LONG = LONG_STREAM | {"max_tokens": 500}
+PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n    def __init__(self")
+LONG = LONG_STREAM | {"max_tokens": 800}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,8 @@ def service() -> Iterator[Service]:
         "MONITOR__INTERVAL_S": "0.1",
         "WORKER__TELEMETRY_S": "0.1",
         "WORKER__LEASE_S": str(4 * LEASE_S),
+        "WORKER__VARIANTS": '["int4"]',
+        "WORKER__QUANTIZATION": "rtn",
     }
     with Service(num_workers=2, settings=settings) as service:
         answer = httpx.put(service.url() + "/admin/policy", json={"mode": "manual"}, timeout=20)
@@ -54,26 +57,25 @@ def shape(service: Service) -> list[tuple[int, list[str]]]:
     return [(one["tp"], one["workers"]) for one in service.state()["instances"]]
 
 
-@pytest.mark.parametrize("layers_per_step", [1, 3, NUM_LAYERS])
+@pytest.mark.parametrize("layers_per_step", [1, NUM_LAYERS])
 def test_streams_of_both_go_on_with_the_same_text_as_two_workers_become_one_and_part(
     service: Service, oracle: list[str], layers_per_step: int
 ) -> None:
     with service.explained():
         streams = [Stream(service, LONG, prompt=prompt).start() for prompt in PROMPTS]
         for stream in streams:
-            stream.wait_chunks(20)
+            stream.wait_chunks(5)
         up = transform(service, 2, "w1", "w0", layers_per_step=layers_per_step)
         assert (up["target"], up["workers"]) == ("demo@w1", ["w1", "w0"])
         assert up["numbers"]["layers_done"] == up["numbers"]["layers"] == NUM_LAYERS
         wait_for("one instance", lambda: shape(service) == [(2, ["w1", "w0"])])
-        during = [stream.num_chunks for stream in streams]
-        for stream, num_chunks in zip(streams, during, strict=True):
-            stream.wait_chunks(num_chunks + 20)
+        before = sum(stream.num_chunks for stream in streams)
+        wait_for("more of the streams", lambda: sum(stream.num_chunks for stream in streams) > before + 40)
         late = Stream(service, LONG, prompt=PROMPTS[0]).start().wait_chunks(5)  # within the group
         transform(service, 1, "w0", "w1", layers_per_step=layers_per_step)
         wait_for("two instances", lambda: shape(service) == [(1, ["w0"]), (1, ["w1"])])
         assert any(stream.thread.is_alive() for stream in streams), "they ended too early to tell"
-        assert [stream.finished().error for stream in [*streams, late]] == [None] * 4
+        assert [stream.finished().error for stream in [*streams, late]] == [None] * (len(PROMPTS) + 1)
         assert [stream.text for stream in [*streams, late]] == [*oracle, oracle[0]]
         assert service.metric("instar_recomputed_tokens_total") == 0
         assert service.metric("instar_request_replays_total") == 0
@@ -118,3 +120,24 @@ def test_a_transform_that_is_given_up_on_its_way_leaves_a_shape_that_serves(
         assert {state for state, _, _ in ends} <= {"applied", "failed"}, ends
         assert [stream.finished().error for stream in streams] == [None] * len(PROMPTS)
         assert [stream.text for stream in streams] == oracle, ends
+
+
+def test_a_group_swaps_its_layers_and_resizes_its_cache_and_is_exact_when_all_is_back(
+    service: Service, oracle: list[str]
+) -> None:
+    with service.explained():
+        transform(service, 2, "w0", "w1")
+        wait_for("one instance", lambda: len(shape(service)) == 1)
+        hand = Hand(service, "demo@w0")
+        blocks = wait_for("its blocks", lambda: hand.look()["kv"]["blocks"])
+        streams = [Stream(service, LONG, prompt=prompt).start().wait_chunks(5) for prompt in PROMPTS]
+        assert hand.swap("int4", count=2, wait_s=20)["state"] == "applied"
+        wait_for("two layers to be told", lambda: hand.look()["layers_below_full"] == 2)
+        assert hand.resize(blocks - 64, wait_s=20)["state"] == "applied"
+        assert hand.swap("full", count=2, wait_s=20)["state"] == "applied"
+        assert [stream.finished().error for stream in streams] == [None] * len(PROMPTS)
+        again = Stream(service, LONG, prompt=PROMPTS[0]).start().wait_chunks(5)
+        transform(service, 1, "w0", "w1")
+        assert again.finished().text == oracle[0]
+        refused = Hand(service, "demo@w7").resize(10)["error"]
+        assert refused["code"] == "instance_not_found"
