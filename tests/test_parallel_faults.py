@@ -191,3 +191,26 @@ def test_orders_that_meet_are_a_conflict(folder: Path, model: Any) -> None:
         members = [worker for worker in each if worker.name in leader.workers]
         assert load.during(members[0], transform(members, 1)).state == "applied"
         check_alone(each, load)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_whose_shape_computes_something_else_never_takes_a_new_request(
+    folder: Path, model: Any, rank: int
+) -> None:
+    """One rank takes the other's rows of an FFN: all numbers look like numbers."""
+    with workers(folder, 2) as each:
+        weights = each[rank].grouping.place.weights
+        plain = weights.narrow
+
+        def narrow_wrongly(layer: int, shard: Shard) -> int:
+            freed = plain(layer, shard)
+            if layer == 1:
+                each[rank].model.layers[1].feed_forward.down.weight.neg_()  # type: ignore[attr-defined]
+            return freed
+
+        weights.narrow = narrow_wrongly  # type: ignore[method-assign]
+        report = each[0].end_of(transform(each, 2))
+        assert report.state == "failed" and "log-probability" in report.reason, report
+        assert all(len(members) == 0 for worker in each for members, _ in worker.regrouped)
+        for worker in each:
+            worker.wait(lambda w=worker: w.grouping.party is None, "its group's end")  # type: ignore[misc]

@@ -159,14 +159,14 @@ class Grouping:
     # ----------------------------------------------------------------------------- the leader's verbs
 
     def gather(self, group: str, formation: Formation, peers: Mapping[str, Peer]) -> Gathering:
-        """Ask all members. Raises OSError where one cannot be reached and KeyError for one that is not among
-        the peers; then nobody was asked."""
+        """Ask all members. Raises KeyError for one that is not among the peers; then nobody was asked. Of one
+        that cannot be reached the gathering tells (`lost`)."""
         links: dict[str, Link] = {}
         try:
             for peer in (peers[name] for name in formation.members if name != self.worker):
                 known = self._members.get(peer.worker)
                 links[peer.worker] = known or self._links.connect(peer.address, peer.key)
-        except (OSError, KeyError):
+        except KeyError:
             self._close_new(links)
             raise
         invite = Invite(
@@ -221,6 +221,10 @@ class Grouping:
         for name, link in links.items():
             if name not in self._members:
                 link.close()
+
+    def break_up(self, reason: str) -> None:
+        """The group must not go on: its members serve alone."""
+        self._fall_apart(reason)
 
     # ----------------------------------------------------------------------------- at every boundary
 

@@ -16,8 +16,9 @@ import torch
 from kernels import copy_blocks
 from worker.engine.instance import Output, Planned
 from worker.engine.work import Work, attention_plan, merge, no_work, to_tensor
-from worker.memory import BlockAllocator
+from worker.memory import BlockAllocator, OutOfBlocks
 from worker.model import Segment
+from worker.parallel.canary import Canary
 from worker.parallel.chair import Chair
 from worker.parallel.communicator import Communicator, PeerLost
 from worker.parallel.exchange import exchange
@@ -41,6 +42,7 @@ from worker.parallel.wire import (
     PrepareHalf,
     Ready,
     Settle,
+    Show,
     Shrink,
     Step,
     pack,
@@ -80,7 +82,8 @@ class Party:
         """Enter: from here on this instance steps with the others. low: None for subgroups of one. share: of
         this planner, in the numbers of the low degree unless all are at one; its capacity is what every
         subgroup has. pages_alone: of each layer of the cache, to go back to. send: a Ready to the leader;
-        broadcast: the leader's, a Step to the others. on_settled: all layers are at the high degree."""
+        broadcast: the leader's, a Step to the others. on_settled: it is to be known
+        that all layers are at the high degree."""
         self.group, self.formation, self.rank = group, formation, rank
         self.chair = Chair(group, formation.size) if rank == 0 else None
         self.costs = Costs()
@@ -97,6 +100,8 @@ class Party:
         self._planned: Planned | None = None
         self._told: tuple[object, ...] | None = None
         self._swap: HalfSwap | None = None
+        self._canary: Canary | None = None
+        self.heard: torch.Tensor | None = None  # of the canary that was sent last
         self._next_low: Communicator | None = None
         self._outputs: list[Output] = []
         self._given: dict[int, list[int]] = {}
@@ -134,6 +139,15 @@ class Party:
     def share(self) -> BlockShare:
         return self._share
 
+    def send_canary(self) -> bool:
+        """It goes with the next step; `heard` is its log-probabilities then. False where no block is free."""
+        try:
+            self._canary = Canary(self.place)
+        except OutOfBlocks:
+            return False
+        self.heard = None
+        return True
+
     def take_low(self, communicator: Communicator) -> None:
         """Of the subgroup that it will part into."""
         self._next_low = communicator
@@ -170,7 +184,8 @@ class Party:
         if self._planned is None and may_plan and instance.has_work:
             self._planned = instance.plan()
         wanted = instance.scheduler.num_blocks_wanted if may_plan else 0
-        told = (self._step, self._planned is None, wanted, self.filled, self._has_prepared)
+        mine = [each.work for each in (self._planned and self._planned.inputs, self._canary) if each]
+        told = (self._step, len(mine), wanted, self.filled, self._has_prepared)
         self.has_news = told != self._told
         if not self.has_news:
             return
@@ -180,7 +195,7 @@ class Party:
             group=self.group,
             rank=self.rank,
             step=self._step,
-            work=pack(self._planned.inputs.work) if self._planned else None,
+            work=pack(merge(mine)) if mine else None,
             free=self._share.num_free,
             wanted=wanted,
             used=self._share.used if must_count else [],
@@ -206,9 +221,14 @@ class Party:
         self._share.num_used_by_others = sum(step.num_used) - step.num_used[self.rank]
         # A plan that came too late for this step is forgotten; the next one is as if it had not been made.
         planned = self._planned if step.works[self.rank] else None
+        canary = self._canary if step.works[self.rank] else None
         self._planned = None
         if any(step.works):
             logits = self._forward(step.works)
+            if canary:
+                self.heard, logits = logits[-1].log_softmax(0), logits[:-1]
+                canary.close()
+                self._canary = None
             if planned:
                 self._outputs += self.place.instance.finish(planned, logits, began)
         for action in step.after:
@@ -269,6 +289,8 @@ class Party:
 
     def _do(self, action: Actions, step: Step) -> None:
         match action:
+            case Show():
+                self._on_settled()
             case PrepareHalf():
                 self._swap = HalfSwap(self.place, action)
             case InstallHalf() | DropHalf():
@@ -382,7 +404,6 @@ class Party:
         self._take_new_blocks(self._blocks * n, action.blocks)
         self.formation = self.formation.grown()
         self._reshaped(self.formation.size)
-        self._on_settled()
 
     def _begin_parting(self, action: PartingBegins, step: Step) -> None:
         """Blocks that finished in this very step are still counted, and free again where they come to lie."""

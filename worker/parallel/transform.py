@@ -9,15 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 
+import torch
+
 from bus.messages import Number, Transform
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
+from worker.parallel.canary import what_is_wrong
 from worker.parallel.count import counting
 from worker.parallel.formation import Formation
 from worker.parallel.grouping import Gathering, Grouping
 from worker.parallel.party import Party
 from worker.parallel.share import NoRoom, homes
-from worker.parallel.wire import MoveBoundary, Parted, PartingBegins, Peer, Settle
+from worker.parallel.wire import MoveBoundary, Parted, PartingBegins, Peer, Settle, Show
 
 # Members answer at a boundary, a step's length away; whoever takes longer is stuck or loaded beyond use.
 ANSWER_S = 10.0
@@ -109,8 +112,9 @@ class TransformRun:
             if not is_in:
                 self._grouping.dismiss(gathering, "the transformation does not come about")
         self._party = party
+        known = yield from self._heard(party)
         yield from self._travel(party)
-        yield from self._settle(party, Settle(blocks=blocks_after, pages=pages))
+        yield from self._settle(party, known, Settle(blocks=blocks_after, pages=pages))
 
     def _room(self, gathering: Gathering) -> tuple[int, list[int], int]:
         """(low blocks of each, pages of each layer by rank, blocks in all). Raises NotApplied."""
@@ -128,12 +132,33 @@ class TransformRun:
         after = int(min(each["blocks_after"] for each in answers))
         return blocks, pages, max(after, blocks * gathering.formation.num_subgroups)
 
-    def _settle(self, party: Party, settle: Settle) -> Generator[bool, None, None]:
+    def _settle(
+        self, party: Party, known: torch.Tensor | None, settle: Settle
+    ) -> Generator[bool, None, None]:
+        """The new shape is shown to others when it says what the old one said."""
         assert party.chair
         party.chair.add(settle)
         while not party.formation.is_uniform:
             party.raise_fallen()
             yield False
+        heard = yield from self._heard(party)
+        if heard is not None and (reason := what_is_wrong(heard, known, party.place.model.dtype)):
+            self._grouping.break_up(reason)
+            raise NotApplied("failed", reason)
+        party.chair.add(Show())
+        shown_after = party.chair.step
+        while party.step <= shown_after:
+            party.raise_fallen()
+            yield False
+
+    def _heard(self, party: Party) -> Generator[bool, None, torch.Tensor | None]:
+        """What a canary says of the shape of now; None where no block is free for it."""
+        if not party.send_canary():
+            return None
+        while party.heard is None:
+            party.raise_fallen()
+            yield False
+        return party.heard
 
     # ----------------------------------------------------------------------------- down
 
@@ -233,8 +258,8 @@ class TransformRun:
     def _gather(self, formation: Formation) -> Gathering:
         try:
             return self._grouping.gather(self._command.id, formation, self._peers)
-        except (OSError, KeyError) as error:
-            raise NotApplied("failed", f"a member cannot be reached: {error}") from error
+        except KeyError as error:
+            raise NotApplied("failed", f"no card of {error.args[0]} is known here") from error
 
     def _until_answered(self, gathering: Gathering) -> Generator[bool, None, None]:
         while gathering.silent:

@@ -99,6 +99,10 @@ class Settle(Action, frozen=True, kw_only=True, tag=True):
     pages: list[int]  # by rank
 
 
+class Show(Action, frozen=True, kw_only=True, tag=True):
+    """The new shape was tried: the cards may tell of it."""
+
+
 class Census(Action, frozen=True, kw_only=True, tag=True):
     """Tell which blocks are in use with the next Ready."""
 
@@ -170,6 +174,7 @@ Actions = (
     | EnterNext
     | MoveBoundary
     | Settle
+    | Show
     | Census
     | PartingBegins
     | Parted
