@@ -17,6 +17,7 @@ from worker.memory import MappingFailed
 from worker.model.shard import Shard
 
 LAYERS = 3
+SLOW = [pytest.mark.faults, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +76,17 @@ def check_alone(each: list[GroupWorker], load: Load) -> None:
         assert worker.instance.tp == 1
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize(("boundary", "grows"), [(3, True), (2, True), (1, True), (3, False), (1, False)])
+@pytest.mark.parametrize(
+    ("who", "boundary", "grows"),
+    [
+        (1, 2, True),
+        *(
+            pytest.param(0, *when, marks=SLOW)
+            for when in [(3, True), (2, True), (1, True), (3, False), (1, False)]
+        ),
+        *(pytest.param(1, *when, marks=SLOW) for when in [(3, True), (1, True), (3, False), (1, False)]),
+    ],
+)
 def test_a_step_that_raises_at_one_rank_costs_the_group_and_no_request(
     folder: Path, model: Any, who: int, boundary: int, grows: bool
 ) -> None:
@@ -100,7 +110,13 @@ def test_a_step_that_raises_at_one_rank_costs_the_group_and_no_request(
 
 @pytest.mark.parametrize(
     ("verb", "boundary", "grows"),
-    [("narrow", 3, True), ("narrow", 2, True), ("widen", 2, False), ("map", 3, False), ("fill", 3, False)],
+    [
+        ("map", 3, False),
+        pytest.param("narrow", 3, True, marks=SLOW),
+        pytest.param("narrow", 2, True, marks=SLOW),
+        pytest.param("widen", 2, False, marks=SLOW),
+        pytest.param("fill", 3, False, marks=SLOW),
+    ],
 )
 def test_pages_that_cannot_be_had_at_one_rank_cost_the_group_and_no_request(
     folder: Path, model: Any, verb: str, boundary: int, grows: bool
@@ -119,14 +135,18 @@ def test_pages_that_cannot_be_had_at_one_rank_cost_the_group_and_no_request(
         check_alone(each, load)
 
 
-@pytest.mark.parametrize(("boundary", "grows"), [(2, True), (2, False)])
+@pytest.mark.parametrize(("boundary", "grows"), [(2, True), pytest.param(2, False, marks=SLOW)])
 def test_a_rank_that_hangs_is_given_up(folder: Path, model: Any, boundary: int, grows: bool) -> None:
     """The others wait as long as the group's timeout says. It comes back, and finds itself alone."""
     with workers(folder, 2, timeout_s=2.0) as each:
         load = Load(each, model)
         fault = Fault(each[1], boundary, grows=grows)
         wakes = threading.Event()
-        before(each[1].model, "forward_segments", fault, lambda: wakes.wait(30) and None)
+
+        def hang() -> None:
+            wakes.wait(30)
+
+        before(each[1].model, "forward_segments", fault, hang)
         ended = []
         for tp in (2, 1):
             ended.append(load.during(each[0], transform(each, tp)).state)
@@ -137,7 +157,10 @@ def test_a_rank_that_hangs_is_given_up(folder: Path, model: Any, boundary: int, 
         check_alone(each, load)
 
 
-@pytest.mark.parametrize(("boundary", "grows"), [(3, True), (1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("boundary", "grows"),
+    [(1, True), pytest.param(3, True, marks=SLOW), pytest.param(2, False, marks=SLOW)],
+)
 def test_a_rank_that_goes_leaves_the_other_whole(
     folder: Path, model: Any, boundary: int, grows: bool
 ) -> None:
@@ -193,7 +216,7 @@ def test_orders_that_meet_are_a_conflict(folder: Path, model: Any) -> None:
         check_alone(each, load)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=SLOW)])
 def test_a_group_whose_shape_computes_something_else_never_takes_a_new_request(
     folder: Path, model: Any, rank: int
 ) -> None:

@@ -14,6 +14,7 @@ from tests.group_workers import BLOCK_TOKENS, GroupWorker, transform, workers
 from tests.model_folders import make_oracle
 
 LAYERS = 4
+SLOW = [pytest.mark.faults, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +98,10 @@ def oracle(model: Any, tokens: list[int], n: int) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("layers_per_step", [1, 3])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "layers_per_step"),
+    [(2, 1), pytest.param(2, 3, marks=SLOW), pytest.param(4, 1, marks=SLOW), pytest.param(4, 3, marks=SLOW)],
+)
 def test_workers_come_together_and_part_while_requests_come_end_and_are_cancelled(
     folder: Path, model: Any, size: int, layers_per_step: int
 ) -> None:
