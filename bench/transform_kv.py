@@ -19,14 +19,14 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from bench.transform_ranks import timed
+from bench.transform_ranks import Timed, timed
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.parallel.communicator import Communicator
 from worker.parallel.exchange import exchange
 
 PAGE_BYTES = 64 * 1024
 USE = 0.9
-STAGES = tuple(1 << n for n in range(20, 26))
+STAGES = tuple(1 << n for n in range(21, 26))
 SWEEPS = 2
 
 
@@ -46,7 +46,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    seconds: float
+    time: Timed
     extra_bytes: int  # most memory besides the cache's own pages
     bytes: int  # sent
 
@@ -69,7 +69,7 @@ def measure(group: Communicator, sizes: Sizes, layers: int, rounds: int, stage_b
                 if turn:  # the first warms up
                     took[way].append(one)
     sweep = {
-        size: [ours.exchange(layer, size).seconds for _ in range(SWEEPS) for layer in range(layers)]
+        size: [ours.exchange(layer, size).time for _ in range(SWEEPS) for layer in range(layers)]
         for size in STAGES
     }
     ours.release()
@@ -116,14 +116,14 @@ class InPlace:
         grows = not self._is_high[layer]
         group, high = self._group, self.cache.layers_at(self._group.size)[layer]
         used = self._pool.counts().kv
-        seconds, moved = timed(
+        time, moved = timed(
             group,
             lambda: exchange(high, self._live, group.rank, group, range(group.size), stage_bytes, grows),
         )
         extra = moved.peak_bytes + (self._pool.counts().kv - used) * PAGE_BYTES
         self._is_high[layer] = grows
         self._check(layer, high)
-        return Took(seconds, extra, moved.bytes)
+        return Took(time, extra, moved.bytes)
 
     def _check(self, layer: int, high: torch.Tensor) -> None:
         rank, n, each = self._group.rank, self._group.size, self._sizes.heads // self._group.size
@@ -160,11 +160,11 @@ class Trimmed:
         for block in range(sizes.blocks):
             for head in range(sizes.heads):
                 cache[block, :, head] = _mark(self._group.rank, block, head)
-        seconds, (packed, came) = timed(self._group, lambda: self._run(space, cache, held, stage_bytes))
+        time, (packed, came) = timed(self._group, lambda: self._run(space, cache, held, stage_bytes))
         self._check(space, held)
         space.release()
         sent = (self._group.size - 1) * len(self._live[self._group.rank]) * self._part_bytes
-        return Took(seconds, packed + came * PAGE_BYTES, sent)
+        return Took(time, packed + came * PAGE_BYTES, sent)
 
     def _run(self, space: Any, cache: torch.Tensor, held: int, stage_bytes: int) -> tuple[int, int]:
         rank, n = self._group.rank, self._group.size

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,12 +35,20 @@ def run_ranks(size: int, work: Callable[..., T], *args: Any) -> list[T]:
         return [rank.result(TIMEOUT_S * 4) for rank in ranks]
 
 
-def timed(group: Communicator, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds from when every rank is ready until this one is done, and the result."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """seconds: by the clock; cpu_seconds: of this process, which does not count what else the cores do."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def timed(group: Communicator, work: Callable[[], T]) -> tuple[Timed, T]:
+    """From when every rank is ready until this one is done, and the result."""
     group.all_reduce(torch.zeros(1))
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     result = work()
-    return time.perf_counter() - began, result
+    return Timed(time.perf_counter() - began, time.process_time() - cpu_began), result
 
 
 def _rank(work: Callable[..., T], rank: int, size: int, store: str, args: tuple[Any, ...]) -> T:

@@ -6,6 +6,7 @@ its neighbours; the rows that stay are copied to the front and the pages behind 
 the layer's products set to the rows that stayed. No other rank is needed for either.
 
 And what padding costs the products: the FFN over padded storage against the same FFN without, taking turns.
+Times are the process's own, one thread: what else the cores do is not in them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ALONE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    seconds: float
+    seconds: float  # of this process
     pages: int  # freed
 
 
@@ -60,9 +61,9 @@ def measure_shards(size: str, rounds: int) -> dict[str, list[Took]]:
 
 
 def _narrow(resharder: Resharder, layer: int, shard: Shard) -> Took:
-    began = time.perf_counter()
+    began = time.process_time()
     pages = resharder.narrow(layer, shard)
-    return Took(time.perf_counter() - began, pages)
+    return Took(time.process_time() - began, pages)
 
 
 def _widen(resharder: Resharder, layer: int) -> None:
@@ -79,7 +80,7 @@ def _swap_partially(pool: PagePool, model: Model, layer: int, shard: Shard) -> T
     space = pool.reserve(3 * intermediate * hidden * 4, kind="weights", owner="bench, partial swap")
     space.map(0, space.num_pages)
     space.tensor(torch.float32, (3 * intermediate, hidden)).fill_(1.0)
-    began = time.perf_counter()
+    began = time.process_time()
     whole = space.tensor(torch.float32, (3, intermediate, hidden))
     kept = space.tensor(torch.float32, (3, each, hidden))
     for matrix in range(3):  # to the front, the first of them first: never over what is still to be read
@@ -87,7 +88,7 @@ def _swap_partially(pool: PagePool, model: Model, layer: int, shard: Shard) -> T
     held = pool.pages_for(kept.nbytes)
     space.unmap(held, space.num_pages - held)
     feed_forward(config, {"gate_up": kept[:2], "down": kept[2]})
-    took = Took(time.perf_counter() - began, space.num_pages - held)
+    took = Took(time.process_time() - began, space.num_pages - held)
     space.release()
     return took
 
@@ -144,10 +145,10 @@ def _take_turns(
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(rounds + 3):
         for way in list(ways) if turn % 2 else reversed(ways):
-            began = time.perf_counter()
+            began = time.process_time()
             ways[way](x)
             if turn >= 3:
-                seconds[way].append(time.perf_counter() - began)
+                seconds[way].append(time.process_time() - began)
     return seconds
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.transform_ranks import timed
+from bench.transform_ranks import Timed, timed
 from worker.memory import CpuBackend, KVCache, PagePool, VirtualRange
 from worker.model import load_model
 from worker.model.shard import Shard
@@ -37,7 +37,7 @@ OURS, THROUGH_HOST, WAITING = "in place", "through host memory", "the same, weig
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    seconds: float
+    time: Timed
     weights_seconds: float  # of these
     longest_layer: float  # what the longest step pays with one layer per step
     weight_bytes: int  # of the rank, before
@@ -104,14 +104,14 @@ class _Rank:
                 self._exchange(views[layer], grows=True)
                 each.append(time.perf_counter() - began)
 
-        seconds, _ = timed(group, up)
+        took, _ = timed(group, up)
         self._check(views)
         for layer in layers:
             self._exchange(views[layer], grows=False)
             self._weights.map(layer, ALONE)
             self._weights.fill(layer, ALONE)(lambda: True)
             self._weights.widen(layer, ALONE)
-        return Took(seconds, narrowing, max(each), self._weight_bytes(), self._kv_bytes())
+        return Took(took, narrowing, max(each), self._weight_bytes(), self._kv_bytes())
 
     def through_host(self, *, writes_weights: bool) -> Took:
         group, pool = self._group, self._pool
@@ -141,11 +141,11 @@ class _Rank:
                 self._read_kv(of_all, blocks, sum(memory.nbytes for memory, _ in parts))
                 return weights_s
 
-            seconds, weights_s = timed(group, move)
+            took, weights_s = timed(group, move)
             for memory in (*fresh, blocks):
                 memory.release()
             group.all_reduce(torch.zeros(1))
-        return Took(seconds, weights_s, seconds, self._weight_bytes(), self._kv_bytes())
+        return Took(took, weights_s, took.seconds, self._weight_bytes(), self._kv_bytes())
 
     def close(self) -> None:
         self._cache.release()
