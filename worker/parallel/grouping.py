@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from worker.engine.engine import DEVICE_ERRORS
@@ -32,6 +33,7 @@ from worker.parallel.wire import (
     Follow,
     Invite,
     Meet,
+    MeetAhead,
     Messages,
     Met,
     PartPlease,
@@ -124,6 +126,8 @@ class Grouping:
         self._next_members: dict[str, Link] = {}  # when the group has parted into smaller ones
         self._next_leader: Link | None = None
         self._key = ""  # of the present group's communicator
+        self._ahead: dict[str, str] = {}  # meetings of groups that may be: what they are called, and the key
+        self._courtesies: list[Link] = []  # over which others were asked to these
         self._early: list[Ready] = []  # of members that have entered before this leader has
         self._has_met, self._met_as = False, ""
 
@@ -197,6 +201,30 @@ class Grouping:
         for link in gathering.links.values():
             link.send(order)
         self._meet(gathering.invite, order.store)
+
+    def meet_ahead(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
+        """Make the communicator of a group that may form some day, unless it is there: that takes a moment,
+        which a transformation saves then."""
+        order = MeetAhead(
+            group=f"ahead {uuid.uuid4().hex[:8]}",
+            members=list(members),
+            peers={name: peers[name] for name in members},
+            store=self._meetings.store,
+        )
+        key = _key(members, peers)
+        if self.party or self.busy_with or self._meetings.has(key) or key in self._ahead.values():
+            return
+        for name in members:
+            if name != self.worker:
+                link = self._links.connect(peers[name].address, peers[name].key)
+                link.send(order)
+                self._courtesies.append(link)
+        self._come_ahead(order)
+
+    def _come_ahead(self, order: MeetAhead) -> None:
+        self._ahead[order.group] = _key(order.members, order.peers)
+        rank = order.members.index(self.worker)
+        self._meetings.begin(order.group, order.store, rank, len(order.members))
 
     def enter(self, gathering: Gathering, blocks: int) -> None:
         """All have met: from the next boundary of each subgroup on they are one group. `party` is the new one
@@ -303,6 +331,8 @@ class Grouping:
                 self._gathering.met[message.worker] = message.reason
             case Meet() if self._is_standing_by(link, message):
                 self._meet(self._invite(), message.store)
+            case MeetAhead() if self.worker in message.members:
+                self._come_ahead(message)
             case Enter() if self._is_standing_by(link, message):
                 self._enter(message.blocks)
             case Follow() if self._standing_by and self._standing_by.invite.group == message.group:
@@ -369,7 +399,7 @@ class Grouping:
         names = formation.members
         if not invite.grows:
             names = formation.part(names.index(self.worker)).members
-        return " ".join(f"{name}.{invite.peers[name].epoch}" for name in names)
+        return _key(names, invite.peers)
 
     def _meet(self, invite: Invite, store: str) -> None:
         formation = _formation(invite, self.place.num_layers)
@@ -382,6 +412,14 @@ class Grouping:
         self._meetings.begin(name, store, rank, size)
 
     def _met(self, name: str, reason: str) -> None:
+        if key := self._ahead.pop(name, ""):
+            if not reason:
+                self._meetings.keep(key, self._meetings.take(name))
+            if not self._ahead:
+                for link in self._courtesies:
+                    link.close()
+                self._courtesies = []
+            return
         invite = self._gathering.invite if self._gathering else None
         if self._standing_by:
             invite = self._standing_by.invite
@@ -509,6 +547,11 @@ class Grouping:
     def _is_standing_by(self, link: Link, message: Messages) -> bool:
         here = self._standing_by
         return here is not None and here.link is link and here.invite.group == message.group
+
+
+def _key(members: Iterable[str], peers: Mapping[str, Peer]) -> str:
+    """The same members in the same order, and none of them another one since."""
+    return " ".join(f"{name}.{peers[name].epoch}" for name in members)
 
 
 def _formation(invite: Invite, num_layers: int) -> Formation:

@@ -14,6 +14,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from worker.parallel.communicator import Communicator, PeerLost, connect
 
+MAX_KEPT = 16  # of members that have died since, some of them
+
 OnMet = Callable[[str, str], None]  # key, why not ("" : they met); in a thread of its own
 
 
@@ -47,9 +49,14 @@ class Meetings:
             return self._made.pop(key)
 
     def keep(self, key: str, communicator: Communicator) -> None:
-        """It is whole, and may be of use again."""
+        """It is whole, and may be of use again; the one that was kept the longest is not any more."""
         with self._lock:
+            stale = [self._made.pop(key)] if key in self._made else []
             self._made[key] = communicator
+            if len(self._made) > MAX_KEPT:
+                stale.append(self._made.pop(next(iter(self._made))))
+        for each in stale:
+            each.close()
 
     def has(self, key: str) -> bool:
         with self._lock:

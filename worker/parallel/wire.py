@@ -56,6 +56,14 @@ class Meet(Message, frozen=True, kw_only=True, tag=True):
     store: str
 
 
+class MeetAhead(Message, frozen=True, kw_only=True, tag=True):
+    """From one that may lead some day: make the communicator of these members now, and keep it."""
+
+    members: list[str]
+    peers: dict[str, Peer]
+    store: str
+
+
 class Met(Message, frozen=True, kw_only=True, tag=True):
     """To the leader: it is made, or why not."""
 
@@ -235,7 +243,9 @@ class Bye(Message, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Messages = Invite | Answer | Meet | Met | Enter | Follow | Dismiss | Ready | Step | PartPlease | Bye
+Messages = (
+    Invite | Answer | Meet | MeetAhead | Met | Enter | Follow | Dismiss | Ready | Step | PartPlease | Bye
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Messages] = msgspec.msgpack.Decoder(Messages)

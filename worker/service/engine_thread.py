@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -89,6 +89,11 @@ class EngineThread:
 
     def cancel_morph(self, morph_id: str) -> None:
         self._inbox.put(lambda: self._morphs.cancel(morph_id))
+
+    def meet_ahead(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
+        """Make the communicator of a group that may form."""
+        if grouping := self._grouping:
+            self._inbox.put(lambda: grouping.meet_ahead(members, peers))
 
     def ask_to_part(self) -> None:
         """If it is in a group: let that part."""

@@ -24,6 +24,7 @@ from worker.service.load_task import LoadTask
 from worker.service.loaded import Loaded, Loader
 from worker.service.membership import Membership
 from worker.service.morph_reports import MorphReports
+from worker.service.neighbours import meet_neighbours
 from worker.service.outbox import Outbox
 from worker.service.tasks import end
 from worker.service.telemetry import Reporter
@@ -33,6 +34,7 @@ log = logging.getLogger("worker")
 
 DRAIN_CHECK_S = 0.05
 PARTING_CHECK_S = 0.3
+NEIGHBOURS_S = 0.5
 GATEWAYS_LOOK_S = 2.2  # gateways read the cards every 2 s: until then one of them may choose this worker
 
 
@@ -129,6 +131,7 @@ class Serving:
             self._morph_reports.run(),
             self._intake.read_commands(self._draining.set),
             watch_gateways(self._bus, self._ledger, self._intake, self._outbox),
+            self._meet_neighbours(),
             watch_steps(self._thread, self._settings.watchdog_s),
         )
         tasks: list[asyncio.Future[None]] = [asyncio.create_task(each) for each in work]
@@ -179,6 +182,13 @@ class Serving:
             progress="",
         )
         log.info("serving %s on %s", ", ".join(card.model for card in loaded.cards), loaded.device)
+
+    async def _meet_neighbours(self) -> None:
+        await self._intake.is_listening.wait()
+        while self._membership.card.state != "serving":  # noqa: ASYNC110 a moment in a life
+            await asyncio.sleep(NEIGHBOURS_S)
+        await meet_neighbours(self._bus, self._membership.card, self._thread)
+        await asyncio.Event().wait()  # it joins none: the other parts go on
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
         await run_until(stop, self._intake.is_listening.wait())

@@ -1,0 +1,67 @@
+"""Communicators of groups that may form are made before: who asks whom, and that a transform finds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.messages import InstanceCard, WorkerCard
+from tests.group_workers import transform, workers
+from tests.model_folders import make_oracle
+from worker.service.neighbours import led_groups
+
+
+def card(name: str, model: str = "m", degrees: list[int] | None = None) -> WorkerCard:
+    instance = InstanceCard(
+        id=f"{model}@{name}",
+        model=model,
+        model_path="",
+        max_model_len=1,
+        vocab_size=1,
+        num_layers=1,
+        dtype="float32",
+        block_tokens=1,
+        degrees=degrees or [1, 2, 4],
+    )
+    return WorkerCard(
+        id=name, epoch=1, host="h", pid=1, device="cpu", page_bytes=1, state="serving", instances=[instance]
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "groups"),
+    [
+        ("w0", [("w0", "w1"), ("w0", "w1", "w2", "w3")]),
+        ("w1", []),
+        ("w2", [("w2", "w3")]),
+        ("w10", []),
+    ],
+)
+def test_the_first_of_an_aligned_group_asks_the_others(own: str, groups: list[tuple[str, ...]]) -> None:
+    cards = [card(name) for name in ("w10", "w3", "w1", "w2", "w0")] + [card("w4", "another")]
+    [mine] = [each for each in cards if each.id == own]
+    assert list(led_groups(mine, cards)) == groups
+
+
+def test_degrees_that_the_weights_are_not_padded_for_are_not_prepared() -> None:
+    cards = [card(f"w{i}", degrees=[1, 2]) for i in range(4)]
+    assert list(led_groups(cards[0], cards)) == [("w0", "w1")]
+
+
+def test_a_transform_finds_the_communicator_that_was_made_ahead(tmp_path: Path) -> None:
+    model: Any = make_oracle("llama")
+    model.save_pretrained(tmp_path)
+    with workers(tmp_path, 2) as each:
+        peers = {worker.name: worker.peer for worker in each}
+        each[0].thread.meet_ahead(("w0", "w1"), peers)
+        for worker in each:
+            made = worker.grouping._meetings
+            worker.wait(lambda made=made: made.has("w0.1 w1.1"), "the meeting")  # type: ignore[misc]
+        kept = each[0].grouping._meetings._made["w0.1 w1.1"]
+        assert each[0].end_of(transform(each, 2)).state == "applied"
+        assert each[0].grouping.party is not None and each[0].grouping.party.communicators == [kept]
+        assert each[0].end_of(transform(each, 1)).state == "applied"
+        each[0].wait_degree(1)
+        assert each[0].grouping._meetings.has("w0.1 w1.1"), "it is kept for the next time"

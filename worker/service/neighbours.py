@@ -1,0 +1,55 @@
+"""Workers of this host that may become a group some day: their communicators are made before that."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from bus.client import Bus, BusUnavailable
+from bus.messages import WorkerCard
+from worker.parallel.wire import Peer
+from worker.service.engine_thread import EngineThread
+
+FIRST_LOOK_S, LOOK_S = 2.0, 15.0  # others may still load
+
+
+async def meet_neighbours(bus: Bus, own: WorkerCard, thread: EngineThread) -> None:
+    """For ever. own: as it is when it serves; one that joins no group has nothing to do here."""
+    pause_s = FIRST_LOOK_S
+    while own.link:
+        await asyncio.sleep(pause_s)
+        pause_s = LOOK_S
+        with suppress(BusUnavailable):
+            cards = await peers_of(bus, own)
+            for members in led_groups(own, cards.values()):
+                thread.meet_ahead(members, {name: as_peer(cards[name]) for name in members})
+
+
+async def peers_of(bus: Bus, own: WorkerCard) -> dict[str, WorkerCard]:
+    """Cards of the live workers of this host that serve and join groups, itself among them."""
+    cards = [member.card for member in await bus.members() if member.card and member.lease_epoch]
+    there = [card for card in cards if card.host == own.host and card.link and card.state == "serving"]
+    return {card.id: card for card in there}
+
+
+def as_peer(card: WorkerCard) -> Peer:
+    return Peer(card.id, card.epoch, card.link, card.link_key)
+
+
+def led_groups(own: WorkerCard, cards: Iterable[WorkerCard]) -> Iterator[tuple[str, ...]]:
+    """Aligned ones: of the host's workers of a model, in the order of their names, the first two, the next
+    two, the first four, ... of which this one comes first."""
+    [instance] = own.instances
+    alike = [card.id for card in cards if [each.model for each in card.instances] == [instance.model]]
+    names = sorted(alike, key=_by_number)
+    for degree in instance.degrees:
+        first = names.index(own.id) if own.id in names else -1
+        if degree > 1 and first % degree == 0 and first + degree <= len(names):
+            yield tuple(names[first : first + degree])
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """w2 before w10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
