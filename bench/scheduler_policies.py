@@ -104,9 +104,8 @@ class Ours:
         if request.is_long and waiting and waiting[0] is not request:
             return None
         candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
-        found = choose(
-            candidates, request.num_tokens, "", max((one.num_tokens for one in waiting), default=0)
-        )
+        before = [one.num_tokens for one in waiting if one.arrives_s < request.arrives_s]
+        found = choose(candidates, request.num_tokens, "", max(before, default=0))
         if isinstance(found, Parting) and cluster.now >= request.arrives_s + PART_PATIENCE_S:
             found = found.candidate
         if isinstance(found, Candidate):

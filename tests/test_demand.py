@@ -189,6 +189,20 @@ def test_where_nothing_parts_by_itself_a_group_takes_short_requests_at_once() ->
     assert core.ask("short", 50).target is not None
 
 
+def test_where_there_are_only_groups_requests_go_in_the_order_they_came() -> None:
+    core = Cluster()
+    core.group(*FOUR)
+    core.look(used=900, longest=900)
+    core.now += 1
+    long = core.ask("long", 1000)
+    core.now += 1
+    short = core.ask("short", 50)
+    assert (long.target, short.target) == (None, None) and core.told() == [(1000, 1)]
+    core.look(used=100, longest=900)
+    assert long.target is not None and short.target is not None
+    core.gateway.check_integrity()
+
+
 def test_a_deadline_in_the_wait_for_a_group_says_so() -> None:
     core = Cluster()
     flight = core.ask("long", 1000)

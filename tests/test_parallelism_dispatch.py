@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.delivery.dispatch import Candidate, NoneFits, NoRoom, Parting, choose, is_long
+from gateway.delivery.dispatch import Behind, Candidate, NoneFits, NoRoom, Parting, choose, is_long
 
 LOW, HIGH = 100, 1000
 
@@ -78,7 +78,16 @@ def test_a_short_request_leaves_the_room_that_a_long_one_waits_for() -> None:
     assert choose(there, 11, reserved_tokens=500) == there[0]
 
 
-def test_where_there_are_only_groups_short_requests_run_there() -> None:
+def test_where_there_are_only_groups_a_short_request_goes_after_a_long_one_that_waits() -> None:
+    group = one("g", tp=4, stays=True, free_tokens=509)
+    assert choose([group], 10, reserved_tokens=500) == Behind()
+    assert choose([group], 9, reserved_tokens=500) == group
+    assert choose([replace(group, stays=False)], 10, reserved_tokens=500) == Behind()
+    assert choose([group], 10, reserved_tokens=HIGH + 1) == group  # that one waits for another
+    assert choose([group, one("a", free_tokens=0)], 10, reserved_tokens=500) == one("a", free_tokens=0)
+
+
+def test_where_there_are_only_groups_short_short_requests_run_there() -> None:
     there = [one("g", tp=4, load=3), one("h", tp=4, load=2)]
     assert choose(there, 10) == there[1]
 
@@ -119,8 +128,9 @@ def test_whatever_is_chosen_holds_it_and_respects_the_ranks(
         roomy = [c for c in fitting if c.free_tokens is None or c.free_tokens >= num_tokens]
         assert found in roomy if roomy else found == NoRoom()
     else:
-        if isinstance(found, Parting):
-            assert all(c.tp > 1 and not c.stays for c in fitting)
+        if isinstance(found, Parting | Behind):
+            assert all(c.tp > 1 for c in fitting)
+            assert isinstance(found, Behind) or not any(c.stays for c in fitting)
             return
         assert isinstance(found, Candidate) and found in fitting
         singles = [c for c in fitting if c.tp == 1]

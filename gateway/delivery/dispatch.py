@@ -15,7 +15,7 @@ rank  a short request goes to the least loaded of the first rank that is not emp
 1     a group that stays and has room beyond what is reserved
 2     an instance of one worker, though the request will wait there
 3     a group that is to part and can, with this request too
-4     a group that stays, though the request will wait there
+4     a group that stays, though the request will wait there, after a long one that waits (`Behind`)
 5     a group that is to part, after some patience (`Parting`)
 ====  ====================================================================
 """
@@ -76,7 +76,12 @@ class Parting:
     candidate: Candidate
 
 
-Found = Candidate | NoneFits | BelowFloor | NoRoom | Parting
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """It is short and would take the room that a long one waits for: it goes after that one."""
+
+
+Found = Candidate | NoneFits | BelowFloor | NoRoom | Parting | Behind
 
 
 def load(candidate: Candidate) -> float:
@@ -102,7 +107,8 @@ def choose(
     equals the one with the emptier cache, then the first by name. None: there is no candidate at all.
 
     With a `floor` only those whose layers are all known to keep it, or else may keep it: a worker refuses
-    what it must not run. `reserved_tokens`: what the longest request that waits for a group will need.
+    what it must not run. `reserved_tokens`: what the longest request needs that came before and waits for a
+    group.
     """
     there = list(candidates)
     if not there:
@@ -118,6 +124,8 @@ def choose(
             keeping,
             key=lambda c: (_is_doubtful(c, floor), _rank(c, num_tokens, reserved_tokens), *_by_load(c)),
         )
+        if best.tp > 1 and 0 < reserved_tokens <= best.max_tokens:
+            return best if _has_room(best, num_tokens + reserved_tokens) else Behind()
         return Parting(best) if _rank(best, num_tokens, reserved_tokens) == _PARTING else best
     roomy = [candidate for candidate in keeping if _has_room(candidate, num_tokens)]
     if not roomy:

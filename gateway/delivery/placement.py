@@ -13,7 +13,16 @@ from dataclasses import replace
 
 from bus.messages import InstanceCard, InstanceMetrics
 from gateway.delivery.cluster import Cluster, Ready
-from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, NoRoom, Parting, choose, is_long
+from gateway.delivery.dispatch import (
+    Behind,
+    BelowFloor,
+    Candidate,
+    NoneFits,
+    NoRoom,
+    Parting,
+    choose,
+    is_long,
+)
 from gateway.delivery.inflight import Flight, InFlight, Place, Target
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.precision import lowest
@@ -47,9 +56,9 @@ class Placement:
         candidates = self.candidates(flight.model, flight.refused_by)
         if self._is_suspect(flight):
             candidates = [one for one in candidates if not self._has_suspect(one)]
-        found = choose(
-            candidates, flight.num_tokens, flight.min_precision, self._reserved_tokens(flight.model)
-        )
+        found = choose(candidates, flight.num_tokens, flight.min_precision, self._reserved_tokens(flight))
+        if isinstance(found, Behind):
+            return None
         if isinstance(found, Parting):
             return None if self._clock() < flight.arrived + PART_PATIENCE_S else found.candidate
         if isinstance(found, NoneFits):
@@ -68,8 +77,10 @@ class Placement:
         self._table.assign(flight, Target(to.instance, to.worker, to.epoch))
         self._outbox.submit(flight)
 
-    def _reserved_tokens(self, model: str) -> int:
-        return max((one.num_tokens for one in self._table.waiting_for_room(model)), default=0)
+    def _reserved_tokens(self, flight: Flight) -> int:
+        """For those that came before it."""
+        waiting = self._table.waiting_for_room(flight.model)
+        return max((one.num_tokens for one in waiting if one.arrived < flight.arrived), default=0)
 
     def _is_behind_another(self, flight: Flight) -> bool:
         """First come, first served among those that wait for a group."""
