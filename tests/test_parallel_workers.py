@@ -177,5 +177,13 @@ def test_a_request_that_only_a_group_can_hold_gets_the_blocks_of_all(folder: Pat
         assert transformed(each, 1).state == "applied"
 
 
+def test_what_is_so_already_is_applied_and_says_so(folder: Path) -> None:
+    with workers(folder, 2) as each:
+        for tp in (1, 2):
+            transformed(each[:tp], tp)
+            report = transformed(each[:tp], tp)
+            assert (report.state, report.reason) == ("applied", "it was so already")
+
+
 def transformed(each: list[GroupWorker], tp: int) -> MorphReport:
     return each[0].end_of(transform(each, tp))

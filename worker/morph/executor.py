@@ -148,8 +148,7 @@ class MorphExecutor:
                     return
             self._is_hurried = True
         except StopIteration:
-            is_nothing = job.kind == "swap" and not job.touches
-            self._end(job, "applied", "it was so already" if is_nothing else "")
+            self._end(job, "applied", "it was so already" if job.changes_nothing else "")
         except NotApplied as end:
             self._end(job, end.state, end.reason, end.numbers)
         except FATAL:

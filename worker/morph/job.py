@@ -44,6 +44,14 @@ class Job:
         return self.news != before
 
     @property
+    def changes_nothing(self) -> bool:
+        """What was ordered is how it was."""
+        numbers = self._run.numbers() if self._run else {}
+        if self.kind == "transform":
+            return numbers["tp_before"] == numbers["tp_after"]
+        return self.kind == "swap" and not self.touches
+
+    @property
     def is_beyond_return(self) -> bool:
         """It goes on to its end, whoever gives it up."""
         return self._run is not None and self._run.is_beyond_return
