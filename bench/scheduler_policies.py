@@ -14,7 +14,8 @@ from bus.messages import Demand, MorphReport, Policy
 from bus.shapes import natural
 from controller.groups import Group
 from controller.policy import Freshness
-from controller.scaling import Reshape, hear, scale_down, scale_up
+from controller.reshape import Reshape
+from controller.scaling import hear, scale_down, scale_up
 from controller.track import State, observe, sent
 from gateway.delivery.dispatch import Candidate, NoneFits, Parting, choose
 from gateway.delivery.placement import PART_PATIENCE_S

@@ -17,7 +17,8 @@ from bus.settings import MonitorSettings
 from controller.groups import Group, groups_of
 from controller.levers import Decision
 from controller.policy import Freshness, decide
-from controller.scaling import Reshape, hear, scale_down, scale_up
+from controller.reshape import Reshape
+from controller.scaling import hear, scale_down, scale_up
 from controller.track import State, observe, sent, unsent
 from controller.view import views_of
 

@@ -12,43 +12,17 @@ Whatever has a morph in flight, cools down, or was refused lately is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from bus.messages import Demand, Number, Policy, Transform
+from bus.messages import Demand, Policy
 from controller.groups import Group
-from controller.levers import WAIT_S
 from controller.modes import Rules, rules_of
-from controller.parallelism import Merge, decide_scale_down, decide_scale_up, parted
+from controller.parallelism import Merge, decide_scale_down, decide_scale_up
 from controller.policy import Freshness
+from controller.reshape import Reshape, merging, parting
 from controller.track import REGRET_S, Lever, Refusal, State, Track, Waiting, model_of
 
 GONE_S = 2.0  # a demand that was not told again for so long is over; gateways tell it twice a second
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reshape:
-    """One transform, why, and the numbers that were seen. `instance` is the leader's, `instances` are all."""
-
-    instance: str
-    worker: str
-    epoch: int
-    lever: Lever
-    reason: str
-    instances: tuple[str, ...]
-    epochs: dict[str, int]  # by worker, in the order of their shards at the higher degree
-    tp: int
-    numbers: dict[str, Number] = field(default_factory=dict)
-
-    def command(self, morph_id: str) -> Transform:
-        return Transform(
-            id=morph_id,
-            epoch=self.epoch,
-            instance=self.instance,
-            workers=list(self.epochs),
-            epochs=self.epochs,
-            tp=self.tp,
-            wait_s=WAIT_S,
-        )
 
 
 def hear(state: State, demand: Demand, at_s: float) -> State:
@@ -79,7 +53,7 @@ def scale_up(
         free = [group for group in of_model if _is_free(state, group, "scale_up", rules, at_s)]
         merge = decide_scale_up(free, waiting.tokens, policy.max_tp)
         if merge and _leaves_room_for_short(state, merge, of_model, waiting, policy, at_s):
-            decisions.append(_merging(merge, waiting, policy, at_s))
+            decisions.append(merging(merge, waiting, policy, at_s))
             state = _decided(_regretted(state, model, at_s), merge.groups, "scale_up", at_s)
     return state, decisions
 
@@ -106,7 +80,7 @@ def scale_down(
         if tp is None or rules is None or track.parting < rules.windows:
             continue
         if _is_free(state, group, "scale_down", rules, at_s) and _may_part(state, group, track, rules, at_s):
-            decisions.append(_parting(group, tp, track.parting, policy))
+            decisions.append(parting(group, tp, track.parting, policy))
             state = _decided(state, [group], "scale_down", at_s)
             state = replace(state, parted_s={**state.parted_s, group.model: at_s})
     return state, decisions
@@ -221,64 +195,3 @@ def _decided(state: State, groups: Iterable[Group], lever: Lever, at_s: float) -
 def _instances(groups: Iterable[Group]) -> Iterator[tuple[str, int]]:
     for group in groups:
         yield from zip(group.instances, group.epochs, strict=True)
-
-
-# ------------------------------------------------------------------------------------- what is said
-
-
-def _merging(merge: Merge, waiting: Waiting, policy: Policy, at_s: float) -> Reshape:
-    epochs = {
-        name: epoch for group in merge.groups for name, epoch in zip(group.workers, group.epochs, strict=True)
-    }
-    first = merge.groups[0]
-    of_all = f" (the longest of {waiting.count})" if waiting.count > 1 else ""
-    return Reshape(
-        instance=first.instance,
-        worker=first.leader,
-        epoch=first.epochs[0],
-        lever="scale_up",
-        reason=f"a request of {waiting.tokens} tokens waits{of_all} and no instance has room for it: "
-        f"{', '.join(merge.workers)} at degree {first.tp} become one of degree {merge.tp}, "
-        f"which holds {merge.tokens_after}",
-        instances=tuple(name for name, _ in _instances(merge.groups)),
-        epochs={name: epochs[name] for name in merge.workers},
-        tp=merge.tp,
-        numbers={
-            "waiting_tokens": waiting.tokens,
-            "waiting": waiting.count,
-            "waited_s": round(at_s - waiting.since_s, 3),
-            "tp_before": first.tp,
-            "tp_after": merge.tp,
-            "tokens_after": merge.tokens_after,
-            "used_tokens": merge.used_tokens,
-            "load": round(sum(group.load for group in merge.groups), 2),
-            "windows": waiting.told,
-            "policy_revision": policy.revision,
-        },
-    )
-
-
-def _parting(group: Group, tp: int, windows: int, policy: Policy) -> Reshape:
-    parts = "; ".join(", ".join(part) for part in parted(group, tp))
-    return Reshape(
-        instance=group.instance,
-        worker=group.leader,
-        epoch=group.epochs[0],
-        lever="scale_down",
-        reason=f"no long request is left and {1 - group.usage:.2f} of the KV is free, "
-        f"{policy.scale_down_free:g} suffices: degree {group.tp} parts into degree {tp} ({parts})",
-        instances=group.instances,
-        epochs=dict(zip(group.workers, group.epochs, strict=True)),
-        tp=tp,
-        numbers={
-            "longest_tokens": group.longest_tokens,
-            "used_tokens": group.used_tokens,
-            "kv_usage": round(group.usage, 4),
-            "tp_before": group.tp,
-            "tp_after": tp,
-            "tokens_after": group.tokens_at[tp],
-            "load": round(group.load, 2),
-            "windows": windows,
-            "policy_revision": policy.revision,
-        },
-    )

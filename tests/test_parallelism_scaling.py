@@ -9,7 +9,8 @@ from typing import Any
 from bus.messages import Demand, MorphOutcome, MorphReport, Policy, Transform
 from controller.groups import Group
 from controller.policy import Freshness
-from controller.scaling import Reshape, hear, scale_down, scale_up
+from controller.reshape import Reshape
+from controller.scaling import hear, scale_down, scale_up
 from controller.track import State, Track, observe, sent, unsent
 from tests.parallelism_groups import group, singles
 
