@@ -133,6 +133,7 @@ class Cluster:
         self.now = 0.0
         self.units: dict[str, Unit] = {}
         self.waiting: list[Request] = []  # at the gateway, first come first
+        self.waiting_long: list[Request] = []  # of these
         self.requests: list[Request] = []
         self.num_tokens = 0  # got through
         self.num_transforms = {"up": 0, "down": 0}
@@ -190,7 +191,12 @@ class Cluster:
         if unit := self._scheduler.place(self, request):
             self._submit(unit, request)
         elif not request.is_refused:
-            self.waiting.append(request)
+            self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        self.waiting.append(request)
+        if request.is_long:
+            self.waiting_long.append(request)
 
     def _submit(self, unit: Unit, request: Request) -> None:
         request.home = unit.leader
@@ -198,10 +204,14 @@ class Cluster:
         self._step(unit)
 
     def _window(self) -> None:
-        for request in list(self.waiting):
+        left = []
+        for request in self.waiting:
             if unit := self._scheduler.place(self, request):
-                self.waiting.remove(request)
+                self.waiting_long = [one for one in self.waiting_long if one is not request]
                 self._submit(unit, request)
+            else:
+                left.append(request)
+        self.waiting = left
         self._scheduler.window(self)
         self.rates.append((self.now, self.num_tokens, sum(unit.tp > 1 for unit in self.units.values())))
         self._at(self.now + WINDOW_S, self._window)
@@ -270,8 +280,9 @@ class Cluster:
             if one.num_tokens <= costs.TOKENS_AT[transform.tp]:
                 homes[one.home].waiting.append(one)
             else:  # it came too late: the worker sends it back
-                self.waiting.append(one)
+                self._wait(one)
         self.waiting.sort(key=lambda one: one.arrives_s)
+        self.waiting_long.sort(key=lambda one: one.arrives_s)
         self._scheduler.reshaped(self, transform.morph_id, made)
         for part in made:
             self._step(part)

@@ -99,10 +99,13 @@ class Ours:
         self._shapes = Shapes(policy)
         self._seen: dict[str, tuple[int, float]] = {}  # leader: requests and free tokens in the last window
         self._since: dict[str, tuple[int, int]] = {}  # and what was sent since
+        self._stuck_s = -1.0  # a short one found no place then, so the later ones of its size do not either
 
     def place(self, cluster: Cluster, request: Request) -> Unit | None:
-        waiting = [one for one in cluster.waiting if one.is_long]
+        waiting = cluster.waiting_long
         if request.is_long and waiting and waiting[0] is not request:
+            return None
+        if not request.is_long and self._stuck_s == cluster.now:
             return None
         candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
         before = [one.num_tokens for one in waiting if one.arrives_s < request.arrives_s]
@@ -114,13 +117,15 @@ class Ours:
             self._since[found.instance] = count + 1, tokens + request.num_tokens
             return cluster.units[found.instance]
         request.is_refused = isinstance(found, NoneFits) and self._shapes.policy is None
+        if not request.is_long:
+            self._stuck_s = cluster.now
         return None
 
     def window(self, cluster: Cluster) -> None:
         self._since = {}
         self._seen = {name: (len(unit.requests), self._room_of(unit)) for name, unit in cluster.units.items()}
         self._shapes.window(cluster)
-        self._shapes.demand(cluster, [one for one in cluster.waiting if one.is_long])
+        self._shapes.demand(cluster, cluster.waiting_long)
 
     def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
         self._shapes.reshaped(cluster, morph_id, units)
