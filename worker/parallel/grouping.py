@@ -474,20 +474,27 @@ class Grouping:
         self._join(invite, communicator, None, share, pages)
 
     def _enter_next(self, party: Party) -> None:
-        """The whole of this group has made the same last step."""
-        invite = self._gathering.invite if self._gathering else self._invite()
-        low = party.communicators[0]
+        """The whole of this group has made the same last step. Whoever was to lead may be gone by now, and
+        this group's members may not all know it: they cannot go on as before either."""
+        coming = self._gathering or self._standing_by
+        if coming is None or not self._meetings.has(self._key_of(coming.invite)):
+            self._fall_apart("the larger group does not come about")
+            return
+        invite, low = coming.invite, party.communicators[0]
         self._join(invite, self._meetings.take(self._key_of(invite)), low, party.share, party.pages_alone)
 
     def _join(
         self, invite: Invite, high: Communicator, low: Communicator | None, share: BlockShare, pages: int
     ) -> None:
         self._key, self.peers = self._key_of(invite), invite.peers
-        if self._gathering:
-            self._members, self._gathering = self._gathering.links, None
+        gathering = self._gathering
+        if gathering:
+            self._members, self._gathering = gathering.links, None
         elif self._standing_by:
             self._members, self._leader, self._standing_by = {}, self._standing_by.link, None
         self._begin(invite.group, _formation(invite, self.place.num_layers), high, low, share, pages)
+        if gathering and gathering.lost:  # since it was last looked at: nobody would tell again
+            self._fall_apart(f"a member was lost: {gathering.lost}")
 
     def _begin(
         self,

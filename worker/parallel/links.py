@@ -140,7 +140,7 @@ class Links:
         try:
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
-        except (OSError, EOFError, AuthenticationError, AssertionError) as error:
+        except (AuthenticationError, AssertionError) as error:
             connection.close()
             log.warning("somebody came to %s without its key: %s", self.address, error)
             raise ConnectionRefusedError(f"it did not show the key of {self.address}") from error
