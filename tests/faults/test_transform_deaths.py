@@ -1,0 +1,102 @@
+"""A member of a group is killed, at every stage of a change of degree: fault 11 of docs/faults.md."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.faults.load import Load
+from tests.faults.morphs import NUM_LAYERS, settings
+from tests.faults.transforms import ONLY_FULL, ROOMY, Order, Shapes
+from tests.service import Service
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
+Report = Callable[[dict[str, Any]], None]
+
+LEADER, FOLLOWER = "w1", "w0"
+DEADLY = ONLY_FULL | {"WORKER__LEASE_S": "4"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shapes]:
+    with Service(num_workers=2, settings=settings(tmp_path_factory.mktemp("host"), ROOMY, DEADLY)) as service:
+        with service.explained():
+            shapes = Shapes(service).learn()
+        yield shapes
+
+
+@pytest.fixture
+def shapes(pair: Shapes) -> Iterator[Shapes]:
+    yield pair
+    pair.mend()
+
+
+def asked(shapes: Shapes) -> Order:
+    """The leader waits for the follower, who has not answered."""
+    shapes.service.processes[FOLLOWER].signal(signal.SIGSTOP)
+    return shapes.order(2, LEADER, FOLLOWER).met(0)
+
+
+def upwards(shapes: Shapes, layers: int) -> Order:
+    return shapes.order(2, LEADER, FOLLOWER).met(layers)
+
+
+def settled(shapes: Shapes) -> Order:
+    order = upwards(shapes, NUM_LAYERS)
+    assert order.end()["state"] == "applied"
+    return order
+
+
+def downwards(shapes: Shapes, layers: int) -> Order:
+    settled(shapes)
+    return shapes.order(1, LEADER, FOLLOWER).met(layers)
+
+
+STAGES: dict[str, Callable[[Shapes], Order]] = {
+    "while the members are asked": asked,
+    "as the boundary begins to go up": lambda shapes: upwards(shapes, 1),
+    "as the boundary is half-way up": lambda shapes: upwards(shapes, 4),
+    "in the settled group": settled,
+    "as the boundary goes down": lambda shapes: downwards(shapes, 2),
+    "as they part": lambda shapes: downwards(shapes, NUM_LAYERS),
+}
+
+
+@pytest.mark.parametrize("victim", [LEADER, FOLLOWER], ids=["leader", "follower"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_member_killed_costs_its_group_and_no_token(
+    shapes: Shapes, stage: str, victim: str, report: Report
+) -> None:
+    service = shapes.service
+    survivor = FOLLOWER if victim == LEADER else LEADER
+    with service.explained():
+        before = shapes.recomputed()
+        with Load(service, clients=1) as load:
+            load.warm(3)
+            streams = shapes.streams()
+            order = STAGES[stage](shapes)
+            load.mark()
+            service.processes[victim].kill()
+            _go_on(service)
+            load.recover(3)
+            assert any(one.thread.is_alive() for one in streams), "they ended too early to tell"
+            shapes.assert_exact(streams)
+        assert load.failed == []
+        end = order.end()
+        is_done = stage in ("in the settled group", "as they part")
+        assert end["state"] == "failed" or is_done, end
+        shapes.wait_shape([survivor])
+        if stage == "while the members are asked":
+            assert shapes.recomputed() == before
+        elif stage != "as they part":
+            assert shapes.recomputed() > 0
+        shapes.assert_whole_again()
+    report(load.row(f"11 kill -9 {'leader' if victim == LEADER else 'follower'} {stage}"[:52]))
+
+
+def _go_on(service: Service) -> None:
+    if service.processes[FOLLOWER].is_alive:
+        service.processes[FOLLOWER].signal(signal.SIGCONT)
