@@ -82,10 +82,11 @@ class Shared:
                 target = self._slot(box, rows, self._own, peer)[: len(places)]
                 torch.index_select(rows, 0, torch.from_numpy(places), out=target)
         boxes = self._boxes.turn()
+        array = rows.numpy()  # numpy puts a row at once, torch word by word: 1.5 times as long
         for peer, places in enumerate(come.by_subgroup):
             if len(places):
                 source = self._slot(boxes[self._peers[peer]], rows, peer, self._own)[: len(places)]
-                rows.index_copy_(0, torch.from_numpy(places), source)
+                array[places] = source.numpy()
 
     def _slot(self, box: torch.Tensor, rows: torch.Tensor, sender: int, receiver: int) -> torch.Tensor:
         """[per_peer, row]"""
