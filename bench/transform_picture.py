@@ -11,6 +11,7 @@ mpl.use("Agg")  # no display
 from matplotlib import pyplot as plt
 
 OURS, OTHERS = "tab:blue", ("tab:red", "tab:orange")
+BLUES = ("tab:blue", "tab:cyan")
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -28,9 +29,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _bars(axes: Any, values: dict[str, float], label: str) -> None:
-    names = [name.replace(", ", ",\n").replace("through host", "through\nhost") for name in values]
-    drawn = axes.bar(names, list(values.values()), color=[OURS, *OTHERS][: len(names)])
-    axes.bar_label(drawn, fmt="%.3g")
+    names = [
+        name.replace(", ", ",\n").replace(" and ", "\nand ").replace("through host", "through\nhost")
+        for name in values
+    ]
+    drawn = axes.bar(
+        names, list(values.values()), color=[*BLUES, *OTHERS] if len(names) > 3 else [OURS, *OTHERS]
+    )
+    axes.bar_label(drawn, fmt="%.0f")
     axes.set(ylabel=label)
 
 

@@ -111,11 +111,13 @@ def bars(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     one_step = whole[THROUGH_HOST]["most_to_one_step_ms"] / whole[OURS]["most_to_one_step_ms"]
     in_all = whole[THROUGH_HOST]["ms"] / whole[OURS]["ms"]
     saved = 1 - ours["extra_mib"] / theirs["extra_mib"]
-    faster = theirs["ms"] / ours["ms"]
+    faster = theirs["ms"] / found["kv"]["ways"]["in place, through sockets"]["ms"]
     stage = found["stage_bytes"] / MIB
     return {
         "KV: less memory than migrate and trim": _bar(MEMORY_BAR, saved, saved >= MEMORY_BAR),
-        "KV: times less time than migrate and trim": _bar(TIME_BAR, faster, faster >= TIME_BAR),
+        "KV: times less time than migrate and trim, both through sockets": _bar(
+            TIME_BAR, faster, faster >= TIME_BAR
+        ),
         "KV: MiB besides the cache, within a stage": _bar(
             stage, ours["extra_mib"], ours["extra_mib"] <= stage
         ),
