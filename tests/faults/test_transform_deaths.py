@@ -10,13 +10,12 @@ import pytest
 
 from tests.faults.load import Load
 from tests.faults.morphs import NUM_LAYERS, settings
-from tests.faults.transforms import ONLY_FULL, ROOMY, Order, Shapes
+from tests.faults.transforms import FOLLOWER, LEADER, ONLY_FULL, ROOMY, Order, Shapes, other, role
 from tests.service import Service
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 Report = Callable[[dict[str, Any]], None]
 
-LEADER, FOLLOWER = "w1", "w0"
 DEADLY = ONLY_FULL | {"WORKER__LEASE_S": "4"}
 
 
@@ -40,12 +39,8 @@ def asked(shapes: Shapes) -> Order:
     return shapes.order(2, LEADER, FOLLOWER).met(0)
 
 
-def upwards(shapes: Shapes, layers: int) -> Order:
-    return shapes.order(2, LEADER, FOLLOWER).met(layers)
-
-
 def settled(shapes: Shapes) -> Order:
-    order = upwards(shapes, NUM_LAYERS)
+    order = shapes.upwards(LEADER, FOLLOWER, layers=NUM_LAYERS)
     assert order.end()["state"] == "applied"
     return order
 
@@ -57,8 +52,8 @@ def downwards(shapes: Shapes, layers: int) -> Order:
 
 STAGES: dict[str, Callable[[Shapes], Order]] = {
     "while the members are asked": asked,
-    "as the boundary begins to go up": lambda shapes: upwards(shapes, 1),
-    "as the boundary is half-way up": lambda shapes: upwards(shapes, 4),
+    "as the boundary begins to go up": lambda shapes: shapes.upwards(LEADER, FOLLOWER, layers=1),
+    "as the boundary is half-way up": lambda shapes: shapes.upwards(LEADER, FOLLOWER, layers=4),
     "in the settled group": settled,
     "as the boundary goes down": lambda shapes: downwards(shapes, 2),
     "as they part": lambda shapes: downwards(shapes, NUM_LAYERS),
@@ -71,7 +66,7 @@ def test_a_member_killed_costs_its_group_and_no_token(
     shapes: Shapes, stage: str, victim: str, report: Report
 ) -> None:
     service = shapes.service
-    survivor = FOLLOWER if victim == LEADER else LEADER
+    survivor = other(victim)
     with service.explained():
         before = shapes.recomputed()
         with Load(service, clients=1) as load:
@@ -94,7 +89,7 @@ def test_a_member_killed_costs_its_group_and_no_token(
         elif stage != "as they part":
             assert shapes.recomputed() > 0
         shapes.assert_whole_again()
-    report(load.row(f"11 kill -9 {'leader' if victim == LEADER else 'follower'} {stage}"[:52]))
+    report(load.row(f"11 kill -9 {role(victim)} {stage}"[:52]))
 
 
 def _go_on(service: Service) -> None:

@@ -29,8 +29,17 @@ PROMPTS = (
 ROOMY = {"WORKER__MEMORY_MB": "48", "WORKER__LAYERS_PER_STEP": "1"}
 # Where no layer is swapped: workers begin sooner.
 ONLY_FULL = {"WORKER__VARIANTS": "[]"}
+LEADER, FOLLOWER = "w1", "w0"  # of the pairs here: not in the order of their names
 RECOMPUTED = "instar_recomputed_tokens_total"
 EVENTS = Names("instar:").events
+
+
+def role(worker: str) -> str:
+    return "leader" if worker == LEADER else "follower"
+
+
+def other(worker: str) -> str:
+    return FOLLOWER if worker == LEADER else LEADER
 
 
 @dataclass
@@ -71,6 +80,10 @@ class Shapes:
         answer = httpx.post(url, json={"workers": list(workers), "tp": tp} | more, timeout=20).json()
         assert "id" in answer, answer
         return Order(self, str(answer["id"]), last[0])
+
+    def upwards(self, *workers: str, layers: int = 2) -> Order:
+        """They become one, and so many layers have come to it."""
+        return self.order(len(workers), *workers).met(layers)
 
     def apply(self, tp: int, *workers: str, within_s: float = 60.0) -> dict[str, Any]:
         """Until it is applied; a worker that has just come back may still be strange to the others."""
