@@ -15,16 +15,16 @@ import torch
 
 from kernels import copy_blocks
 from worker.engine.instance import Output, Planned
-from worker.engine.work import Work, attention_plan, merge, no_work, to_tensor
+from worker.engine.work import merge, no_work
 from worker.memory import BlockAllocator, OutOfBlocks
-from worker.model import Segment
 from worker.parallel.canary import Canary
 from worker.parallel.chair import Chair
 from worker.parallel.communicator import Communicator, PeerLost
 from worker.parallel.exchange import exchange
 from worker.parallel.filling import Filling
-from worker.parallel.formation import Formation, Run
+from worker.parallel.formation import Formation
 from worker.parallel.half_swap import HalfSwap
+from worker.parallel.merged import MergedStep
 from worker.parallel.place import ALONE, Place
 from worker.parallel.share import BlockShare
 from worker.parallel.wire import (
@@ -183,7 +183,9 @@ class Party:
         instance = self.place.instance
         if self._planned is None and may_plan and instance.has_work:
             self._planned = instance.plan()
-        wanted = instance.scheduler.num_blocks_wanted if may_plan else 0
+        # While layers run at two degrees the same number means another block in each subgroup: nothing is lent.
+        may_borrow = may_plan and self.formation.is_uniform
+        wanted = instance.scheduler.num_blocks_wanted if may_borrow else 0
         mine = [each.work for each in (self._planned and self._planned.inputs, self._canary) if each]
         told = (self._step, len(mine), wanted, self.filled, self._has_prepared)
         self.has_news = told != self._told
@@ -234,56 +236,9 @@ class Party:
         for action in step.after:
             self._do(action, step)
 
-    # ----------------------------------------------------------------------------- one step
-
     def _forward(self, packed: Sequence[PackedWork | None]) -> torch.Tensor:
-        works = [unpack(each) if each else no_work() for each in packed]
-        device, num_layers = self.place.instance.device, self.place.num_layers
-        runs = self.formation.runs(num_layers)
-        batches = [self._batch(run, works) for run in runs]
-        return self.place.model.forward_segments(
-            to_tensor(batches[0].token_ids, device),
-            [self._segment(run, batch, works) for run, batch in zip(runs, batches, strict=True)],
-            self.place.cache,
-            to_tensor(batches[-1].logit_rows, device),
-            self._own_rows(runs[-1], works),
-        )
-
-    def _ranks(self, run: Run) -> list[int]:
-        """Whose work it runs, in the order of the batch."""
-        if run.is_high:
-            return self.formation.planners()
-        return self.formation.ranks_of(self.formation.subgroup(self.rank))
-
-    def _batch(self, run: Run, works: Sequence[Work]) -> Work:
-        formation, ranks = self.formation, self._ranks(run)
-        if not run.is_high or formation.is_uniform:
-            return merge([works[rank] for rank in ranks])
-        n = formation.num_subgroups
-        return merge([works[rank].renumbered(n, formation.subgroup(rank)) for rank in ranks])
-
-    def _segment(self, run: Run, batch: Work, works: Sequence[Work]) -> Segment:
-        formation, instance = self.formation, self.place.instance
-        subgroup = formation.subgroup(self.rank)
-        sizes = [
-            sum(works[rank].num_tokens for rank in formation.ranks_of(j))
-            for j in range(formation.num_subgroups)
-        ]
-        first = sum(sizes[:subgroup])
-        return Segment(
-            first=run.first,
-            end=run.end,
-            plan=attention_plan(batch, instance.limits.block_tokens, instance.device),
-            degree=formation.size if run.is_high else formation.low,
-            group=self._high if run.is_high else self._low,
-            rows=slice(first, first + sizes[subgroup]),
-            is_giver=formation.low_shard(self.rank).rank == 0,
-        )
-
-    def _own_rows(self, run: Run, works: Sequence[Work]) -> slice:
-        ranks = self._ranks(run)
-        first = sum(len(works[rank].logit_rows) for rank in ranks[: ranks.index(self.rank)])
-        return slice(first, first + len(works[self.rank].logit_rows))
+        step = MergedStep(self.place, self.formation, self.rank, self._high, self._low)
+        return step.forward([unpack(each) if each else no_work() for each in packed])
 
     # ----------------------------------------------------------------------------- after a step
 

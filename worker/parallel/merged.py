@@ -1,0 +1,78 @@
+"""One step of a group at one rank: everybody's work, each layer at its degree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.engine.work import Work, attention_plan, merge, to_tensor
+from worker.model import Segment
+from worker.parallel.communicator import Communicator
+from worker.parallel.formation import Formation, Run
+from worker.parallel.place import Place
+
+
+class MergedStep:
+    """high and low: communicators of the group and of this rank's subgroup; None for a subgroup of one."""
+
+    def __init__(
+        self,
+        place: Place,
+        formation: Formation,
+        rank: int,
+        high: Communicator,
+        low: Communicator | None,
+    ) -> None:
+        self._place, self._formation, self._rank = place, formation, rank
+        self._high, self._low = high, low
+
+    def forward(self, works: Sequence[Work]) -> torch.Tensor:
+        """works: by rank, in the numbers of the low degree while there are two. float32 [R, vocab] of this
+        rank's own logit rows. Raises PeerLost."""
+        place, device = self._place, self._place.instance.device
+        runs = self._formation.runs(place.num_layers)
+        batches = [self._batch(run, works) for run in runs]
+        return place.model.forward_segments(
+            to_tensor(batches[0].token_ids, device),
+            [self._segment(run, batch, works) for run, batch in zip(runs, batches, strict=True)],
+            place.cache,
+            to_tensor(batches[-1].logit_rows, device),
+            self._own_rows(runs[-1], works),
+        )
+
+    def _ranks(self, run: Run) -> list[int]:
+        """Whose work it runs, in the order of the batch."""
+        if run.is_high:
+            return self._formation.planners()
+        return self._formation.ranks_of(self._formation.subgroup(self._rank))
+
+    def _batch(self, run: Run, works: Sequence[Work]) -> Work:
+        formation, ranks = self._formation, self._ranks(run)
+        if not run.is_high or formation.is_uniform:
+            return merge([works[rank] for rank in ranks])
+        n = formation.num_subgroups
+        return merge([works[rank].renumbered(n, formation.subgroup(rank)) for rank in ranks])
+
+    def _segment(self, run: Run, batch: Work, works: Sequence[Work]) -> Segment:
+        formation, instance = self._formation, self._place.instance
+        subgroup = formation.subgroup(self._rank)
+        sizes = [
+            sum(works[rank].num_tokens for rank in formation.ranks_of(j))
+            for j in range(formation.num_subgroups)
+        ]
+        first = sum(sizes[:subgroup])
+        return Segment(
+            first=run.first,
+            end=run.end,
+            plan=attention_plan(batch, instance.limits.block_tokens, instance.device),
+            degree=formation.size if run.is_high else formation.low,
+            group=self._high if run.is_high else self._low,
+            rows=slice(first, first + sizes[subgroup]),
+            is_giver=formation.low_shard(self._rank).rank == 0,
+        )
+
+    def _own_rows(self, run: Run, works: Sequence[Work]) -> slice:
+        ranks = self._ranks(run)
+        first = sum(len(works[rank].logit_rows) for rank in ranks[: ranks.index(self._rank)])
+        return slice(first, first + len(works[self._rank].logit_rows))
