@@ -183,7 +183,7 @@ class Party:
         instance = self.place.instance
         if self._planned is None and may_plan and instance.has_work:
             self._planned = instance.plan()
-        # While layers run at two degrees the same number means another block in each subgroup: nothing is lent.
+        # While layers run at two degrees a number means another block in each subgroup: nothing is lent.
         may_borrow = may_plan and self.formation.is_uniform
         wanted = instance.scheduler.num_blocks_wanted if may_borrow else 0
         mine = [each.work for each in (self._planned and self._planned.inputs, self._canary) if each]
