@@ -7,9 +7,51 @@ from typing import Any
 
 import pytest
 
-from tests.group_workers import BLOCK_TOKENS, transform, workers
+from bus.messages import SamplingParams
+from tests.group_workers import BLOCK_TOKENS, resize, transform, workers
 from tests.model_folders import make_oracle
 from tests.test_parallel_workers import oracle, prompt
+from worker.core import Request
+from worker.parallel import resize as resizing
+from worker.parallel.chair import Chair
+from worker.parallel.share import moves_below
+from worker.parallel.wire import Census, Ready
+
+
+def ready(rank: int, step: int, *, free: int = 0, wanted: int = 0, num_used: int = 0) -> Ready:
+    return Ready(
+        group="g",
+        rank=rank,
+        step=step,
+        work=None,
+        free=free,
+        wanted=wanted,
+        used=[],
+        num_used=num_used,
+        filled=0,
+        has_prepared=False,
+        pages=0,
+        spare_pages=0,
+        floor="",
+    )
+
+
+def say(chair: Chair, *readies: Ready) -> None:
+    for each in readies:
+        chair.take(each)
+
+
+def test_after_a_count_that_nobody_wants_any_more_all_plan_again() -> None:
+    chair = Chair("g", 2)
+    chair.add(Census())
+    say(chair, ready(0, 0), ready(1, 0))
+    assert chair.call()
+    say(chair, ready(0, 1), ready(1, 1))
+    assert chair.call() is None
+    chair.give_up_census()
+    assert chair.call()
+    say(chair, ready(0, 2), ready(1, 2))
+    assert chair.call() is None
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +80,34 @@ def test_nothing_is_lent_while_subgroups_number_their_blocks_apart(folder: Path,
         busy.wait_ends(*prompts)
         for name, asked in prompts.items():
             assert busy.tokens[name] == oracle(model, asked, 40)
+
+
+def test_nobody_takes_a_block_between_the_count_and_the_moves(
+    folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request comes in that very moment; the lowest free blocks are where others' are to lie."""
+    with workers(folder, 2) as each:
+        leader, other = each
+        assert leader.end_of(transform(each, 2)).state == "applied"
+        capacity = leader.instance.scheduler.blocks.capacity
+        other.submit("below", prompt(1, 800), 200)
+        other.submit("above", prompt(2, 30), 200)
+        other.wait(lambda: bool(other.tokens["above"]), "the first token")
+        other.thread.cancel(["below"])
+        leader.tokens["new"] = []
+
+        def moves(used: Any, blocks: int) -> dict[int, int]:
+            sampling = SamplingParams(max_tokens=20, seed=0, temperature=0.0)
+            leader.engine.submit(
+                leader.instance.id, Request(id="new", prompt_token_ids=prompt(3, 30), sampling=sampling)
+            )
+            moved = moves_below(used, blocks)
+            assert moved
+            return moved
+
+        monkeypatch.setattr(resizing, "moves_below", moves)
+        assert leader.end_of(resize(leader, capacity // 8)).state == "applied"
+        leader.wait_ends("new")
+        other.wait_ends("above")
+        assert leader.tokens["new"] == oracle(model, prompt(3, 30), 20)
+        assert other.tokens["above"] == oracle(model, prompt(2, 30), 200)

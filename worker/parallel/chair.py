@@ -15,6 +15,7 @@ class Chair:
         self.group, self.size = group, size
         self.step = 0  # the next to be called
         self.is_held = False  # no step is called
+        self._has_counted = False  # at the last step: nobody plans any more before the next
         self.latest: list[Ready] = []  # of the step called last, by rank
         self._ready: dict[int, Ready] = {}
         self._after: list[Actions] = []
@@ -45,7 +46,8 @@ class Chair:
             return None
         ready = [self._ready[rank] for rank in range(self.size)]
         lending = self._lend(ready)
-        if not (any(each.work for each in ready) or self._after or self._grants or lending):
+        is_wanted = any(each.work for each in ready) or self._has_counted
+        if not (is_wanted or self._after or self._grants or lending):
             return None
         called = Step(
             group=self.group,
@@ -57,7 +59,7 @@ class Chair:
             after=[*self._after, *lending],
         )
         # What is counted must not change before it was decided about.
-        self.is_held = any(isinstance(action, Census) for action in self._after)
+        self.is_held = self._has_counted = any(isinstance(action, Census) for action in self._after)
         self.latest = ready
         self._ready, self._after, self._grants = {}, [], {}
         self.step += 1

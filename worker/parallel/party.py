@@ -181,7 +181,9 @@ class Party:
     def _tell(self, may_plan: bool) -> None:
         """Once for each step, and again when there is news: work that came meanwhile, layers filled."""
         instance = self.place.instance
-        if self._planned is None and may_plan and instance.has_work:
+        # A plan takes blocks: none is made after the count was told, since moves are decided by that.
+        has_told_count = self._is_counted and self._told is not None and self._told[0] == self._step
+        if self._planned is None and may_plan and instance.has_work and not has_told_count:
             self._planned = instance.plan()
         # While layers run at two degrees a number means another block in each subgroup: nothing is lent.
         may_borrow = may_plan and self.formation.is_uniform
