@@ -14,7 +14,7 @@ from tests.test_parallel_workers import oracle, prompt
 from worker.core import Request
 from worker.parallel import resize as resizing
 from worker.parallel.chair import Chair
-from worker.parallel.share import moves_below
+from worker.parallel.share import BlockShare, moves_below
 from worker.parallel.wire import Census, Ready
 
 
@@ -52,6 +52,17 @@ def test_after_a_count_that_nobody_wants_any_more_all_plan_again() -> None:
     assert chair.call()
     say(chair, ready(0, 2), ready(1, 2))
     assert chair.call() is None
+
+
+def test_a_block_that_is_given_back_as_blocks_move_is_not_lost() -> None:
+    """Its request ends in the very step after which they do; it was counted before."""
+    shares = [BlockShare(range(0, 12, 2), [2, 10], 12), BlockShare(range(1, 12, 2), [9], 12)]
+    moves = moves_below([2, 10, 9], 8)
+    shares[0].free([10])
+    for share in shares:
+        share.move(moves, 8)
+    assert sorted(block for share in shares for block in share.free_ids + share.used) == list(range(8))
+    assert shares[0].used == [2]
 
 
 @pytest.fixture(scope="module")

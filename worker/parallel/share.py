@@ -67,9 +67,11 @@ class BlockShare:
             heapq.heappush(self._free, block)
 
     def move(self, moves: Mapping[int, int], capacity: int) -> None:
-        """Blocks in use, of any planner, lie elsewhere (from -> to), and none is at or above `capacity`."""
+        """Blocks in use, of any planner, lie elsewhere (from -> to), and none is at or above `capacity`. One
+        that was given back since they were counted is free where it would have come to lie."""
         self._used = {moves.get(block, block) for block in self._used}
-        self._free = sorted(set(self._free).difference(moves.values()))
+        given_back = {moves[block] for block in self._free if block in moves}
+        self._free = sorted(set(self._free).difference(moves.values()) | given_back)
         self.drop_free_from(capacity)
 
     def drop_free_from(self, capacity: int) -> None:
