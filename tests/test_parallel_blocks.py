@@ -12,10 +12,11 @@ from tests.group_workers import BLOCK_TOKENS, resize, transform, workers
 from tests.model_folders import make_oracle
 from tests.test_parallel_workers import oracle, prompt
 from worker.core import Request
+from worker.engine.snapshot import instance_telemetry
 from worker.parallel import resize as resizing
 from worker.parallel.chair import Chair
 from worker.parallel.share import BlockShare, moves_below
-from worker.parallel.wire import Census, Ready
+from worker.parallel.wire import Census, Ready, Show
 
 
 def ready(rank: int, step: int, *, free: int = 0, wanted: int = 0, num_used: int = 0) -> Ready:
@@ -63,6 +64,17 @@ def test_a_block_that_is_given_back_as_blocks_move_is_not_lost() -> None:
         share.move(moves, 8)
     assert sorted(block for share in shares for block in share.free_ids + share.used) == list(range(8))
     assert shares[0].used == [2]
+
+
+def test_that_the_last_request_has_ended_is_told_to_all_once() -> None:
+    chair = Chair("g", 2)
+    chair.add(Show())
+    for step, num_used in enumerate((5, 0)):
+        say(chair, ready(0, step), ready(1, step, num_used=num_used))
+        called = chair.call()
+        assert called and called.num_used == [0, num_used]
+    say(chair, ready(0, 2), ready(1, 2))
+    assert chair.call() is None
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +134,12 @@ def test_nobody_takes_a_block_between_the_count_and_the_moves(
         other.wait_ends("above")
         assert leader.tokens["new"] == oracle(model, prompt(3, 30), 20)
         assert other.tokens["above"] == oracle(model, prompt(2, 30), 200)
+
+
+def test_an_idle_group_has_no_block_in_use_by_what_its_leader_tells(folder: Path) -> None:
+    with workers(folder, 2) as each:
+        leader, other = each
+        assert leader.end_of(transform(each, 2)).state == "applied"
+        other.submit("a", prompt(1, 40), 5)
+        other.wait_ends("a")
+        leader.wait(lambda: instance_telemetry(leader.instance).kv_used == 0, "an empty cache", 5)

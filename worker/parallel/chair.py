@@ -7,7 +7,7 @@ from worker.parallel.wire import Actions, Census, Lend, Ready, Step
 
 
 class Chair:
-    """A step is called when all members are ready for it and one of them has work, or there is something to
+    """A step is called when all members are ready for it and one of them has news, or there is something to
     do after it. So an idle group costs nothing, and nobody waits inside of a step for one that has not come.
     """
 
@@ -46,8 +46,7 @@ class Chair:
             return None
         ready = [self._ready[rank] for rank in range(self.size)]
         lending = self._lend(ready)
-        is_wanted = any(each.work for each in ready) or self._has_counted
-        if not (is_wanted or self._after or self._grants or lending):
+        if not (self._has_news(ready) or self._after or self._grants or lending):
             return None
         called = Step(
             group=self.group,
@@ -64,6 +63,11 @@ class Chair:
         self._ready, self._after, self._grants = {}, [], {}
         self.step += 1
         return called
+
+    def _has_news(self, ready: list[Ready]) -> bool:
+        """Work; or that the last work has ended, since all tell of the blocks in use."""
+        used, told = ([each.num_used for each in of] for of in (ready, self.latest))
+        return any(each.work for each in ready) or self._has_counted or (bool(told) and used != told)
 
     def give_up_census(self) -> None:
         """Nobody wants the count any more."""

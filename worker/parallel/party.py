@@ -222,7 +222,9 @@ class Party:
         self._step += 1
         self._is_counted = False
         self._share.take(step.grants.get(self.rank, []))
-        self._share.num_used_by_others = sum(step.num_used) - step.num_used[self.rank]
+        with_me = self.formation.ranks_of(self.formation.subgroup(self.rank))
+        others = (rank for rank in with_me if rank != self.rank)
+        self._share.num_used_by_others = sum(step.num_used[rank] for rank in others)
         # A plan that came too late for this step is forgotten; the next one is as if it had not been made.
         planned = self._planned if step.works[self.rank] else None
         canary = self._canary if step.works[self.rank] else None
