@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -107,7 +110,7 @@ def test_every_rank_gets_its_own_heads_of_all_live_blocks(
 ) -> None:
     live = live[: size // low]
     if carried == "as messages":
-        monkeypatch.setattr(outboxes, "_reach", lambda pid, fd, nbytes: None)
+        monkeypatch.setattr(outboxes, "_reach", lambda pid, fd, name, nbytes: None)
 
     def work(member: Member) -> None:
         cache = member.cache()
@@ -187,7 +190,7 @@ def test_a_stages_buffers_bound_the_memory_it_takes() -> None:
 
 
 def test_messages_take_no_more_memory_than_a_stage_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outboxes, "_reach", lambda pid, fd, nbytes: None)
+    monkeypatch.setattr(outboxes, "_reach", lambda pid, fd, name, nbytes: None)
     bound = 3 * 2 * 3 * 2 * (HEADS // 4) * BLOCK_TOKENS * HEAD_DIM * 4
 
     def work(member: Member) -> Moved:
@@ -202,7 +205,7 @@ def test_an_outbox_is_read_by_all_while_the_next_one_is_filled() -> None:
         boxes, rank = Outboxes(member.group, 8), member.group.rank
         for turn in range(5):
             boxes.own.fill_(10 * turn + rank)
-            filled = boxes.turn()
+            filled = boxes.turn(member.group)
             boxes.own.fill_(255)
             assert [box.tolist() for box in filled] == [[10 * turn + r] * 8 for r in range(4)]
 
@@ -219,6 +222,42 @@ def test_where_one_rank_cannot_reach_the_others_all_are_told(monkeypatch: pytest
             Outboxes(member.group, 8)
 
     together(2, 1, work)
+
+
+def test_what_has_the_same_numbers_in_another_container_is_not_taken_for_the_others_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There each rank finds its own file."""
+    own: dict[int, int] = {}
+    reach = outboxes._reach
+
+    def reach_own(pid: int, fd: int, name: int, nbytes: int) -> torch.Tensor | None:
+        return reach(pid, own[threading.get_ident()], name, nbytes)
+
+    create = os.memfd_create
+
+    def remember(name: str) -> int:
+        own[threading.get_ident()] = fd = create(name)
+        return fd
+
+    monkeypatch.setattr(outboxes, "_reach", reach_own)
+    monkeypatch.setattr(os, "memfd_create", remember)
+
+    def work(member: Member) -> None:
+        with pytest.raises(OSError, match="2 of 2 ranks cannot reach the others' memory"):
+            Outboxes(member.group, 8)
+
+    together(2, 1, work)
+
+
+def test_the_memory_of_a_group_that_is_left_is_given_back() -> None:
+    def work(member: Member) -> weakref.ref[Communicator]:
+        member.exchange(member.cache(), [ALL] * 2)
+        return weakref.ref(member.group)
+
+    left = together(2, 1, work)
+    gc.collect()
+    assert [group() for group in left if isinstance(group, weakref.ref)] == [None, None]
 
 
 def test_no_more_is_sent_than_two_subgroups_have_between_them() -> None:

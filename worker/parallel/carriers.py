@@ -70,9 +70,9 @@ class Messages:
 class Shared:
     """Over outboxes; in each a slot for every other peer."""
 
-    def __init__(self, boxes: Outboxes, rank: int, peers: Sequence[int], per_peer: int) -> None:
-        self._boxes, self._peers, self._per_peer = boxes, peers, per_peer
-        self._own = peers.index(rank)
+    def __init__(self, boxes: Outboxes, group: Communicator, peers: Sequence[int], per_peer: int) -> None:
+        self._boxes, self._group, self._peers, self._per_peer = boxes, group, peers, per_peer
+        self._own = peers.index(group.rank)
         self.nbytes = 2 * boxes.nbytes
 
     def carry(self, rows: torch.Tensor, out: Places, come: Places) -> None:
@@ -81,7 +81,7 @@ class Shared:
             if len(places):
                 target = self._slot(box, rows, self._own, peer)[: len(places)]
                 torch.index_select(rows, 0, torch.from_numpy(places), out=target)
-        boxes = self._boxes.turn()
+        boxes = self._boxes.turn(self._group)
         array = rows.numpy()  # numpy puts a row at once, torch word by word: 1.5 times as long
         for peer, places in enumerate(come.by_subgroup):
             if len(places):
@@ -115,4 +115,4 @@ def carrier_for(
             log.warning("KV is exchanged through sockets: %s", error)
             boxes = None
         _boxes[group] = boxes
-    return Shared(boxes, group.rank, peers, per_peer) if boxes else Messages(rows, group, peers, per_peer)
+    return Shared(boxes, group, peers, per_peer) if boxes else Messages(rows, group, peers, per_peer)
