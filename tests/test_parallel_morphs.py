@@ -104,3 +104,21 @@ def test_swapped_layers_leave_their_pages_to_the_cache_when_the_group_has_parted
         applied(each[0], swap(each[0], "full"))
         applied(each[0], transform(each, 1))
         assert each[0].instance.scheduler.blocks.capacity == before
+
+
+def test_workers_whose_layers_differ_in_precision_become_no_group(
+    folder: Path, model: Any, tmp_path: Path
+) -> None:
+    """What runs at each has a right to the precision that it has there."""
+    with workers(folder, 2, host_dir=tmp_path) as each:
+        load = Load(each, model)
+        applied(each[1], swap(each[1], "int8", count=1))
+        report = each[0].end_of(transform(each, 2))
+        assert (report.state, each[0].instance.tp) == ("conflict", 1)
+        assert "its layer 0 is int8/int8 (attention/FFN) and full/full at w0" in report.reason, report
+        applied(each[0], swap(each[0], "int8", count=1))
+        applied(each[0], transform(each, 2))
+        applied(each[0], transform(each, 1))
+        for name, (worker, _, _) in load.asked.items():
+            worker.wait_ends(name)
+            assert worker.ends[name] == "length"

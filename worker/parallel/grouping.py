@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bus.messages import LayerShape
 from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.instance import Output
 from worker.memory import BrokenInvariant, OutOfBlocks
@@ -181,6 +182,7 @@ class Grouping:
             low=formation.low,
             grows=formation.grows,
             peers={name: peers[name] for name in formation.members},
+            shape=self.place.instance.shape,
         )
         self._gathering = gathering = Gathering(invite, formation, links)
         gathering.answers[self.worker] = self._answer(invite)
@@ -372,6 +374,8 @@ class Grouping:
         wanted = formation.part(rank).members if invite.grows else formation.members
         if now != wanted:
             reason = reason or f"it is at one with {', '.join(now)}, not with {', '.join(wanted)}"
+        if invite.grows:
+            reason = reason or what_differs(self.place.instance.shape, invite.shape, invite.leader)
         shard = formation.high_shard(rank) if invite.grows else formation.low_shard(rank)
         return Answer(
             group=invite.group,
@@ -559,6 +563,18 @@ class Grouping:
 def _key(members: Iterable[str], peers: Mapping[str, Peer]) -> str:
     """The same members in the same order, and none of them another one since."""
     return " ".join(f"{name}.{peers[name].epoch}" for name in members)
+
+
+def what_differs(own: Sequence[LayerShape], leaders: Sequence[LayerShape], leader: str) -> str:
+    """Why there can be no group: with a part of each layer's heads in other bits it would be no shape that
+    anybody has asked for, and below the floor of requests that are here. Empty: nothing."""
+    for layer, (here, there) in enumerate(zip(own, leaders, strict=True)):
+        if here != there:
+            return (
+                f"its layer {layer} is {here.attention}/{here.ffn} (attention/FFN) and {there.attention}/"
+                f"{there.ffn} at {leader}; swap one of them first"
+            )
+    return ""
 
 
 def _formation(invite: Invite, num_layers: int) -> Formation:

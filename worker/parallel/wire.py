@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from bus.messages import Number, Part, Precision
+from bus.messages import LayerShape, Number, Part, Precision
 from worker.engine.work import Work
 
 
@@ -38,6 +38,7 @@ class Invite(Message, frozen=True, kw_only=True, tag=True):
     low: int
     grows: bool
     peers: dict[str, Peer]  # all members
+    shape: list[LayerShape]  # of the leader, and so of the group
 
 
 class Answer(Message, frozen=True, kw_only=True, tag=True):
@@ -210,8 +211,9 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     rank: int
     step: int
     work: PackedWork | None
-    free: int  # blocks
+    spare: int  # blocks that nothing here needs soon
     wanted: int  # blocks that its next sequence misses
+    wanting_s: float  # how long the oldest that misses some has been there
     used: list[int]  # blocks in use, while layers change their degree or after a Census
     num_used: int
     filled: int  # layers from here on have their wider weights in memory
