@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
 from tests.group_workers import BLOCK_TOKENS, resize, transform, workers
@@ -15,18 +17,19 @@ from worker.core import Request
 from worker.engine.snapshot import instance_telemetry
 from worker.parallel import resize as resizing
 from worker.parallel.chair import Chair
-from worker.parallel.share import BlockShare, moves_below
+from worker.parallel.share import BlockShare, loans, moves_below
 from worker.parallel.wire import Census, Ready, Show
 
 
-def ready(rank: int, step: int, *, free: int = 0, wanted: int = 0, num_used: int = 0) -> Ready:
+def ready(rank: int, step: int, *, num_used: int = 0) -> Ready:
     return Ready(
         group="g",
         rank=rank,
         step=step,
         work=None,
-        free=free,
-        wanted=wanted,
+        spare=0,
+        wanted=0,
+        wanting_s=0.0,
         used=[],
         num_used=num_used,
         filled=0,
@@ -75,6 +78,23 @@ def test_that_the_last_request_has_ended_is_told_to_all_once() -> None:
         assert called and called.num_used == [0, num_used]
     say(chair, ready(0, 2), ready(1, 2))
     assert chair.call() is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=5),
+)
+def test_who_came_first_gets_what_all_can_spare_in_the_end(planners: list[tuple[int, int, int]]) -> None:
+    spare, wanted, wanting_s = map(list, zip(*planners, strict=True))
+    wanting_s = [float(seconds) + i / 10 for i, seconds in enumerate(wanting_s)]
+    first = max((i for i, want in enumerate(wanted) if want), key=lambda i: wanting_s[i], default=None)
+    for _ in range(20):
+        for giver, taker, blocks in loans(spare, wanted, wanting_s):
+            assert giver != taker and 0 < blocks <= spare[giver] and wanted[taker] >= blocks
+            assert not wanted[giver] or wanting_s[giver] < wanting_s[taker]
+            spare[giver] -= blocks
+            wanted[taker] -= blocks
+    if first is not None:
+        assert wanted[first] == 0 or sum(spare) - spare[first] == 0
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +163,19 @@ def test_an_idle_group_has_no_block_in_use_by_what_its_leader_tells(folder: Path
         other.submit("a", prompt(1, 40), 5)
         other.wait_ends("a")
         leader.wait(lambda: instance_telemetry(leader.instance).kv_used == 0, "an empty cache", 5)
+
+
+def test_a_request_that_misses_a_block_waits_for_the_others_to_lend_one(folder: Path, model: Any) -> None:
+    """One has lent its blocks away, and the taker wants ever more: nobody is sent back as too long."""
+    with workers(folder, 2, megabytes=1.2) as each:
+        leader, other = each
+        assert leader.end_of(transform(each, 2)).state == "applied"
+        tokens = leader.instance.scheduler.blocks.capacity * BLOCK_TOKENS
+        asked = {(other, "grows"): (prompt(0, 20), 200)}
+        asked |= {(leader, f"q{i}"): (prompt(i, tokens // 4), tokens // 4) for i in range(1, 6)}
+        for (worker, name), (text, n) in asked.items():
+            worker.submit(name, text, n)
+        for (worker, name), (text, n) in asked.items():
+            worker.wait_ends(name)
+            assert worker.ends[name] == "length", worker.ends[name]
+            assert worker.tokens[name] == oracle(model, text, n)

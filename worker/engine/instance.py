@@ -143,6 +143,11 @@ class Instance:
         waiting = self.scheduler.waiting
         return self._clock() - waiting[0].arrived if waiting else 0.0
 
+    def wanting_seconds(self) -> float:
+        """How long the oldest that misses KV blocks has been here; 0.0 where none does."""
+        first = self.scheduler.first_in_want
+        return self._clock() - first.arrived if first else 0.0
+
     def longest_tokens(self) -> int:
         """Prompt and output that the longest request here may come to; 0 without requests. Any shape that is
         to come must hold its KV."""

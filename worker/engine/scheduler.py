@@ -9,7 +9,8 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
     admitted when there are blocks for all its known tokens and one spare block for each sequence that
     already runs; without the spares it would be thrown out again by their next tokens.
 4.  When a decode finds no block, the youngest running sequence gives up all of its own and goes back to the
-    head of the queue; it is recomputed later. The oldest is never preempted, so there is always progress.
+    head of the queue; it is recomputed later. The oldest is never preempted, so there is always progress;
+    except in a group, where others have the blocks that it misses: it waits until they lend them.
 5.  A sequence that does not fit even alone leaves with an error.
 """
 
@@ -91,6 +92,18 @@ class Scheduler:
             needed += self.waiting[0].num_blocks_needed(self.limits.block_tokens)
         return max(0, needed - self.blocks.num_free)
 
+    @property
+    def num_blocks_spare(self) -> int:
+        """Free ones, less one for each that runs."""
+        return max(0, self.blocks.num_free - len(self.running))
+
+    @property
+    def first_in_want(self) -> Sequence | None:
+        """The oldest of those that `num_blocks_wanted` is about."""
+        if self.blocks.num_free < len(self.running):
+            return self.running[0]
+        return self.waiting[0] if self.waiting else None
+
     # ----------------------------------------------------------------------------- the four passes
 
     def _find_blocks(self, plan: StepPlan) -> None:
@@ -105,7 +118,7 @@ class Scheduler:
                 if missing:
                     seq.block_ids += self.blocks.allocate(missing)
                 i += 1
-            elif i:
+            elif i or seq.num_blocks_needed(block_tokens) <= self.blocks.capacity:
                 self._preempt_youngest(plan)  # itself
             else:
                 self.remove(seq)

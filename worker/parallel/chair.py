@@ -78,5 +78,6 @@ class Chair:
         """Nothing beside other changes: blocks are counted, or change their numbers."""
         if self._after or self._grants or any(each.given for each in ready):
             return []
-        made = loans([each.free for each in ready], [each.wanted for each in ready])
+        told = ((each.spare, each.wanted, each.wanting_s) for each in ready)
+        made = loans(*zip(*told, strict=True))
         return [Lend(giver=giver, taker=taker, blocks=blocks) for giver, taker, blocks in made]

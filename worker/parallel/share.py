@@ -90,14 +90,25 @@ class BlockShare:
             raise BrokenInvariant(f"KV blocks both free and in use: {sorted(free & self._used)[:8]}")
 
 
-def loans(free: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(giver, taker, blocks) so that planners that wait get what they miss: from those that have most free
-    and want nothing. Nobody who wants gives; half of what is free stays for the giver's own next steps."""
-    left = [0 if want else have // 2 for have, want in zip(free, wanted, strict=True)]
+def loans(
+    spare: Sequence[int], wanted: Sequence[int], wanting_s: Sequence[float]
+) -> list[tuple[int, int, int]]:
+    """(giver, taker, blocks) so that planners get what they miss, first come, first served.
+
+    By planner: blocks that it can spare and that it wants, and how long its first that misses some has been
+    there.
+
+    Who wants nothing gives half at a time, the rest may be wanted there soon. Who came later and wants some,
+    too, gives all: it has not enough to begin with, and two of them would wait for each other for ever.
+    """
+    left = [have if want else (have + 1) // 2 for have, want in zip(spare, wanted, strict=True)]
+    planners = range(len(wanted))
+    takers = sorted((i for i in planners if wanted[i]), key=lambda i: -wanting_s[i])
     made = []
-    for taker in sorted(range(len(wanted)), key=lambda i: -wanted[i]):
+    for place, taker in enumerate(takers):
         missing = wanted[taker]
-        for giver in sorted(range(len(left)), key=lambda i: -left[i]):
+        idle = sorted((i for i in planners if not wanted[i]), key=lambda i: -left[i])
+        for giver in [*idle, *reversed(takers[place + 1 :])]:
             count = min(missing, left[giver])
             if count > 0:
                 made.append((giver, taker, count))
