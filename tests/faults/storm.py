@@ -27,7 +27,14 @@ STREAM_TOKENS = 200
 PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n", "import os\n\n\ndef main():\n")
 # What the service may answer: states of morphs, and codes of refusals.
 STATES = {"applied", "deferred", "failed", "conflict"}
-REFUSALS = {"invalid_value", "unknown_field", "morph_not_found", "morph_ended", "instance_not_found"}
+REFUSALS = {
+    "invalid_value",
+    "unknown_field",
+    "morph_not_found",
+    "morph_ended",
+    "instance_not_found",
+    "shape_changing",
+}
 
 NONSENSE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("swap", {"precision": "int5", "count": 1}),
