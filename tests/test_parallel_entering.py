@@ -1,8 +1,11 @@
-"""The last moment before workers are one: who goes then costs the groups of now, no worker and no token."""
+"""The last moment before workers are one, and before they part: who goes then costs the groups of now, no
+worker and no token; who only was quicker costs nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,11 @@ import pytest
 from tests.group_workers import GroupWorker, transform, workers
 from tests.model_folders import make_oracle
 from tests.test_parallel_workers import Load
+from worker.morph.outcome import NotApplied
 from worker.parallel.grouping import Gathering, Grouping
+from worker.parallel.transform import TransformRun
+from worker.parallel.links import Link
+from worker.parallel.wire import Messages, Parted, Step
 
 
 @pytest.fixture(scope="module")
@@ -78,4 +85,68 @@ def test_a_member_lost_as_two_groups_enter_leaves_four_that_serve_alone(
             assert load.during(pair[0], transform(pair, 2)).state == "applied"
         once(each[0].grouping, first, then)
         assert load.during(each[0], transform(in_order, 4)).state in ("failed", "deferred")
+        check_alone(each, load)
+
+
+def slow_to_part(grouping: Grouping) -> None:
+    """It hears of the last step, and before it makes it, that the others have gone."""
+    plain = grouping._take
+
+    def take(link: Link, message: Messages) -> None:
+        plain(link, message)
+        if isinstance(message, Step) and any(isinstance(action, Parted) for action in message.after):
+            time.sleep(0.5)
+
+    grouping._take = take  # type: ignore[method-assign]
+
+
+def test_a_member_that_is_slow_to_part_has_lost_nobody(folder: Path) -> None:
+    with workers(folder, 2) as each:
+        slow_to_part(each[1].grouping)
+        for tp in (2, 1):
+            assert each[0].end_of(transform(each, tp)).state == "applied"
+        each[1].wait(lambda: each[1].grouping.party is None, "its group's end")
+        assert [why for _, why in each[1].regrouped][1:] == ["the group has parted"]
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_no_link_is_left_of_groups_of_groups_that_have_parted(folder: Path) -> None:
+    with workers(folder, 4) as each:
+        slow_to_part(each[1].grouping)
+        in_order = [each[0], each[2], each[1], each[3]]
+        for pair in (each[:2], each[2:]):
+            assert pair[0].end_of(transform(pair, 2)).state == "applied"
+        for tp in (4, 2):
+            assert each[0].end_of(transform(in_order, tp)).state == "applied"
+        for pair in (each[:2], each[2:]):
+            pair[1].wait(lambda p=pair: p[1].instance.tp == 2 and p[1].thread.is_in_group, "its pair")  # type: ignore[misc]
+            assert pair[0].end_of(transform(pair, 1)).state == "applied"
+        for worker in each:
+            worker.wait(lambda w=worker: w.grouping.party is None, "its group's end")  # type: ignore[misc]
+            assert not any("fell" in why for _, why in worker.regrouped), worker.regrouped
+
+        def links() -> int:
+            return sum(thread.name == "group-link" for thread in threading.enumerate())
+
+        each[0].wait(lambda: links() == 0, "the end of all links", 10)
+
+
+def test_a_parting_that_was_given_up_leaves_nothing_to_the_next_one(
+    folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smaller groups had met already; the next order is for none."""
+
+    def gives_up(self: TransformRun, *_: Any) -> Generator[bool, None, None]:
+        monkeypatch.undo()
+        yield False
+        raise NotApplied("failed", "given up")
+
+    with workers(folder, 4) as each:
+        load = Load(each, model, per_worker=1)
+        assert load.during(each[0], transform(each, 4)).state == "applied"
+        monkeypatch.setattr(TransformRun, "_begin_parting", gives_up)
+        assert load.during(each[0], transform(each, 2)).reason == "given up"
+        assert load.during(each[0], transform(each, 1)).state == "applied"
+        assert sum(worker.instance.scheduler.num_recomputed for worker in each) == 0
         check_alone(each, load)

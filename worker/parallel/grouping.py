@@ -129,7 +129,9 @@ class Grouping:
         self._key = ""  # of the present group's communicator
         self._ahead: dict[str, str] = {}  # meetings of groups that may be: what they are called, and the key
         self._courtesies: list[Link] = []  # over which others were asked to these
+        self._former: list[Link] = []  # of the groups that became this one
         self._early: list[Ready] = []  # of members that have entered before this leader has
+        self._losses: list[tuple[Link, str]] = []  # that came before the group's last step was made here
         self._has_met, self._met_as = False, ""
 
     @property
@@ -246,6 +248,15 @@ class Grouping:
         for link in gathering.links.values():
             link.send(Dismiss(group=gathering.group, reason=reason))
         self._close_new(gathering.links)
+        self._forget_parting()
+
+    def _forget_parting(self) -> None:
+        """What was made ahead for smaller groups: the next order may be for others."""
+        for link in self._next_members.values():
+            link.close()
+        self._next_members, self._next_leader = {}, None
+        if self.party:
+            self.party.drop_low()
 
     def _close_new(self, links: Mapping[str, Link]) -> None:
         for name, link in links.items():
@@ -276,6 +287,10 @@ class Grouping:
                 self._enter_next(party)
             elif party.is_over:
                 self._parted(party)
+        losses, self._losses = self._losses, []
+        for link, reason in losses:
+            if self._is_of_group(link):
+                self._fall_apart(reason)
         return party.take_outputs()
 
     def _parted(self, party: Party) -> None:
@@ -287,9 +302,8 @@ class Grouping:
             self.on_regrouped((), "the group has parted")
             return
         invite = self._gathering.invite if self._gathering else self._invite()
-        for name, link in self._members.items():
-            if name not in self._next_members:
-                link.close()
+        self._former += self._members.values()
+        self._close_former()
         self._members, self._next_members = self._next_members, {}
         self._leader, self._next_leader = self._next_leader, None
         self._gathering = self._standing_by = None
@@ -315,9 +329,16 @@ class Grouping:
     def _leave(self) -> None:
         for link in [*self._members.values(), *self._next_members.values()]:
             link.close()
+        self._close_former()
         self.party, self._members, self._leader = None, {}, None
         self._next_members, self._next_leader = {}, None
         self._gathering = self._standing_by = None
+
+    def _close_former(self) -> None:
+        """Not before all have entered the next group, or know of the last step: else it looks like a loss."""
+        for link in self._former:
+            link.close()
+        self._former = []
 
     # ----------------------------------------------------------------------------- what others say
 
@@ -337,11 +358,12 @@ class Grouping:
                 self._come_ahead(message)
             case Enter() if self._is_standing_by(link, message):
                 self._enter(message.blocks)
-            case Follow() if self._standing_by and self._standing_by.invite.group == message.group:
+            case Follow() if self.party:  # it may be here before the invitation
                 self._next_leader = link
                 self._tell_met()
             case Dismiss() if self._is_standing_by(link, message):
                 self._standing_by = None
+                self._forget_parting()
             case Ready() if self.party and self.party.chair and self.party.group == message.group:
                 self.party.chair.take(message)
             case Ready():
@@ -351,7 +373,7 @@ class Grouping:
             case PartPlease() if self.party and self.party.chair:
                 self.on_part_please()
             case Bye() if self._is_of_group(link):
-                self._fall_apart(f"a member left: {message.reason}")
+                self._lose(link, f"a member left: {message.reason}")
             case Bye() if self._gathering and link in self._gathering.links.values():
                 self._gathering.lost = message.reason
             case _:
@@ -392,10 +414,12 @@ class Grouping:
         if invite.grows or formation.low == 1 or formation.low_shard(rank).rank > 0:
             return
         for name in formation.part(rank).members[1:]:
-            peer = invite.peers[name]
-            link = self._links.connect(peer.address, peer.key)
-            link.send(Follow(group=invite.group))
-            self._next_members[name] = link
+            if (
+                name not in self._next_members
+            ):  # else it was asked before, for a parting that did not come about
+                peer = invite.peers[name]
+                self._next_members[name] = self._links.connect(peer.address, peer.key)
+            self._next_members[name].send(Follow(group=invite.group))
 
     def _key_of(self, invite: Invite) -> str:
         """Of the communicator that is needed: of all, or of its subgroup."""
@@ -495,6 +519,7 @@ class Grouping:
         if gathering:
             self._members, self._gathering = gathering.links, None
         elif self._standing_by:
+            self._former += self._members.values()
             self._members, self._leader, self._standing_by = {}, self._standing_by.link, None
         self._begin(invite.group, _formation(invite, self.place.num_layers), high, low, share, pages)
         if gathering and gathering.lost:  # since it was last looked at: nobody would tell again
@@ -541,12 +566,19 @@ class Grouping:
 
     def _lost(self, link: Link, reason: str) -> None:
         if self._is_of_group(link):
-            self._fall_apart(f"a member was lost: {reason}")
+            self._lose(link, f"a member was lost: {reason}")
         elif self._standing_by and self._standing_by.link is link:
             self._standing_by = None
         elif self._gathering and link in self._gathering.links.values():
             names = [name for name, each in self._gathering.links.items() if each is link]
             self._gathering.lost = f"{names[0]}: {reason}"
+
+    def _lose(self, link: Link, reason: str) -> None:
+        """One of the group; whoever made its last step a moment before this worker is not lost."""
+        if self.party and self.party.is_in_last_step:
+            self._losses.append((link, reason))
+        else:
+            self._fall_apart(reason)
 
     def _is_of_group(self, link: Link) -> bool:
         links = [self._leader, self._next_leader, *self._members.values(), *self._next_members.values()]

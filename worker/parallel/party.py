@@ -152,6 +152,17 @@ class Party:
         """Of the subgroup that it will part into."""
         self._next_low = communicator
 
+    def drop_low(self) -> None:
+        """It will not part, or not so."""
+        if self._next_low:
+            self._next_low.close()
+        self._next_low = None
+
+    @property
+    def is_in_last_step(self) -> bool:
+        """It was called: after it the members part, whoever has made it already is gone."""
+        return self._called is not None and any(isinstance(action, Parted) for action in self._called.after)
+
     def take_step(self, step: Step) -> None:
         """The leader calls it."""
         self._called = step
