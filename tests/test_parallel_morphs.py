@@ -71,6 +71,8 @@ def test_a_group_swaps_its_layers_on_all_ranks_in_the_same_step(
             assert worker.instance.scheduler.num_recomputed == 0
 
 
+@pytest.mark.faults
+@pytest.mark.slow
 def test_a_group_grows_and_shrinks_its_cache_while_requests_run(folder: Path, model: Any) -> None:
     with workers(folder, 2) as each:
         load = Load(each, model)

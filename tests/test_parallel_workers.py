@@ -124,6 +124,8 @@ def test_workers_come_together_and_part_while_requests_come_end_and_are_cancelle
         assert [worker.pool.counts() for worker in each] == pages
 
 
+@pytest.mark.faults
+@pytest.mark.slow
 def test_groups_of_two_come_together_and_part_into_groups_of_two(folder: Path, model: Any) -> None:
     """By twos: 1 to 2 to 4 to 2 to 1; the first of each two leads."""
     with workers(folder, 4) as each:

@@ -14,7 +14,11 @@ import pytest
 from tests.faults.load import LONG_STREAM, Stream, complete
 from tests.service import DEMO_MODEL, LEASE_S, Service, wait_for
 
-pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built")
+pytestmark = [
+    pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),
+    pytest.mark.faults,
+    pytest.mark.slow,
+]
 
 LONG = LONG_STREAM | {"max_tokens": 650}
 SHORT = LONG_STREAM | {"max_tokens": 30}

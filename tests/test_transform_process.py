@@ -57,7 +57,10 @@ def shape(service: Service) -> list[tuple[int, list[str]]]:
     return [(one["tp"], one["workers"]) for one in service.state()["instances"]]
 
 
-@pytest.mark.parametrize("layers_per_step", [1, NUM_LAYERS])
+SLOW = [pytest.mark.faults, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("layers_per_step", [1, pytest.param(NUM_LAYERS, marks=SLOW)])
 def test_streams_of_both_go_on_with_the_same_text_as_two_workers_become_one_and_part(
     service: Service, oracle: list[str], layers_per_step: int
 ) -> None:
@@ -101,6 +104,8 @@ def test_what_is_so_already_is_applied_at_once(service: Service) -> None:
     assert transform(service, 1, "w0", "w1")["numbers"]["layers_done"] == 0
 
 
+@pytest.mark.faults
+@pytest.mark.slow
 def test_a_transform_that_is_given_up_on_its_way_leaves_a_shape_that_serves(
     service: Service, oracle: list[str]
 ) -> None:
@@ -122,6 +127,8 @@ def test_a_transform_that_is_given_up_on_its_way_leaves_a_shape_that_serves(
         assert [stream.text for stream in streams] == oracle, ends
 
 
+@pytest.mark.faults
+@pytest.mark.slow
 def test_a_group_swaps_its_layers_and_resizes_its_cache_and_is_exact_when_all_is_back(
     service: Service, oracle: list[str]
 ) -> None:
