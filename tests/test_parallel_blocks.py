@@ -9,16 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.messages import SamplingParams
+from bus.messages import Number, SamplingParams
 from tests.group_workers import BLOCK_TOKENS, resize, transform, workers
 from tests.model_folders import make_oracle
 from tests.test_parallel_workers import oracle, prompt
 from worker.core import Request
 from worker.engine.snapshot import instance_telemetry
+from worker.memory import OutOfBlocks
+from worker.morph.outcome import NotApplied
 from worker.parallel import resize as resizing
 from worker.parallel.chair import Chair
+from worker.parallel.formation import Formation
+from worker.parallel.grouping import Gathering
 from worker.parallel.share import BlockShare, loans, moves_below
-from worker.parallel.wire import Census, Ready, Show
+from worker.parallel.transform import TransformRun
+from worker.parallel.wire import Answer, Census, Invite, Ready, Show
 
 
 def ready(rank: int, step: int, *, num_used: int = 0) -> Ready:
@@ -95,6 +100,23 @@ def test_who_came_first_gets_what_all_can_spare_in_the_end(planners: list[tuple[
             wanted[taker] -= blocks
     if first is not None:
         assert wanted[first] == 0 or sum(spare) - spare[first] == 0
+
+
+def test_groups_with_caches_of_different_sizes_do_not_become_one() -> None:
+    """Nobody moves the blocks of the larger one below what the smaller one has."""
+    members = ["w0", "w2", "w1", "w3"]
+    invite = Invite(group="g", leader="w0", model="m", members=members, low=2, grows=True, peers={}, shape=[])
+    gathering = Gathering(invite, Formation(tuple(members), 2, 4), {})
+    for name, blocks in zip(members, (50, 60, 50, 60), strict=True):
+        numbers: dict[str, Number] = {
+            "blocks": blocks,
+            "blocks_used": 10,
+            "pages_after": 9,
+            "blocks_after": 130,
+        }
+        gathering.answers[name] = Answer(group="g", worker=name, numbers=numbers)
+    with pytest.raises(NotApplied, match="the groups have 50 and 60 KV blocks"):
+        TransformRun._room(object.__new__(TransformRun), gathering)
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +201,26 @@ def test_a_request_that_misses_a_block_waits_for_the_others_to_lend_one(folder: 
             worker.wait_ends(name)
             assert worker.ends[name] == "length", worker.ends[name]
             assert worker.tokens[name] == oracle(model, text, n)
+
+
+def test_a_worker_that_is_not_laid_out_for_the_degree_refuses_and_lives(folder: Path) -> None:
+    with workers(folder, 3, max_tp=4) as each, workers(folder, 1, max_tp=1) as (other,):
+        other.name = other.grouping.worker = "w9"
+        report = each[0].end_of(transform([each[0], other], 2))
+        assert report.state == "conflict" and "not laid out for degree 2" in report.reason, report
+        assert each[0].end_of(transform(each[:2], 2)).state == "applied"
+
+
+def test_a_leader_whose_blocks_do_not_fit_any_more_when_it_enters_keeps_nobody(folder: Path) -> None:
+    with workers(folder, 2) as each:
+
+        def full(capacity: int) -> None:
+            raise OutOfBlocks(capacity + 1, 0, capacity)
+
+        each[0].grouping.place.resizer.vacate = full  # type: ignore[method-assign]
+        report = each[0].end_of(transform(each, 2))
+        assert report.state == "failed" and "w0 cannot enter" in report.reason, report
+        assert report.numbers["seconds"] < 5
+        assert each[1].regrouped == []
+        each[1].submit("a", prompt(1, 9), 5)
+        each[1].wait_ends("a")

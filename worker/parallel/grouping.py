@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bus.messages import LayerShape
+from bus.messages import LayerShape, Number
 from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.instance import Output
 from worker.memory import BrokenInvariant, OutOfBlocks
@@ -239,6 +239,8 @@ class Grouping:
             name = formation.members[rank]
             if name == self.worker:
                 self._enter(blocks)
+                if self.party is None:  # it cannot
+                    return
             else:
                 gathering.links[name].send(order)
 
@@ -399,12 +401,17 @@ class Grouping:
         if invite.grows:
             reason = reason or what_differs(self.place.instance.shape, invite.shape, invite.leader)
         shard = formation.high_shard(rank) if invite.grows else formation.low_shard(rank)
+        numbers: dict[str, Number] = {}
+        try:
+            numbers = self.place.numbers(shard, self.party.pages_alone if self.party else None)
+        except ValueError as error:  # a degree that its weights are not laid out for
+            reason = reason or str(error)
         return Answer(
             group=invite.group,
             worker=self.worker,
             reason=reason,
             has_met=invite.grows and self._meetings.has(self._key_of(invite)),
-            numbers=self.place.numbers(shard, self.party.pages_alone if self.party else None),
+            numbers=numbers,
         )
 
     def _prepare_to_lead(self, invite: Invite) -> None:
@@ -559,6 +566,8 @@ class Grouping:
         if self._standing_by:
             self._standing_by.link.send(Bye(group=self._standing_by.invite.group, reason=reason))
             self._standing_by = None
+        elif self._gathering:
+            self._gathering.lost = reason
 
     def _broadcast(self, step: Step) -> None:
         for link in self._members.values():

@@ -128,6 +128,14 @@ class TransformRun:
                 blocks_used=used,
                 blocks=blocks,
             )
+        most = int(max(each["blocks"] for each in answers))
+        if gathering.formation.low > 1 and most != blocks:  # alone its blocks are moved, in a group they stay
+            raise NotApplied(
+                "deferred",
+                f"the groups have {blocks} and {most} KV blocks; resize one of them first",
+                blocks=blocks,
+                blocks_most=most,
+            )
         pages = [int(each["pages_after"]) for each in answers]
         after = int(min(each["blocks_after"] for each in answers))
         return blocks, pages, max(after, blocks * gathering.formation.num_subgroups)
