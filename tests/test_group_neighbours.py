@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
 from bus.messages import InstanceCard, WorkerCard
 from tests.group_workers import transform, workers
 from tests.model_folders import make_oracle
+from worker.parallel.communicator import PeerLost, connect
+from worker.parallel.wire import Peer
 from worker.service.neighbours import led_groups
 
 
@@ -65,3 +69,29 @@ def test_a_transform_finds_the_communicator_that_was_made_ahead(tmp_path: Path) 
         assert each[0].end_of(transform(each, 1)).state == "applied"
         each[0].wait_degree(1)
         assert each[0].grouping._meetings.has("w0.1 w1.1"), "it is kept for the next time"
+
+
+def test_nothing_is_kept_of_a_meeting_that_nobody_waits_for(tmp_path: Path) -> None:
+    """Its order was given up while the members met; or one of them is never reached, again and again."""
+    make_oracle("llama").save_pretrained(tmp_path)
+    with workers(tmp_path, 1, timeout_s=30.0) as (worker,):
+        grouping, made = worker.grouping, worker.grouping._meetings._made
+        alone = connect(HashStore(), 0, 1, timeout_s=5)
+
+        def met_too_late() -> None:
+            made["given up"] = alone
+            grouping._met("given up", "")
+
+        worker.call(met_too_late)
+        assert "given up" not in made
+        with pytest.raises(PeerLost):
+            alone.all_reduce(torch.ones(1))
+
+        there = [Peer(name, 1, worker.peer.address, worker.peer.key) for name in ("w1", "w2")]
+        for peer in there:
+            peers = {"w0": worker.peer, peer.worker: peer}
+            worker.call(lambda p=peers: grouping.meet_ahead(tuple(p), p))  # type: ignore[misc]
+        [first, _] = list(grouping._courtesies)
+        links = grouping._courtesies[first]
+        worker.call(lambda: grouping._met(first, "nobody came"))
+        assert all(link._is_closed for link in links) and len(grouping._courtesies) == 1

@@ -128,7 +128,7 @@ class Grouping:
         self._next_leader: Link | None = None
         self._key = ""  # of the present group's communicator
         self._ahead: dict[str, str] = {}  # meetings of groups that may be: what they are called, and the key
-        self._courtesies: list[Link] = []  # over which others were asked to these
+        self._courtesies: dict[str, list[Link]] = {}  # over which others were asked to these
         self._former: list[Link] = []  # of the groups that became this one
         self._early: list[Ready] = []  # of members that have entered before this leader has
         self._losses: list[tuple[Link, str]] = []  # that came before the group's last step was made here
@@ -218,11 +218,11 @@ class Grouping:
         key = _key(members, peers)
         if self.party or self.busy_with or self._meetings.has(key) or key in self._ahead.values():
             return
-        for name in members:
-            if name != self.worker:
-                link = self._links.connect(peers[name].address, peers[name].key)
-                link.send(order)
-                self._courtesies.append(link)
+        others = [peers[name] for name in members if name != self.worker]
+        links = [self._links.connect(peer.address, peer.key) for peer in others]
+        for link in links:
+            link.send(order)
+        self._courtesies[order.group] = links
         self._come_ahead(order)
 
     def _come_ahead(self, order: MeetAhead) -> None:
@@ -447,18 +447,17 @@ class Grouping:
         self._meetings.begin(name, store, rank, size)
 
     def _met(self, name: str, reason: str) -> None:
+        for link in self._courtesies.pop(name, []):
+            link.close()
         if key := self._ahead.pop(name, ""):
             if not reason:
                 self._meetings.keep(key, self._meetings.take(name))
-            if not self._ahead:
-                for link in self._courtesies:
-                    link.close()
-                self._courtesies = []
             return
         invite = self._gathering.invite if self._gathering else None
         if self._standing_by:
             invite = self._standing_by.invite
-        if invite is None or name != self._met_as:
+        if invite is None or name != self._met_as:  # given up meanwhile
+            self._meetings.drop(name)
             return
         if reason:
             self._say_met(reason)

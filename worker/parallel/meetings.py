@@ -53,10 +53,17 @@ class Meetings:
         with self._lock:
             stale = [self._made.pop(key)] if key in self._made else []
             self._made[key] = communicator
-            if len(self._made) > MAX_KEPT:
+            while len(self._made) > MAX_KEPT:
                 stale.append(self._made.pop(next(iter(self._made))))
         for each in stale:
             each.close()
+
+    def drop(self, key: str) -> None:
+        """Nobody waits for it any more, whether its members have met or not."""
+        with self._lock:
+            made = self._made.pop(key, None)
+        if made:
+            made.close()
 
     def has(self, key: str) -> bool:
         with self._lock:
