@@ -224,3 +224,18 @@ def test_a_leader_whose_blocks_do_not_fit_any_more_when_it_enters_keeps_nobody(f
         assert each[1].regrouped == []
         each[1].submit("a", prompt(1, 9), 5)
         each[1].wait_ends("a")
+
+
+def test_a_leader_that_loses_its_lease_while_the_new_shape_is_tried_lives(folder: Path) -> None:
+    """The trial has blocks that no request has."""
+    with workers(folder, 2) as each:
+        assert each[0].end_of(transform(each, 2)).state == "applied"
+        party = each[0].grouping.party
+        assert party is not None
+
+        def lose_lease() -> None:
+            assert party.send_canary()
+            each[0].thread._fence(each[0].epoch)
+
+        each[0].call(lose_lease)
+        each[0].wait(lambda: party.heard is not None, "the trial's end")

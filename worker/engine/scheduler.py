@@ -32,6 +32,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self.num_blocks_aside = 0  # in use, and of no sequence here
         self.num_recomputed = 0  # tokens whose KV was given up, and will be computed again
         # Every running sequence may decode at once, and a decode is never left out of a step.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -81,7 +82,7 @@ class Scheduler:
             self.num_recomputed += seq.num_computed
             seq.block_ids, seq.num_computed = [], 0
             self.waiting.appendleft(seq)
-        self.blocks = blocks
+        self.blocks, self.num_blocks_aside = blocks, 0
         return lost
 
     @property
@@ -181,7 +182,8 @@ class Scheduler:
         """AssertionError unless the blocks of the running sequences are exactly those handed out."""
         held = [block for seq in self.running for block in seq.block_ids]
         assert len(set(held)) == len(held), "a block belongs to two sequences"
-        assert self.blocks.num_used == len(held), (
-            f"{self.blocks.num_used} blocks of {self.blocks.capacity} are taken, sequences hold {len(held)}"
+        num_held = len(held) + self.num_blocks_aside
+        assert self.blocks.num_used == num_held, (
+            f"{self.blocks.num_used} blocks of {self.blocks.capacity} are taken, sequences hold {num_held}"
         )
         assert all(not seq.block_ids and seq.num_computed == 0 for seq in self.waiting)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from worker.engine.work import Work, attention_plan, to_tensor
-from worker.memory import OutOfBlocks
+from worker.engine.work import Work
 from worker.parallel.place import Place
 
 TOKENS = 12
@@ -25,8 +24,9 @@ class Canary:
     def __init__(self, place: Place) -> None:
         """Raises OutOfBlocks where none are free."""
         instance = place.instance
-        self._pool, block_tokens = instance.scheduler.blocks, instance.limits.block_tokens
-        self._blocks = self._pool.allocate(-(-TOKENS // block_tokens))
+        self._scheduler, block_tokens = instance.scheduler, instance.limits.block_tokens
+        self._blocks = self._scheduler.blocks.allocate(-(-TOKENS // block_tokens))
+        self._scheduler.num_blocks_aside += len(self._blocks)
         self.work = Work(
             token_ids=(np.arange(TOKENS) * 7 + 3) % instance.vocab_size,
             q_lens=np.array([TOKENS]),
@@ -36,26 +36,13 @@ class Canary:
         )
 
     def close(self) -> None:
-        self._pool.free(self._blocks)
-
-
-def sing_alone(place: Place) -> torch.Tensor | None:
-    """Log-probabilities [vocab] of the next token, by this worker alone, between two steps; None where no
-    block is free for it."""
-    try:
-        canary = Canary(place)
-    except OutOfBlocks:
-        return None
-    device = place.instance.device
-    plan = attention_plan(canary.work, place.instance.limits.block_tokens, device)
-    token_ids, rows = to_tensor(canary.work.token_ids, device), to_tensor(canary.work.logit_rows, device)
-    logits = place.model.forward(token_ids, plan, place.cache, rows)
-    canary.close()
-    return logits[0].log_softmax(0)
+        self._scheduler.blocks.free(self._blocks)
+        self._scheduler.num_blocks_aside -= len(self._blocks)
 
 
 def what_is_wrong(heard: torch.Tensor, known: torch.Tensor | None, dtype: torch.dtype) -> str:
-    """Empty where the two say the same. heard, known: as of `sing_alone`."""
+    """Empty where the two say the same. heard, known: log-probabilities [vocab]; None: there was no block for
+    it."""
     if not bool(torch.isfinite(heard).all()):
         return "the new shape's numbers are not numbers"
     if known is None:
