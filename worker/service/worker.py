@@ -209,19 +209,22 @@ class Serving:
         await self._membership.update(state="draining")
         try:
             async with asyncio.timeout(self._settings.drain_timeout_s):
-                # First, since a group whose leader drains takes nothing new; and the others' requests need not
-                # be computed anew.
-                while self._thread.is_in_group:
-                    self._thread.ask_to_part()
-                    await asyncio.sleep(PARTING_CHECK_S)
+                await self._part()  # first, since a group whose leader drains takes nothing new
                 if self._bus.up:  # else nobody can send anything either
                     await asyncio.sleep(GATEWAYS_LOOK_S)
                 while len(self._ledger) or await self._backlog():  # noqa: ASYNC110 one wait a life
                     await asyncio.sleep(DRAIN_CHECK_S)
+                await self._part()  # from one that it was ordered into before its card was read
                 await self._outbox.wait_empty()
         except TimeoutError:
             if unfinished := len(self._ledger):
                 log.warning("%d requests did not finish in time; they go on elsewhere", unfinished)
+
+    async def _part(self) -> None:
+        """From its group, if it is in one: the others' requests need not be computed anew."""
+        while self._thread.is_in_group:
+            self._thread.ask_to_part()
+            await asyncio.sleep(PARTING_CHECK_S)
 
     async def _backlog(self) -> int:
         """Entries that are unread or not yet acknowledged; 0 without a Redis to hold any."""
