@@ -83,7 +83,7 @@ def test_a_group_grows_and_shrinks_its_cache_while_requests_run(folder: Path, mo
             assert report.state == "applied", report
             assert blocks <= report.numbers["blocks_after"] <= blocks + most // 8
         refused = each[0].end_of(resize(each[0], 2))
-        assert refused.state == "deferred" and refused.numbers["blocks_used"] > 2, refused
+        assert refused.state == "failed" and refused.numbers["min_blocks"] > 2, refused
         assert each[0].end_of(resize(each[0], 100 * most)).state == "deferred"
         follower = each[1].end_of(resize(each[1], most))
         assert follower.state == "conflict" and "w0 leads" in follower.reason

@@ -87,9 +87,19 @@ class GroupResizeRun:
     def __init__(
         self, party: Party, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic
     ) -> None:
+        """Raises NotApplied for sizes that can never be."""
         self._cache, self._num_blocks = GroupCache(party), num_blocks
         self._patience = Patience(wait_s, clock)
         self._blocks_before = self._cache.blocks
+        limits = party.place.instance.limits
+        least = min(-(-limits.max_model_len // limits.block_tokens), self._blocks_before)
+        if num_blocks < least:
+            raise NotApplied(
+                "failed",
+                f"{num_blocks} KV blocks: this group can have no fewer than {least} (the longest sequence"
+                " must fit)",
+                min_blocks=least,
+            )
 
     @property
     def deadline(self) -> float | None:
