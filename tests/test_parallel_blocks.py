@@ -187,6 +187,8 @@ def test_an_idle_group_has_no_block_in_use_by_what_its_leader_tells(folder: Path
         leader.wait(lambda: instance_telemetry(leader.instance).kv_used == 0, "an empty cache", 5)
 
 
+@pytest.mark.faults
+@pytest.mark.slow
 def test_a_request_that_misses_a_block_waits_for_the_others_to_lend_one(folder: Path, model: Any) -> None:
     """One has lent its blocks away, and the taker wants ever more: nobody is sent back as too long."""
     with workers(folder, 2, megabytes=1.2) as each:

@@ -74,6 +74,8 @@ def test_a_member_lost_right_before_two_enter_is_not_waited_for(folder: Path, mo
         assert load.during(each[0], transform(each, 1)).state == "applied"
 
 
+@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(before_the_order, None), (None, after_the_order)])
 def test_a_member_lost_as_two_groups_enter_leaves_four_that_serve_alone(
     folder: Path, model: Any, first: Any, then: Any

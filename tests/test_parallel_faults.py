@@ -159,7 +159,7 @@ def test_a_rank_that_hangs_is_given_up(folder: Path, model: Any, boundary: int, 
 
 @pytest.mark.parametrize(
     ("boundary", "grows"),
-    [(1, True), pytest.param(3, True, marks=SLOW), pytest.param(2, False, marks=SLOW)],
+    [pytest.param(*when, marks=SLOW) for when in [(1, True), (3, True), (2, False)]],
 )
 def test_a_rank_that_goes_leaves_the_other_whole(
     folder: Path, model: Any, boundary: int, grows: bool
