@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # What `make test` leaves out; `make test-faults`, `make compose-test` and `make gpu` run the rest.
-QUICK  := not slow and not docker and not gpu
+QUICK  := not slow and not faults and not docker and not gpu
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-faults check format bench bench-morph bench-quality bench-transform gpu demo-model compose-test clean
