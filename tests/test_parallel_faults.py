@@ -18,6 +18,7 @@ from worker.model.shard import Shard
 
 LAYERS = 3
 SLOW = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = SLOW
 
 
 @pytest.fixture(scope="module")

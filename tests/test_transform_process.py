@@ -15,7 +15,11 @@ from tests.faults.load import LONG_STREAM, Stream
 from tests.faults.morphs import Hand
 from tests.service import DEMO_MODEL, LEASE_S, Service, wait_for
 
-pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built")
+pytestmark = [
+    pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),
+    pytest.mark.faults,
+    pytest.mark.slow,
+]
 
 NUM_LAYERS = 8
 PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n    def __init__(self")
