@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bus.messages import LayerShape, Number
-from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.instance import Output
-from worker.memory import BrokenInvariant, OutOfBlocks
+from worker.memory import OutOfBlocks
+from worker.morph.executor import FATAL
 from worker.parallel.communicator import Communicator, PeerLost
 from worker.parallel.formation import Formation
 from worker.parallel.links import Link, Links
@@ -45,9 +45,7 @@ from worker.parallel.wire import (
 
 log = logging.getLogger(__name__)
 
-# The books or the device are broken: no going on.
-MAX_EARLY = 64
-_FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
+MAX_EARLY = 64  # Readies that came before this leader has entered
 
 
 @dataclass(slots=True)
@@ -209,15 +207,15 @@ class Grouping:
     def meet_ahead(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
         """Make the communicator of a group that may form some day, unless it is there: that takes a moment,
         which a transformation saves then."""
+        key = _key(members, peers)
+        if self.party or self.busy_with or self._meetings.has(key) or key in self._ahead.values():
+            return
         order = MeetAhead(
             group=f"ahead {uuid.uuid4().hex[:8]}",
             members=list(members),
             peers={name: peers[name] for name in members},
             store=self._meetings.store,
         )
-        key = _key(members, peers)
-        if self.party or self.busy_with or self._meetings.has(key) or key in self._ahead.values():
-            return
         others = [peers[name] for name in members if name != self.worker]
         links = [self._links.connect(peer.address, peer.key) for peer in others]
         for link in links:
@@ -277,7 +275,7 @@ class Grouping:
         assert party is not None
         try:
             party.tick(may_plan)
-        except _FATAL:
+        except FATAL:
             raise
         except PeerLost as error:
             self._fall_apart(str(error))
