@@ -6,11 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
-from worker.parallel.communicator import Communicator, PeerLost, connect
+from worker.parallel.carriers import Messages, Places
+from worker.parallel.communicator import Communicator, PeerLost, Staged, connect, share_a_gpu
 
 
 def together(size: int, work: Callable[[Communicator], object], timeout_s: float = 20.0) -> list[object]:
@@ -88,3 +90,62 @@ def test_a_group_that_was_left_cannot_be_used() -> None:
             group.all_reduce(torch.ones(1))
 
     together(2, work)
+
+
+def test_workers_of_one_gpu_talk_by_way_of_host_memory_as_others_do_directly() -> None:
+    """Without a GPU both ends of the way lie in host memory; the way is the same."""
+
+    def work(group: Communicator) -> list[torch.Tensor]:
+        made = []
+        for each in (group, Staged(group, pins=False)):
+            for shape, dtype in (((3, 4), torch.float32), ((50, 4), torch.bfloat16), ((2, 4), torch.float32)):
+                x = torch.randn(shape, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+                each.all_reduce(x)
+                # rank r sends r rows to every rank: the first sends nothing
+                sent = torch.full((group.rank * group.size, 2), group.rank)
+                received = torch.empty(sum(range(group.size)), 2, dtype=sent.dtype)
+                each.all_to_all(received, sent, range(group.size), [group.rank] * group.size)
+                made += [x, received]
+        return made
+
+    for made in together(3, work):
+        assert isinstance(made, list)
+        direct, staged = made[:6], made[6:]
+        assert all(torch.equal(a, b) for a, b in zip(direct, staged, strict=True))
+
+
+def test_an_exchange_takes_the_same_way() -> None:
+    def work(group: Communicator) -> torch.Tensor:
+        rows = torch.arange(8).view(4, 2) + 100 * group.rank
+        other = Places([np.array([], np.int64), np.array([], np.int64)])
+        other.by_subgroup[1 - group.rank] = np.array([1, 3])
+        Messages(rows, Staged(group, pins=False), [0, 1], 2).carry(rows, other, other)
+        return rows
+
+    first, second = together(2, work)
+    assert first.tolist() == [[0, 1], [102, 103], [4, 5], [106, 107]]  # type: ignore[attr-defined]
+    assert second.tolist() == [[100, 101], [2, 3], [104, 105], [6, 7]]  # type: ignore[attr-defined]
+
+
+def test_a_member_that_left_is_told_by_way_of_host_memory_too() -> None:
+    def work(group: Communicator) -> str:
+        if group.rank == 1:
+            return "gone"
+        try:
+            Staged(group, pins=False).all_reduce(torch.ones(4))
+        except PeerLost:
+            return "lost"
+        return "summed"
+
+    assert together(2, work, timeout_s=1.0) == ["lost", "gone"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "is_shared"),
+    [(["a", "b", "c"], False), (["a", "b", "a"], True), (["a", "a", "a"], True)],
+)
+def test_all_ranks_find_out_alike_whether_two_of_them_share_a_gpu(gpus: list[str], is_shared: bool) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(len(gpus)) as threads:
+        found = [threads.submit(share_a_gpu, store, rank, len(gpus), gpu) for rank, gpu in enumerate(gpus)]
+        assert [each.result(20) for each in found] == [is_shared] * len(gpus)

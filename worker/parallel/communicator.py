@@ -1,8 +1,8 @@
 """Collective communication of one group of ranks, without a process-wide default group.
 
-Gloo between CPU devices, and for several workers that share one GPU; NCCL between distinct GPUs. A process
-may hold many communicators: they are values, made ahead for the groups that may form, and thrown away with
-the death of a member.
+Gloo between CPU devices, NCCL between distinct GPUs, and gloo by way of host memory where two workers share
+one. A process may hold many communicators: they are values, made ahead for the groups that may form, and
+thrown away with the death of a member.
 """
 
 from __future__ import annotations
@@ -82,24 +82,74 @@ class TorchCommunicator:
             raise PeerLost(f"rank {self.rank} of {self.size}: {error}") from error
 
 
+class Staged:
+    """A communicator for tensors of a device, over one for tensors of the host: for workers that share a GPU.
+
+    NCCL takes one rank a GPU, and gloo no all-to-all of tensors on one. Each call costs two copies over the
+    device's bus, and waits for what the device still has to do.
+    """
+
+    def __init__(self, group: Communicator, *, pins: bool) -> None:
+        """pins: its buffers lie in memory that a GPU reads and writes itself."""
+        self.rank, self.size = group.rank, group.size
+        self._group, self._pins = group, pins
+        self._sent, self._received = _empty(0, pins), _empty(0, pins)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self._sent, host = self._like(self._sent, x)
+        host.copy_(x)
+        self._group.all_reduce(host)
+        x.copy_(host)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+    ) -> None:
+        self._sent, out = self._like(self._sent, sent)
+        self._received, come = self._like(self._received, received)
+        out.copy_(sent)
+        self._group.all_to_all(come, out, received_sizes, sent_sizes)
+        received.copy_(come)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _like(self, buffer: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the buffer, larger where it was too small; its beginning in the shape of x)"""
+        if buffer.nbytes < x.nbytes:
+            buffer = _empty(x.nbytes, self._pins)
+        return buffer, buffer[: x.nbytes].view(x.dtype).view(x.shape)
+
+
 def connect(
     store: Store, rank: int, size: int, *, timeout_s: float, host: str = "127.0.0.1", device: str = "cpu"
 ) -> Communicator:
     """Meet the other ranks in `store`, which all of them share (with a prefix of this group's own).
 
-    host: the address of this rank for the others. device: "cpu" takes gloo, "cuda" NCCL, which needs a GPU
-    for each rank. Raises PeerLost where they do not come within `timeout_s`, later calls' limit too.
+    host: the address of this rank for the others. device: "cpu" takes gloo; GPUs ("cuda:0") take NCCL, which
+    needs one for each rank, or gloo by way of host memory where two ranks share one. Raises PeerLost where
+    they do not come within `timeout_s`, later calls' limit too.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
-        if device == "cuda":
-            return TorchCommunicator(_nccl(store, rank, size, timeout))
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timeout
-        return TorchCommunicator(ProcessGroupGloo(store, rank, size, options))
+        if device == "cpu":
+            return TorchCommunicator(_gloo(store, rank, size, timeout, host))
+        gpu = str(torch.cuda.get_device_properties(torch.device(device)).uuid)
+        if share_a_gpu(store, rank, size, gpu):
+            return Staged(TorchCommunicator(_gloo(store, rank, size, timeout, host)), pins=True)
+        return TorchCommunicator(_nccl(store, rank, size, timeout))
     except RuntimeError as error:
         raise PeerLost(f"rank {rank} of {size} did not meet the others: {error}") from error
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, rank, size, options)
 
 
 def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -108,3 +158,14 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return ProcessGroupNCCL(store, rank, size, options)
+
+
+def share_a_gpu(store: Store, rank: int, size: int, gpu: str) -> bool:
+    """Whether two of the ranks that meet in `store` have the same one. gpu: this rank's, by a name that no
+    other has in any host. Raises RuntimeError where one does not come within the store's time."""
+    store.set(f"gpu of {rank}", gpu)
+    return len({store.get(f"gpu of {other}") for other in range(size)}) < size
+
+
+def _empty(nbytes: int, is_pinned: bool) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)

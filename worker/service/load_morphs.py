@@ -93,7 +93,7 @@ def make_grouping(
         worker,
         place,
         host=settings.group_host,
-        device="cpu" if device.type == "cpu" else "cuda",
+        device=str(device),
         timeout_s=settings.group_timeout_s,
     )
     return grouping
