@@ -107,12 +107,19 @@ def carrier_for(
     if rows.device.type != "cpu":
         return Messages(rows, group, peers, per_peer)
     needed = max(nbytes // rows.itemsize, (len(peers) - 1) * per_peer * rows.shape[1]) * rows.itemsize
+    boxes = outboxes_of(group, needed)
+    return Shared(boxes, group, peers, per_peer) if boxes else Messages(rows, group, peers, per_peer)
+
+
+def outboxes_of(group: Communicator, nbytes: int) -> Outboxes | None:
+    """Of at least so many bytes each, for a group of CPU devices; None where the system does not allow them.
+    Every rank calls it, with the same number."""
     boxes = _boxes.get(group)
-    if group not in _boxes or (boxes and boxes.nbytes < needed):
+    if group not in _boxes or (boxes and boxes.nbytes < nbytes):
         try:
-            boxes = Outboxes(group, needed)
+            boxes = Outboxes(group, nbytes)
         except OSError as error:
-            log.warning("KV is exchanged through sockets: %s", error)
+            log.warning("KV and weights are exchanged through sockets: %s", error)
             boxes = None
         _boxes[group] = boxes
-    return Shared(boxes, group, peers, per_peer) if boxes else Messages(rows, group, peers, per_peer)
+    return boxes
