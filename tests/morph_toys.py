@@ -115,6 +115,10 @@ class ToyCopy:
     def nbytes(self) -> int:
         return self.variants.pages(*self.key) * PAGE
 
+    @property
+    def read_bytes(self) -> int:
+        return self.nbytes
+
     def __call__(self, may_go_on: Callable[[], bool], /) -> None:
         view = self.variants.view(self.key)
         for start in range(0, len(view), PAGE):

@@ -424,3 +424,57 @@ def test_shards_that_a_rank_cannot_go_to_are_refused_and_nothing_changes(reshard
         weights.narrow(1, Shard(4, 8))
     assert pool.counts() == before and weights.shard(1) == Shard(1, 2)
     assert weights.shard(0) == Shard()
+
+
+# ---------------------------------------------------------------------------- rows from other ranks
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shard", [Shard(1, 2), Shard()], ids=str)
+def test_what_the_parts_of_a_shard_read_makes_it_whole(
+    folder: Path, tmp_path: Path, precision: Precision, shard: Shard
+) -> None:
+    """Ranks of degree 4, one after the other: all that they have is put into the last one's pages."""
+    resharding = Resharding(folder, tmp_path)
+    assert resharding.made
+    resharding.made.swap_all(precision)
+    weights, whole = resharding.weights, resharding.bytes()
+    parts = [Shard(rank, 4) for rank in range(4) if shard.has(Shard(rank, 4))]
+    theirs = [
+        [(begin, whole[begin:end]) for begin, end in weights.spans(1, part)]
+        for part in parts
+        if part != parts[-1]
+    ]
+    weights.narrow(1, parts[-1])
+    for begin, end in weights.spans(1, parts[-1]):
+        assert weights.ffn(1).read(begin, end).equal(whole[begin:end])
+    weights.map(1, shard)
+    for begin, source in (piece for part in theirs for piece in part):
+        weights.ffn(1).put(begin, source)
+    weights.widen(1, shard)
+    for begin, end in weights.spans(1, shard):
+        assert weights.ffn(1).read(begin, end).equal(whole[begin:end])
+    resharding.close()
+
+
+def test_rows_that_came_damaged_are_found_where_their_sums_are_known(resharding: Resharding) -> None:
+    weights, whole = resharding.weights, resharding.bytes()
+    weights.narrow(1, Shard(1, 2))
+    weights.map(1, Shard())
+    begin, end = weights.spans(1, Shard(0, 2))[0]
+    came = whole[begin:end]
+    came[5000] ^= 4
+    if resharding.made:
+        with pytest.raises(WrongVariant, match=r"ffn of layer 1 in full: 1 of .* or the way between them"):
+            weights.ffn(1).put(begin, came)
+    else:
+        weights.ffn(1).put(begin, came)
+    weights.unmap_extra(1)
+
+
+def test_a_rehearsal_fills_nothing_and_reads_what_any_fill_must(resharding: Resharding) -> None:
+    before, whole = resharding.pool.counts(), resharding.bytes()
+    job = resharding.weights.rehearsal()
+    job(lambda: True)
+    assert job.nbytes == 0 and job.read_bytes == (0 if resharding.made else len(whole))
+    assert resharding.pool.counts() == before and resharding.bytes().equal(whole)

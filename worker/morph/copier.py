@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from worker.morph.rate import Rate
 from worker.morph.verbs import CopyJob
 
 STOP_S = 10.0  # a chunk takes milliseconds; a copy that does not stop at its next one is stuck for good
@@ -16,7 +17,7 @@ class Copy:
     """One copy, waiting, running or over."""
 
     def __init__(self, job: CopyJob) -> None:
-        self.nbytes = job.nbytes
+        self.nbytes, self.read_bytes = job.nbytes, job.read_bytes
         self.seconds = 0.0  # spent copying, pauses not counted
         self._job = job
         self._error: BaseException | None = None
@@ -28,6 +29,11 @@ class Copy:
     def is_done(self) -> bool:
         """Nothing writes any more: it came to its end, failed, or was stopped."""
         return self._ended.is_set()
+
+    @property
+    def is_whole(self) -> bool:
+        """It came to its end."""
+        return self.is_done and self._error is None and not self._stopping.is_set()
 
     def raise_error(self) -> None:
         """Raises what the job raised, once it is done."""
@@ -76,6 +82,7 @@ class Copier:
     def __init__(self, on_done: Callable[[], None], share: Callable[[], float] = lambda: 1.0) -> None:
         """on_done: called in the copying thread after each copy. share: asked after each chunk, which part
         of the time copying may take now (0..1]: on a CPU it takes cores and memory from the steps."""
+        self.rate = Rate()  # of what its jobs read, pauses not counted
         self._on_done, self._share = on_done, share
         self._queue: SimpleQueue[Copy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -98,4 +105,6 @@ class Copier:
     def _run(self) -> None:
         while copy := self._queue.get():
             copy.run(self._share)
+            if copy.is_whole:
+                self.rate.add(copy.read_bytes, copy.seconds)
             self._on_done()

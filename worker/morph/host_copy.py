@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from worker.memory import VirtualRange
-from worker.morph.sums import ROW_BYTES, RowSums, num_rows
-from worker.morph.variants_check import WrongVariant
+from worker.morph.checked_pages import CheckedPages
 
 # A millisecond on either: it may be stopped, and rests, after each. Smaller ones cost more calls (1 MiB on a
 # CPU: half as long again).
 _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 1 << 22, 1 << 24
+
+_ADVICE = (
+    "memory of the device or of the host is damaged (to have the host's copy made anew, stop all workers of"
+    " this model)"
+)
 
 Span = tuple[int, int]  # [begin, end) in bytes of a range
 
@@ -32,34 +36,22 @@ class HostCopy:
     ) -> None:
         """image: uint8 [n], no more than the range has. sums: its `row_sums`. spans: which parts of it, each
         from the beginning of a page on and within pages that are mapped. what: for the error."""
-        self._what, self._image, self._sums, self._target = what, image, sums, target
-        self._spans = list(spans)
+        self._image, self._spans = image, list(spans)
+        self._pages = CheckedPages(what, target, image.numel(), sums, _ADVICE)
         self._chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _CUDA_CHUNK_BYTES
 
     @property
     def nbytes(self) -> int:
         return sum(end - begin for begin, end in self._spans)
 
+    @property
+    def read_bytes(self) -> int:
+        return self.nbytes
+
     def __call__(self, may_go_on: Callable[[], bool]) -> None:
         """Chunk by chunk, in any thread; asks after each and returns at once on False."""
         for begin, end in self._spans:
             for first in range(begin, end, self._chunk_bytes):
-                self._copy(first, min(first + self._chunk_bytes, end))
+                self._pages.put(first, self._image[first : min(first + self._chunk_bytes, end)])
                 if not may_go_on():
                     return
-
-    def _copy(self, begin: int, end: int) -> None:
-        sums = RowSums(self._target.tensor(torch.uint8, (end - begin,), offset_bytes=begin))
-        self._target.write(
-            begin, self._image[begin:end], lambda start, stop: sums.take(start - begin, stop - begin)
-        )
-        found, first = sums.found, begin // ROW_BYTES
-        wanted = self._sums[first : first + len(found)]
-        if not found.equal(wanted):
-            wrong = (found != wanted).nonzero().flatten() + first
-            num_pieces = num_rows(self._image.numel())
-            raise WrongVariant(
-                f"{self._what}: {len(wrong)} of {num_pieces} pieces of {ROW_BYTES} bytes are not"
-                f" what was made, the first at byte {int(wrong[0]) * ROW_BYTES}; memory of the device or of"
-                " the host is damaged (to have the host's copy made anew, stop all workers of this model)"
-            )

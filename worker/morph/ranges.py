@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from bus.messages import PARTS, Part, Precision
 from worker.memory import PagePool, VirtualRange
@@ -20,6 +21,7 @@ from worker.model.layout import RangePlan, degrees
 from worker.model.model import Model
 from worker.model.shard import Shard
 from worker.model.weights import tensors_of
+from worker.morph.checked_pages import CheckedPages
 from worker.morph.host_copy import Span
 
 Place = tuple[int, Part, Precision]
@@ -119,6 +121,12 @@ class HalfRanges:
 def name_of(place: Place) -> str:
     layer, part, precision = place
     return f"{part} of layer {layer} in {precision}"
+
+
+def checked_pages(place: Place, ranges: HalfRanges, sums: torch.Tensor | None) -> CheckedPages:
+    """For what other ranks send."""
+    advice = "memory of this device or of another rank is damaged, or the way between them"
+    return CheckedPages(name_of(place), ranges.memory(place), ranges.plans[place[1:]].nbytes, sums, advice)
 
 
 def half_of(model: Model, place: Place, tensors: Tensors, shard: Shard) -> Half:

@@ -8,30 +8,37 @@ whichever variants a layer has at the time, quantised ones too.
 ::
 
     up      narrow
-    down    map --> fill, in the copying thread --> widen        undo of map: unmap_extra
+    down    map --> fill, in the copying thread,    --> widen        undo of map: unmap_extra
+                    or `put` of what others `read`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from bus.messages import PARTS, Part
 from worker.memory import PagePool
 from worker.model.model import Model
 from worker.model.shard import Shard
-from worker.morph.ranges import HalfRanges, Pages, Place, name_of
+from worker.morph.checked_pages import CheckedPages
+from worker.morph.host_copy import Span
+from worker.morph.ranges import HalfRanges, Pages, Place, checked_pages, name_of
 from worker.morph.source_copy import SourceCopy
 from worker.morph.variants import LayerVariants
 from worker.morph.verbs import CopyJob, Variants
 
 PagesCopy = Callable[[Place, Pages], CopyJob]  # fills these mapped pages of a variant
+Checked = Callable[[Place], CheckedPages]
 
 
 class Resharder:
     """Verbs of the engine's thread, between steps. A layer that is being swapped must not be resharded."""
 
-    def __init__(self, model: Model, ranges: HalfRanges, copy: PagesCopy) -> None:
-        self._model, self._ranges, self._copy = model, ranges, copy
+    def __init__(self, model: Model, ranges: HalfRanges, copy: PagesCopy, checked: Checked) -> None:
+        self._model, self._ranges = model, ranges
+        self._copy, self._checked = copy, checked
 
     def shard(self, layer: int) -> Shard:
         """What the next step computes of it."""
@@ -62,6 +69,21 @@ class Resharder:
         missing = self._ranges.needed(place, shard) & ~self._ranges.needed(place, self.shard(layer))
         return self._copy(place, missing)
 
+    def spans(self, layer: int, shard: Shard) -> list[Span]:
+        """Which bytes of the layer's FFN a shard has: those of its pages, which it shares with no other shard
+        of its degree. As many for each, but for the last."""
+        place = self._resident(layer, "ffn")
+        return self._ranges.spans(place, self._ranges.needed(place, shard))
+
+    def ffn(self, layer: int) -> CheckedPages:
+        """To read the spans of the present shard, and to put others' into the pages of `map`."""
+        return self._checked(self._resident(layer, "ffn"))
+
+    def rehearsal(self) -> CopyJob:
+        """What goes before a `fill` whatever it is to fill: tells what that takes. It fills nothing."""
+        place = self._resident(0, "ffn")
+        return self._copy(place, np.zeros_like(self._ranges.needed(place, self.shard(0))))
+
     def widen(self, layer: int, shard: Shard) -> None:
         """The next step runs `shard`, whose pages are filled. Raises ValueError for those that were never
         mapped."""
@@ -87,7 +109,7 @@ class Resharder:
 def make_resharder(model: Model, pool: PagePool, variants: Variants) -> Resharder:
     """Fills from the variants' host images or, where a model has none, from where it was loaded from."""
     if isinstance(variants, LayerVariants):
-        return Resharder(model, variants.ranges, variants.copy_pages)
+        return Resharder(model, variants.ranges, variants.copy_pages, variants.checked)
     ranges = HalfRanges(model, pool)
 
     def copy(place: Place, pages: Pages) -> CopyJob:
@@ -101,7 +123,7 @@ def make_resharder(model: Model, pool: PagePool, variants: Variants) -> Resharde
             pool.backend.device,
         )
 
-    return Resharder(model, ranges, copy)
+    return Resharder(model, ranges, copy, lambda place: checked_pages(place, ranges, None))
 
 
 def _check_nested(*, wide: Shard, narrow: Shard) -> None:

@@ -34,6 +34,11 @@ class SourceCopy:
     def nbytes(self) -> int:
         return sum(end - begin for begin, end in self._spans)
 
+    @property
+    def read_bytes(self) -> int:
+        """The whole half, however little of it is wanted."""
+        return self._plan.nbytes
+
     def __call__(self, may_go_on: Callable[[], bool]) -> None:
         """Asks after each tensor, some tens of MiB, and then as a `HostCopy` does. Raises ModelError too."""
         where = self._device if self._source.depends_on_device else torch.device("cpu")

@@ -20,11 +20,12 @@ from worker.model.quantized_layout import plan_quantized
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint
 from worker.model.weights import LoadedRange, tensors_in
+from worker.morph.checked_pages import CheckedPages
 from worker.morph.host import HostStore, Images
 from worker.morph.host_copy import HostCopy
 from worker.morph.host_file import Progress
 from worker.morph.host_images import find_matrices, write_half
-from worker.morph.ranges import HalfRanges, Pages, Place, half_of, name_of
+from worker.morph.ranges import HalfRanges, Pages, Place, checked_pages, half_of, name_of
 from worker.morph.sums import num_rows, row_sums
 from worker.morph.variants_check import check_outputs, expected_outputs, num_outputs
 from worker.quantize.fingerprint import model_fingerprint
@@ -81,6 +82,11 @@ class LayerVariants:
         spans = self.ranges.spans(place, pages)
         memory = self.ranges.memory(place)
         return HostCopy(name_of(place), image, sums.view(torch.int64), memory, self._device, spans)
+
+    def checked(self, place: Place) -> CheckedPages:
+        """A variant's pages, for bytes that come from elsewhere."""
+        sums = self._store.image((*place, "sums")).view(torch.int64)
+        return checked_pages(place, self.ranges, sums)
 
     def image(self, layer: int, part: Part, precision: Precision) -> torch.Tensor:
         """What is copied: uint8 [n] in host memory, for reading only."""

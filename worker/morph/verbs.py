@@ -14,6 +14,10 @@ class CopyJob(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def read_bytes(self) -> int:
+        """What its time goes by: the bytes that it must go through to write `nbytes`."""
+
     def __call__(self, may_go_on: Callable[[], bool], /) -> None:
         """Copies in chunks of some milliseconds at most and asks after each; returns at once on False.
         On a device with streams it returns when the device has all of it."""
