@@ -8,6 +8,7 @@ part take turns in one run, and a part's time is that of its slowest rank.
 KV         TP1 to TP4 at 90 % use: in place, against migrating and trimming. Bars: at least 90 % less memory,
            2.5 times less time, never more memory than a stage may take
 weights    unmapping padded shards, against copying the rows that stay to the front and unmapping the rest
+rows       of a layer's FFN, TP4 to TP1: from peers, from host images, from the checkpoint; which is chosen
 padding    FFN time with it, against without. Bar: under 1 % longer at TP1
 whole      weights and KV of all layers, against stopping and going through shared host memory. Bars: at least
            30 times cheaper for the step that pays most (one layer a step, or the stop), and in all
@@ -28,7 +29,7 @@ from typing import Any
 import kernels
 
 # isort: split
-from bench import transform_group, transform_kv, transform_weights, transform_whole
+from bench import transform_group, transform_kv, transform_rows, transform_weights, transform_whole
 from bench.dummy_model import saved_model
 from bench.offline import say, silence
 from bench.transform_picture import draw
@@ -37,6 +38,7 @@ from bench.transform_report import (
     bars,
     kv_found,
     products_found,
+    rows_found,
     say_card,
     shards_found,
     steps_found,
@@ -84,6 +86,9 @@ def measure(is_quick: bool) -> dict[str, Any]:
         arguments = folder, WHOLE_KV_BYTES, WHOLE_KV_USE, rounds, STAGE_BYTES, shared
         found["whole"] = whole_found(run_ranks(RANKS, transform_whole.measure, *arguments))
         say("the whole is done")
+        ranks = run_ranks(RANKS, transform_rows.measure, folder, rounds, STAGE_BYTES, shared)
+        found["rows"] = rows_found(ranks, *transform_rows.missing_and_whole(folder, RANKS))
+        say("rows are done")
         changes, calm = transform_group.measure(
             folder,
             SETTINGS[::2] if is_quick else SETTINGS,

@@ -8,6 +8,8 @@ from typing import Any
 
 from bench.offline import say
 from bench.transform_group import Change, Step
+from bench.transform_ranks import Timed
+from bench.transform_rows import PEERS, chosen
 from bench.transform_weights import Case, median_ratio
 from bench.transform_weights import Took as Freed
 from bench.transform_whole import OURS, THROUGH_HOST, WAITING
@@ -40,6 +42,28 @@ def shards_found(took: Mapping[str, Sequence[Freed]]) -> dict[str, Any]:
             "pages_per_layer": round(statistics.fmean(one.pages for one in each), 1),
         }
         for way, each in took.items()
+    }
+
+
+def rows_found(ranks: Sequence[dict[str, list[Timed]]], missing: int, whole: int) -> dict[str, Any]:
+    """missing, whole: bytes of a layer."""
+    ms = {
+        way: {
+            "ms_per_layer": _slowest([rank[way] for rank in ranks], lambda time: time.seconds),
+            "cpu_ms_per_layer": _summed([rank[way] for rank in ranks], lambda time: time.cpu_seconds),
+        }
+        for way in ranks[0]
+    }
+    seconds = {way: one["ms_per_layer"] / 1e3 for way, one in ms.items()}
+    return {
+        "missing_mib_per_layer": round(missing / MIB, 2),
+        "ways": ms,
+        "chosen": {
+            f"{PEERS if choice.is_from_peers else way}, not {way if choice.is_from_peers else PEERS}": (
+                choice.numbers()
+            )
+            for way, choice in chosen(missing, whole, 1, seconds).items()
+        },
     }
 
 
@@ -142,6 +166,12 @@ def say_card(found: dict[str, Any]) -> None:
     say("FFN of a layer, one rank, TP1 to TP4:")
     for way, one in found["weights"].items():
         say(f"  {way:<30} {one['ms_per_layer']:8.2f} ms   {one['pages_per_layer']:g} pages freed")
+    rows = found["rows"]
+    say(f"FFN rows of a layer, TP4 to TP1, {rows['missing_mib_per_layer']:g} MiB missing on each of 4 ranks:")
+    for way, one in rows["ways"].items():
+        say(f"  {way:<30} {one['ms_per_layer']:8.2f} ms ({one['cpu_ms_per_layer']:.0f} of CPU)")
+    for choice in rows["chosen"]:
+        say(f"  a group whose steps take no time takes them {choice}")
     say("FFN time that padding adds:")
     for case in found["padding"]:
         say(
