@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bus.messages import Number
 from worker.engine.instance import Instance
@@ -10,9 +10,11 @@ from worker.memory import BlockAllocator, KVCache
 from worker.model import Model
 from worker.model.shard import Shard
 from worker.morph.copier import Copier
+from worker.morph.rate import Rate
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.parallel.filling import Weights
+from worker.parallel.rows import RowCosts
 from worker.parallel.share import BlockShare
 
 ALONE = Shard()
@@ -20,7 +22,8 @@ ALONE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One instance and all that belongs to it. stage_bytes: buffers of one stage of an exchange."""
+    """One instance and all that belongs to it. stage_bytes: buffers of one stage of an exchange. exchanges:
+    what groups of this worker sent each other, KV or weights."""
 
     name: str  # of the model
     target: Target
@@ -28,6 +31,7 @@ class Place:
     weights: Weights
     copier: Copier
     stage_bytes: int
+    exchanges: Rate = field(default_factory=Rate)
 
     @property
     def instance(self) -> Instance:
@@ -84,6 +88,21 @@ class Place:
             "pages_after": after,
             "blocks_after": self.blocks_in(after, shard.size),
         }
+
+    def row_costs(self, shard: Shard) -> RowCosts:
+        """Of the FFN rows that are missing for all layers at `shard`. ValueError for a degree that the
+        weights are not laid out for."""
+        fills = [
+            self.weights.fill(layer, shard)
+            for layer in range(self.num_layers)
+            if self.weights.shard(layer) != shard
+        ]
+        return RowCosts(
+            rows_missing_bytes=sum(fill.nbytes for fill in fills),
+            rows_host_bytes=sum(fill.read_bytes for fill in fills),
+            rows_host_bytes_per_s=self.copier.rate.bytes_per_s,
+            rows_peer_bytes_per_s=self.exchanges.bytes_per_s,
+        )
 
     def tokens_at(self, degree: int) -> int:
         """The longest sequence whose KV fits in a group of `degree` workers like this one."""

@@ -106,6 +106,7 @@ class Settle(Action, frozen=True, kw_only=True, tag=True):
 
     blocks: int
     pages: list[int]  # by rank
+    is_probed: bool = False  # all measure how fast they send each other, since nothing has told it yet
 
 
 class Show(Action, frozen=True, kw_only=True, tag=True):
@@ -123,6 +124,8 @@ class PartingBegins(Action, frozen=True, kw_only=True, tag=True):
     blocks: int
     pages: list[int]  # of every layer, that stay; by rank
     moves: dict[int, int]
+    is_from_peers: bool = False  # the FFN rows that are missing; else each has its own host's
+    layers_per_step: int = 1  # that will change at most
 
 
 class Parted(Action, frozen=True, kw_only=True, tag=True):
@@ -216,7 +219,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     wanting_s: float  # how long the oldest that misses some has been there
     used: list[int]  # blocks in use, while layers change their degree or after a Census
     num_used: int
-    filled: int  # layers from here on have their wider weights in memory
+    filled: int  # layers from here on have their wider weights in memory, or pages for what peers send
     has_prepared: bool  # the half of the last PrepareHalf is copied
     pages: int  # of each layer of its cache
     spare_pages: int  # of its device, beyond the reserve
