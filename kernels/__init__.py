@@ -26,6 +26,7 @@ from kernels.calls import (
     rms_norm,
     rotary,
     silu_mul,
+    stacked_linear,
     store_kv,
 )
 from kernels.plan import AttentionPlan
@@ -49,6 +50,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "silu_mul",
+    "stacked_linear",
     "store_kv",
     "unpack",
     "use_face",

@@ -46,6 +46,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return result
 
 
+def stacked_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """x [T, K] times each of M matrices weights [M, N, K] transposed; returns [T, M, N]. For matrices with
+    something else between them; the first two dimensions of the result may have any strides."""
+    result: torch.Tensor = pick("stacked_linear", x)(x, weights)
+    return result
+
+
 def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K] times weight [K, N]; returns [T, N]. For weights stored with their inputs outermost."""
     result: torch.Tensor = pick("linear_t", x)(x, weight)

@@ -37,6 +37,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def stacked_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return torch.stack([linear(x, weight) for weight in weights], 1)
+
+
 def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.matmul(x, weight)
 

@@ -60,7 +60,8 @@ def warm_up(
     calls.store_kv(k, k, kv, plan.slot_mapping)
     calls.paged_attention(q, kv, plan, 1.0)
     calls.silu_mul(gate, gate)
-    calls.linear(x, torch.zeros(1, hidden_size, dtype=dtype, device=device))
+    calls.linear(x, torch.zeros(TILE, hidden_size, dtype=dtype, device=device))
+    calls.stacked_linear(x, torch.zeros(2, TILE, hidden_size, dtype=dtype, device=device))
     calls.linear_t(x, torch.zeros(hidden_size, 1, dtype=dtype, device=device))
     calls.copy_blocks(kv, ids[:1], ids[1:])
     for one_bits in bits:

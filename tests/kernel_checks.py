@@ -236,6 +236,17 @@ def check_products(face: str, device: str, dtype: torch.dtype) -> None:
             assert_close(kernels.linear_t(x, weight.t().contiguous()), expected)
 
 
+def check_stacked_products(face: str, device: str, dtype: torch.dtype) -> None:
+    for tokens, inputs, outputs in itertools.product((1, 2, 16, 64, 100), (48, 512), (16, 33, 200)):
+        x, stored = _randn(tokens, inputs, dtype=dtype), _randn(3, outputs + 7, inputs + 16, dtype=dtype)
+        stored[:, outputs:], stored[..., inputs:] = torch.nan, torch.nan  # what lies between is not read
+        weights = stored[:, :outputs, :inputs]
+        expected = torch.einsum("tk,mnk->tmn", x.double(), weights.double())
+        x, weights = x.to(device), stored.to(device)[:, :outputs, :inputs]
+        with kernels.use_face(face):
+            assert_close(kernels.stacked_linear(x, weights), expected)
+
+
 ROW_CHECKS = (
     check_rms_norm,
     check_add_rms_norm,
@@ -244,6 +255,7 @@ ROW_CHECKS = (
     check_store_kv,
     check_copy_blocks,
     check_products,
+    check_stacked_products,
 )
 
 

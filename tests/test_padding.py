@@ -1,9 +1,11 @@
-"""The padding table: the paper's numbers, and ours beside them."""
+"""The padding table: the paper's numbers, and ours beside them; and what computes over padded weights."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+import kernels
 from bench.padding import (
     BAR,
     MODELS,
@@ -14,6 +16,7 @@ from bench.padding import (
     padded,
     pages_per_tensor,
 )
+from worker.model.halves import feed_forward
 
 BY_NAME = {model.name: model for model in MODELS}
 PAPER = {  # Gyges, Table 3: pages per tensor at TP1 and at TP4
@@ -56,3 +59,18 @@ def test_every_shard_of_every_degree_ends_on_a_page(model: Sizes, max_tp: int) -
 def test_padding_for_four_ranks_stays_within_what_the_paper_has(name: str, overhead: float) -> None:
     assert ffn_overhead(BY_NAME[name], 4) == pytest.approx(overhead, abs=5e-5) and overhead <= BAR
     assert 0 <= model_overhead(BY_NAME[name], 4) <= ffn_overhead(BY_NAME[name], 4)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 128])
+@pytest.mark.parametrize(("rows", "row_size"), [(96, 64), (112, 64), (96, 80), (112, 80)])
+def test_a_feed_forward_over_padded_weights_never_reads_the_padding(
+    tokens: int, rows: int, row_size: int
+) -> None:
+    config = Sizes("toy", 64, 96, 1, 4, 2, 16, 100).config()
+    stored = torch.full((3, rows, row_size), torch.nan)
+    stored[:, :96, :64] = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(1)) / 8
+    tensors = {"gate_up": stored[:2, :, :64], "down": stored[2, :, :64]}
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(2))
+    gate, up, down = stored[:, :96, :64]
+    wanted = kernels.linear_t(kernels.silu_mul(x @ gate.T, x @ up.T), down)
+    torch.testing.assert_close(feed_forward(config, tensors)(x), wanted)

@@ -4,7 +4,7 @@ What is not here (linear_t, copy_blocks) or cannot be done in whole vectors runs
 """
 
 from kernels.cpu.attention import paged_attention
-from kernels.cpu.products import linear
+from kernels.cpu.products import linear, stacked_linear
 from kernels.cpu.quantized import quantized_linear
 from kernels.cpu.rows import add_rms_norm, rms_norm, rotary, silu_mul, store_kv
 
@@ -16,5 +16,6 @@ __all__ = [
     "rms_norm",
     "rotary",
     "silu_mul",
+    "stacked_linear",
     "store_kv",
 ]

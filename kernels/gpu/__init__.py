@@ -3,6 +3,7 @@
 Products with dense weights are cuBLAS's, through torch: the reference's.
 """
 
+from kernels.batched import stacked_linear
 from kernels.gpu.attention import paged_attention
 from kernels.gpu.quantized import quantized_linear
 from kernels.gpu.rows import add_rms_norm, copy_blocks, rms_norm, rotary, silu_mul, store_kv
@@ -15,5 +16,6 @@ __all__ = [
     "rms_norm",
     "rotary",
     "silu_mul",
+    "stacked_linear",
     "store_kv",
 ]

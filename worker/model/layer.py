@@ -74,32 +74,26 @@ class FeedForward:
 
     def __init__(
         self,
-        gate_up: Sequence[Product],
+        gate_up: Product,
         down: Product,
         *,
         size: int,
-        up_at: int = 0,
         units: int = 1,
         precision: Precision = "full",
     ) -> None:
-        """gate_up: two products of `size` outputs, or one that makes for each of `units` the gate's `size`
-        outputs and, `up_at` columns after their first, as many of up. down reads units * size inputs."""
+        """gate_up makes for each of `units` the gate's `size` outputs, then as many of up; down reads
+        units * size inputs."""
         self.precision: Precision = precision
-        self.gate_up, self.down = list(gate_up), down
-        self._size, self._up, self._units = size, slice(up_at, up_at + size), units
+        self.gate_up, self.down = gate_up, down
+        self._size, self._units = size, units
 
     @property
     def products(self) -> list[Product]:
-        return [*self.gate_up, self.down]
+        return [self.gate_up, self.down]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""
-        if len(self.gate_up) == 2:
-            gate, up = self.gate_up[0](x), self.gate_up[1](x)
-        else:
-            both = self.gate_up[0](x)
-            both = both.view(both.shape[0] * self._units, both.shape[1] // self._units)
-            gate, up = both[:, : self._size], both[:, self._up]
+        gate, up = self.gate_up(x).view(x.shape[0] * self._units, 2, self._size).unbind(1)
         return self.down(silu_mul(gate, up).view(x.shape[0], self._units * self._size))
 
 

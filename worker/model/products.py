@@ -11,11 +11,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from kernels import QuantizedWeight, linear, linear_t, quantized_linear
+from kernels import QuantizedWeight, linear, linear_t, quantized_linear, stacked_linear
 
 
 class Product(Protocol):
-    """x [T, num_inputs] times a matrix, plus a bias if it has one: [T, num_outputs]."""
+    """x [T, num_inputs] times a matrix, plus a bias if it has one: [T, num_outputs], which may be dimensions
+    of their own."""
 
     @property
     def num_inputs(self) -> int: ...
@@ -49,6 +50,28 @@ class DenseProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
+
+
+class StackedProduct:
+    """Times each of weights [M, N, K] transposed, whatever lies between them: [T, M, N]."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.weights.shape[2])
+
+    @property
+    def num_outputs(self) -> int:
+        return int(self.weights.shape[0] * self.weights.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return stacked_linear(x, self.weights)
 
 
 class TransposedProduct:
