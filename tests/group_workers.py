@@ -203,9 +203,10 @@ class GroupWorker:
 
 
 @contextmanager
-def workers(folder: Path, number: int, **options: object) -> Iterator[list[GroupWorker]]:
-    """w0, w1, ...; at the end they have lost nothing."""
-    made = [GroupWorker(f"w{i}", folder, **options) for i in range(number)]  # type: ignore[arg-type]
+def workers(folder: Path, number: int, *, first: int = 0, **options: object) -> Iterator[list[GroupWorker]]:
+    """w0, w1, ... (or from w`first` on); at the end they have lost nothing."""
+    names = [f"w{i}" for i in range(first, first + number)]
+    made = [GroupWorker(name, folder, **options) for name in names]  # type: ignore[arg-type]
     try:
         yield made
         for worker in made:

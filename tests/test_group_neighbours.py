@@ -65,7 +65,7 @@ def test_a_transform_finds_the_communicator_that_was_made_ahead(tmp_path: Path) 
             worker.wait(lambda made=made: made.has("w0.1 w1.1"), "the meeting")  # type: ignore[misc]
         kept = each[0].grouping._meetings._made["w0.1 w1.1"]
         assert each[0].end_of(transform(each, 2)).state == "applied"
-        assert each[0].grouping.party is not None and each[0].grouping.party.communicators == [kept]
+        assert each[0].grouping.party is not None and each[0].grouping.party.member.high is kept
         assert each[0].end_of(transform(each, 1)).state == "applied"
         each[0].wait_degree(1)
         assert each[0].grouping._meetings.has("w0.1 w1.1"), "it is kept for the next time"
@@ -91,7 +91,7 @@ def test_nothing_is_kept_of_a_meeting_that_nobody_waits_for(tmp_path: Path) -> N
         for peer in there:
             peers = {"w0": worker.peer, peer.worker: peer}
             worker.call(lambda p=peers: grouping.meet_ahead(tuple(p), p))  # type: ignore[misc]
-        [first, _] = list(grouping._courtesies)
-        links = grouping._courtesies[first]
+        [first, _] = list(grouping._ahead._asked)
+        links = grouping._ahead._asked[first]
         worker.call(lambda: grouping._met(first, "nobody came"))
-        assert all(link._is_closed for link in links) and len(grouping._courtesies) == 1
+        assert all(link._is_closed for link in links) and len(grouping._ahead._asked) == 1

@@ -20,7 +20,7 @@ from worker.morph.outcome import NotApplied
 from worker.parallel import resize as resizing
 from worker.parallel.chair import Chair
 from worker.parallel.formation import Formation
-from worker.parallel.grouping import Gathering
+from worker.parallel.gathering import Gathering
 from worker.parallel.share import BlockShare, loans, moves_below
 from worker.parallel.transform import TransformRun
 from worker.parallel.wire import Answer, Census, Invite, Ready, Show
@@ -206,8 +206,7 @@ def test_a_request_that_misses_a_block_waits_for_the_others_to_lend_one(folder: 
 
 
 def test_a_worker_that_is_not_laid_out_for_the_degree_refuses_and_lives(folder: Path) -> None:
-    with workers(folder, 3, max_tp=4) as each, workers(folder, 1, max_tp=1) as (other,):
-        other.name = other.grouping.worker = "w9"
+    with workers(folder, 3, max_tp=4) as each, workers(folder, 1, first=9, max_tp=1) as (other,):
         report = each[0].end_of(transform([each[0], other], 2))
         assert report.state == "conflict" and "not laid out for degree 2" in report.reason, report
         assert each[0].end_of(transform(each[:2], 2)).state == "applied"

@@ -15,7 +15,8 @@ from tests.group_workers import GroupWorker, transform, workers
 from tests.model_folders import make_oracle
 from tests.test_parallel_workers import Load
 from worker.morph.outcome import NotApplied
-from worker.parallel.grouping import Gathering, Grouping
+from worker.parallel.gathering import Gathering
+from worker.parallel.grouping import Grouping
 from worker.parallel.links import Link
 from worker.parallel.transform import TransformRun
 from worker.parallel.wire import Messages, Parted, Step

@@ -210,10 +210,10 @@ def test_orders_that_meet_are_a_conflict(folder: Path, model: Any) -> None:
         again = transform([each[0], each[2]], 2)
         ends = [each[0].end_of(first), each[2].end_of(second), each[0].end_of(again)]
         states = sorted(end.state for end in ends)
-        assert states[0] == "applied" and set(states[1:]) <= {"conflict", "failed"}, ends
-        leader = next(end for end in ends if end.state == "applied")
-        members = [worker for worker in each if worker.name in leader.workers]
-        assert load.during(members[0], transform(members, 1)).state == "applied"
+        assert states.count("applied") <= 1 and set(states) <= {"applied", "conflict", "failed"}, ends
+        for end in (end for end in ends if end.state == "applied"):  # none, where each was busy with its own
+            members = [each[int(name[1:])] for name in end.workers]
+            assert load.during(members[0], transform(members, 1)).state == "applied"
         check_alone(each, load)
 
 

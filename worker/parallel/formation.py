@@ -15,6 +15,7 @@ j at the low degree is block c * n + j at the high one, in the same place.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from worker.model.shard import Shard
@@ -60,6 +61,13 @@ class Formation:
     def ranks_of(self, subgroup: int) -> list[int]:
         """In the order of their low shards."""
         return list(range(subgroup, self.size, self.num_subgroups))
+
+    def by_subgroup(self, blocks: Sequence[Iterable[int]]) -> list[list[int]]:
+        """What is told by rank, of each subgroup; ascending."""
+        return [
+            sorted(block for rank in self.ranks_of(j) for block in blocks[rank])
+            for j in range(self.num_subgroups)
+        ]
 
     def peers(self, rank: int) -> list[int]:
         """Ranks with the same low shard, by subgroup: those that exchange KV heads."""

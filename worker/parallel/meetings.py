@@ -7,16 +7,22 @@ saves that.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from worker.parallel.communicator import Communicator, PeerLost, connect
+from worker.parallel.wire import Peer
 
 MAX_KEPT = 16  # of members that have died since, some of them
 
 OnMet = Callable[[str, str], None]  # key, why not ("" : they met); in a thread of its own
+
+
+def key_of(members: Iterable[str], peers: Mapping[str, Peer]) -> str:
+    """The same members in the same order, and none of them another one since."""
+    return " ".join(f"{name}.{peers[name].epoch}" for name in members)
 
 
 class Meetings:

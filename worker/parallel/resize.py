@@ -25,7 +25,7 @@ class GroupCache:
 
     @property
     def blocks(self) -> int:
-        return self.party.share.capacity
+        return self.party.member.share.capacity
 
     def told(self) -> list[Ready]:
         """Of every rank, the latest."""

@@ -17,7 +17,8 @@ from worker.morph.run import Clock, Patience
 from worker.parallel.canary import what_is_wrong
 from worker.parallel.count import counting
 from worker.parallel.formation import Formation
-from worker.parallel.grouping import Gathering, Grouping
+from worker.parallel.gathering import Gathering
+from worker.parallel.grouping import Grouping
 from worker.parallel.party import Party
 from worker.parallel.share import NoRoom, homes
 from worker.parallel.wire import MoveBoundary, Parted, PartingBegins, Peer, Settle, Show
@@ -73,7 +74,7 @@ class TransformRun:
             "blocks_after": self._grouping.place.instance.scheduler.blocks.capacity,
         }
         if self._party:
-            costs = self._party.costs
+            costs = self._party.member.costs
             told |= {
                 "bytes_exchanged": costs.bytes_exchanged,
                 "pages_freed": costs.pages_freed,
@@ -201,12 +202,8 @@ class TransformRun:
         assert party.chair
         with counting(party) as count:
             used = yield from count()
-            by_subgroup = [
-                sorted(block for rank in formation.ranks_of(j) for block in used[rank])
-                for j in range(formation.num_subgroups)
-            ]
             try:
-                moves = homes(by_subgroup, blocks)
+                moves = homes(formation.by_subgroup(used), blocks)
             except NoRoom as error:
                 raise NotApplied(
                     "deferred",

@@ -1,0 +1,51 @@
+"""What is known of a group that does not exist yet: at its leader, and at a member that stands by for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from worker.parallel.formation import Formation
+from worker.parallel.links import Link
+from worker.parallel.wire import Answer, Invite
+
+
+@dataclass(slots=True)
+class Gathering:
+    """The leader's: who was asked, and what they said."""
+
+    invite: Invite
+    formation: Formation
+    links: dict[str, Link]  # of the others
+    answers: dict[str, Answer] = field(default_factory=dict)
+    met: dict[str, str] = field(default_factory=dict)  # why not; "": it has met the others
+    lost: str = ""  # somebody is gone
+
+    @property
+    def group(self) -> str:
+        return self.invite.group
+
+    @property
+    def silent(self) -> list[str]:
+        return [name for name in self.formation.members if name not in self.answers]
+
+    @property
+    def refusals(self) -> list[str]:
+        said = [f"{name}: {answer.reason}" for name, answer in self.answers.items() if answer.reason]
+        return said + [f"{name}: {reason}" for name, reason in self.met.items() if reason]
+
+    @property
+    def has_met(self) -> bool:
+        return all(name in self.met for name in self.formation.members)
+
+    def name_of(self, link: Link) -> str:
+        """Empty: nobody who was asked."""
+        return next((name for name, each in self.links.items() if each is link), "")
+
+
+@dataclass(slots=True)
+class StandingBy:
+    """A member's: invited, and it will come."""
+
+    invite: Invite
+    formation: Formation
+    link: Link

@@ -1,0 +1,108 @@
+"""One member of a group: what its steps run on, and what is done between two of them changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels import copy_blocks
+from worker.parallel.communicator import Communicator
+from worker.parallel.filling import Filling
+from worker.parallel.formation import Formation
+from worker.parallel.half_swap import HalfSwap
+from worker.parallel.place import Place
+from worker.parallel.share import BlockShare
+
+
+@dataclass(slots=True)
+class Costs:
+    """Of the transformation that runs, at this rank."""
+
+    moving_s: float = 0.0  # between steps, for layers that change their degree
+    bytes_exchanged: int = 0
+    pages_freed: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Member:
+    """`share`: of this planner, in the numbers of the low degree unless all layers are at one; its capacity
+    is what every subgroup has. `pages_alone`: of each layer of the cache, to go back to."""
+
+    formation: Formation
+    rank: int
+    place: Place
+    high: Communicator
+    low: Communicator | None  # of its subgroup; None for one of one
+    share: BlockShare
+    pages_alone: int
+    clock: Callable[[], float] = time.monotonic
+    next_low: Communicator | None = None  # of the subgroup that it will part into
+    filling: Filling | None = None  # of layers that go back to the low degree
+    swap: HalfSwap | None = None
+    costs: Costs = field(default_factory=Costs)
+    is_over: bool = False  # it is in this group no more
+
+    @property
+    def filled(self) -> int:
+        """Layers from here on have the weights that the low degree needs."""
+        return self.filling.filled if self.filling else self.place.num_layers
+
+    @property
+    def is_swap_ready(self) -> bool:
+        return self.swap is not None and self.swap.is_ready
+
+    def use(self, share: BlockShare) -> None:
+        """This planner allocates from it from here on."""
+        self.share = self.place.instance.scheduler.blocks = share
+
+    def take_new_blocks(self, first: int, blocks: int) -> None:
+        """There are so many in all; those from `first` on are the leader's, who lends them to who wants
+        them."""
+        if self.rank == 0:
+            self.share.take(range(first, blocks))
+        self.share.capacity = blocks
+
+    def copy_blocks(self, moves: Mapping[int, int]) -> None:
+        """From -> to. All members have the same numbers: each copies its part of each block."""
+        if moves:
+            sources, targets = torch.tensor(list(moves.items()), device=self.place.instance.device).unbind(1)
+            for layer in self.place.cache.layers_at(self.formation.size):
+                copy_blocks(layer, sources, targets)
+
+    def reshaped(self, tp: int) -> None:
+        self.place.instance.tp = tp
+        self.place.instance.reshaped()
+
+    def take_next_low(self, communicator: Communicator) -> None:
+        """Of the subgroup that it will part into."""
+        self.drop_next_low()
+        self.next_low = communicator
+
+    def drop_next_low(self) -> None:
+        """It will not part, or not so."""
+        if self.next_low:
+            self.next_low.close()
+        self.next_low = None
+
+    def close(self) -> None:
+        """Its communicators: nobody waits in one of them any longer."""
+        for each in (self.high, self.low, self.next_low):
+            if each:
+                each.close()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """What is done within it costs the transformation time between steps."""
+        began = self.clock()
+        yield
+        self.costs.moving_s += self.clock() - began
+
+    def check_integrity(self) -> None:
+        """Raises BrokenInvariant and AssertionError."""
+        self.share.check_integrity()
+        self.place.instance.check_integrity()
