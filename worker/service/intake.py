@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from bus.client import Bus, BusFull, BusUnavailable, GroupReader, StreamReader
@@ -16,6 +15,7 @@ from worker.parallel.wire import Peer
 from worker.service.engine_thread import EngineThread
 from worker.service.ledger import Ledger, Ticket
 from worker.service.outbox import Outbox
+from worker.service.tasks import end
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Intake:
     ) -> None:
         self._bus, self._worker, self._epoch = bus, worker, epoch
         self._ledger, self._thread, self._outbox = ledger, thread, outbox
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._beginning: dict[str, asyncio.Task[None]] = {}  # Transforms whose peers are being read
         self.is_listening = asyncio.Event()  # from here on no command is missed
 
     # ----------------------------------------------------------------------------- requests
@@ -99,9 +99,12 @@ class Intake:
         async with self._bus.reader(stream, Cancel, CancelMorph, Drain, Resize, Swap, Transform) as reader:
             await self._open(reader)
             self.is_listening.set()
-            async for batch in reader:
-                for _, command in batch:
-                    self._obey(command, on_drain)
+            try:
+                async for batch in reader:
+                    for _, command in batch:
+                        self._obey(command, on_drain)
+            finally:  # what has not begun is answered, too
+                await end(*self._beginning.values())
 
     def _obey(self, command: Command, on_drain: Callable[[], None]) -> None:
         match command:
@@ -114,23 +117,37 @@ class Intake:
             case Cancel():
                 self._cancel(command)
             case CancelMorph():
-                self._thread.cancel_morph(command.morph_id)
+                self._cancel_morph(command.morph_id)
             case Drain():
                 on_drain()
 
     def _begin(self, command: Transform) -> None:
-        """Who takes part is on the cards."""
-        task = asyncio.create_task(self._with_peers(command), name=f"peers of {command.id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """Who takes part is on the cards. The same order again changes nothing."""
+        if command.id not in self._beginning:
+            task = asyncio.create_task(self._with_peers(command), name=f"peers of {command.id}")
+            self._beginning[command.id] = task
+            task.add_done_callback(lambda _: self._beginning.pop(command.id))
 
     async def _with_peers(self, command: Transform) -> None:
+        """However the cards cannot be read, the order goes on: that nobody can be reached is its answer."""
         peers: dict[str, Peer] = {}
-        with suppress(BusUnavailable):  # then the answer is that nobody can be reached
+        try:
             for member in await self._bus.members():
                 if (card := member.card) and card.link and member.lease_epoch == card.epoch:
                     peers[card.id] = Peer(card.id, card.epoch, card.link, card.link_key)
-        self._thread.morph(command, peers)
+        except BusUnavailable as error:
+            log.warning("the workers of %s are not known: %s", command.id, error)
+        except Exception:
+            log.exception("the workers of %s are not known", command.id)
+        finally:
+            self._thread.morph(command, peers)
+
+    def _cancel_morph(self, morph_id: str) -> None:
+        """Behind its order, if that is still on its way to the engine."""
+        if task := self._beginning.get(morph_id):
+            task.add_done_callback(lambda _: self._thread.cancel_morph(morph_id))
+        else:
+            self._thread.cancel_morph(morph_id)
 
     def _cancel(self, command: Cancel) -> None:
         """Unknown ids are remembered."""
