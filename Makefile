@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults check format bench bench-morph bench-quality bench-transform gpu demo-model compose-test clean
+.PHONY: help serve test test-faults check format bench bench-morph bench-quality bench-transform bench-serving bench-scheduler gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,7 +46,13 @@ bench-morph: $(VENV)/.dev ## a burst with and without morphs, and what swaps cos
 bench-transform: $(VENV)/.dev ## what a change of tensor parallelism costs, and padding for it; some minutes
 	@status=0; for part in padding transform; do $(BIN)/python -m bench.$$part || status=1; done; exit $$status
 
-gpu: ## kernels, engine and decoding on a GPU; needs only a PYTHON with torch and triton
+bench-serving: $(VENV)/.dev ## four real workers under long requests, our scheduler against others; 25 minutes
+	@$(BIN)/python -m bench.serving
+
+bench-scheduler: $(VENV)/.dev ## the same in a model of eight GPUs; some minutes
+	@$(BIN)/python -m bench.scheduler
+
+gpu: ## kernels, engine, groups and decoding on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu
 
 demo-model: $(VENV)/.dev ## train models/demo anew

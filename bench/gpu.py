@@ -1,13 +1,14 @@
 """A GPU's checks and numbers: kernels against oracles, pages against their tests, the engine against
-transformers, decoding against memory, products with quantised weights against dense ones.
+transformers, workers that share the GPU and change their tensor parallelism, decoding against memory,
+products with quantised weights against dense ones.
 
     python -m bench.gpu [--skip-decode]        (make gpu)
 
 Needs Python with torch and triton on a CUDA machine, and nothing of the service around the engine: no Redis,
 no web framework. The pages are tested if pytest and hypothesis are there; the engine is checked and measured
-if transformers, safetensors and cuda-bindings are. Prints a card, writes
-bench/results/gpu/{device}.json and ends in the same JSON on one line; exit status 1 if a check failed.
-Without CUDA it says so and exits 0.
+if transformers, safetensors and cuda-bindings are, and groups if msgspec and pydantic are, too. Prints a
+card, writes bench/results/gpu/{device}.json and ends in the same JSON on one line; exit status 1 if a check
+failed. Without CUDA it says so and exits 0.
 
 The floor of a decode step is the time to read every weight but the embedding, and every cached key and value,
 at the bandwidth that copying a gigabyte reaches in the same run.
@@ -133,6 +134,20 @@ def _against(oracle: Any, folder: Path) -> Iterator[str]:
         expected = made[0, len(prompt) :].tolist()
         if outputs[i] != expected:
             yield f"prompt of {len(prompt)} tokens: {outputs[i]} instead of {expected}"
+
+
+def transform_found() -> dict[str, Any]:
+    """Empty where something is not installed."""
+    if not is_there(
+        "tensor parallelism", "transformers", "safetensors", "cuda.bindings", "msgspec", "pydantic"
+    ):
+        return {}
+    import torch
+
+    from bench import gpu_transform
+
+    say("tensor parallelism: workers that share the GPU come together and part")
+    return gpu_transform.measure(torch.device("cuda", torch.cuda.current_device()), gpu_transform.GPU)
 
 
 def make_engine(folder: Path, dtype: Any, load_format: Any, memory_bytes: int, **shape: int) -> Any:
@@ -262,6 +277,11 @@ def report(card: dict[str, Any]) -> None:
         )
     for row in card["quantized"]:
         say(gpu_products.line(row))
+    if card["transform"]:
+        from bench import gpu_transform
+
+        for text in gpu_transform.lines(card["transform"]):
+            say(text)
     for problem in card["problems"]:
         say(f"FAILED {problem}")
     say(f"{len(card['problems'])} checks failed")
@@ -287,6 +307,8 @@ def main() -> int:
     has_engine = is_there("engine and decoding", "transformers", "safetensors", "cuda.bindings")
     if has_engine:
         problems += check_engine()
+    transform = transform_found()
+    problems += transform.pop("problems", [])
     bandwidth = copy_bandwidth()
     card = {
         "bench": "gpu",
@@ -296,6 +318,7 @@ def main() -> int:
         "bandwidth_gbps": bandwidth / 1e9,
         "decode": decode_rows(bandwidth) if has_engine and not args.skip_decode else [],
         "quantized": gpu_products.quantized_rows(bandwidth),
+        "transform": transform,
         "problems": problems,
     }
     report(card)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -39,6 +39,16 @@ class Step:
     seconds: float
     tp: int
     boundary: int  # of the group; 0: one degree for all layers
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One token of a request, and the shape at the end of its step."""
+
+    token_id: int
+    logprob: float
+    tp: int
+    boundary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,42 +86,46 @@ class Leader:
 
     def watch(self, number: int) -> list[Step]:
         """The next steps; the first of them may still belong to a change, and is not told."""
-        self._ask("steps")
+        self.ask(0, "take_steps")
         seen: list[Step] = []
         while len(seen) <= number:
             time.sleep(0.05)
-            seen += self._ask("steps")
+            seen += self.ask(0, "take_steps")
         return seen[1:]
 
-    def change(self, tp: int, layers_per_step: int) -> Change:
-        """Raises RuntimeError where it does not come about."""
+    def change(self, tp: int, layers_per_step: int, members: Sequence[int] = ()) -> Change:
+        """members: in the order of their shards, the first of them leads; default: all. Raises RuntimeError
+        where it does not come about."""
+        peers = [self._peers[i] for i in members] or self._peers
         command = Transform(
             id=f"change {next(self._ids)}",
             epoch=1,
-            instance=f"{MODEL}@{self._peers[0].worker}",
-            workers=[peer.worker for peer in self._peers],
-            epochs={peer.worker: 1 for peer in self._peers},
+            instance=f"{MODEL}@{peers[0].worker}",
+            workers=[peer.worker for peer in peers],
+            epochs={peer.worker: 1 for peer in peers},
             tp=tp,
             layers_per_step=layers_per_step,
         )
-        self._ask("steps")
-        report: MorphReport = self._ask("change", command, {peer.worker: peer for peer in self._peers})
+        first = members[0] if members else 0
+        self.ask(first, "take_steps")
+        report: MorphReport = self.ask(first, "change", command, {peer.worker: peer for peer in peers})
         if report.state != "applied":
             raise RuntimeError(f"to TP{tp}: {report.state}: {report.reason}")
         numbers = report.numbers
         return Change(
             layers_per_step,
             tp,
-            list(self._ask("steps")),
+            list(self.ask(first, "take_steps")),
             float(numbers["moving_seconds"]),
             int(numbers["bytes_exchanged"]),
         )
 
-    def _ask(self, *what: Any) -> Any:
-        line = self._lines[0]
-        line.send(what)
+    def ask(self, worker: int, what: str, *arguments: Any) -> Any:
+        """What that method of `Worker` returns there. Raises RuntimeError as it does."""
+        line = self._lines[worker]
+        line.send((what, *arguments))
         if not line.poll(WAIT_S):
-            raise TimeoutError(f"no answer to {what[0]!r} in {WAIT_S:g} s")
+            raise TimeoutError(f"no answer to {what!r} in {WAIT_S:g} s")
         answer = line.recv()
         if isinstance(answer, BaseException):
             raise answer
@@ -152,7 +166,7 @@ def group(folder: Path, size: int, **options: Any) -> Iterator[Leader]:
 
 
 def _serve(line: Connection, name: str, folder: Path, options: dict[str, Any]) -> None:
-    worker = _Worker(name, folder, **options)
+    worker = Worker(name, folder, **options)
     line.send(worker.peer)
     while True:
         what, *arguments = line.recv()
@@ -160,27 +174,27 @@ def _serve(line: Connection, name: str, folder: Path, options: dict[str, Any]) -
             worker.thread.stop()
             return
         try:
-            line.send(worker.take_steps() if what == "steps" else worker.change(*arguments))
+            line.send(getattr(worker, what)(*arguments))
         except RuntimeError as error:
             line.send(error)
 
 
-class _Worker:
-    def __init__(self, name: str, folder: Path, *, megabytes: int, sequences: int) -> None:
+class Worker:
+    """What others ask of it is asked in the process's main thread."""
+
+    def __init__(self, name: str, folder: Path, *, megabytes: int, sequences: int, **settings_: Any) -> None:
+        """sequences: that decode from the start on. settings_: others than those of a worker on the CPU."""
+        values: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_tp": 4, "threads": 1}
         settings = WorkerSettings(
-            models=[f"{MODEL}={folder}"],
-            device="cpu",
-            dtype="float32",
-            memory_mb=megabytes,
-            max_tp=4,
-            threads=1,
-            variants=[],
+            **values | {"models": [f"{MODEL}={folder}"], "memory_mb": megabytes, "variants": []} | settings_
         )
         loaded = load(settings, name, lambda text: None)
         assert loaded.grouping is not None
         self._grouping = loaded.grouping
         self._instance = self._grouping.place.instance
         self._steps: list[Step] = []
+        self._made: dict[str, list[Made]] = {}  # by request
+        self._ended: set[str] = set()
         self._last = time.perf_counter()
         self._ends: dict[str, MorphReport] = {}
         self._death: BaseException | None = None
@@ -200,10 +214,27 @@ class _Worker:
         self.thread.start()
         for i in range(sequences):
             prompt = [(31 * i + 37 * j) % 8000 for j in range(PROMPT_TOKENS)]
-            sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=0, temperature=0.0)
-            self.thread.submit(
-                self._instance.id, Request(id=f"{name}-{i}", prompt_token_ids=prompt, sampling=sampling)
+            self._submit(
+                f"{name}-{i}", prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=0, temperature=0.0)
             )
+
+    def begin(self, prompts: dict[str, list[int]], max_tokens: int) -> None:
+        """To decode these, greedily; returns when each has its first token."""
+        sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, logprobs=0)
+        self._made = {name: [] for name in prompts}
+        for name, prompt in prompts.items():
+            self._submit(name, prompt, sampling)
+        self._wait(lambda: all(self._made.values()), "first tokens")
+
+    def end(self, more: int) -> dict[str, list[Made]]:
+        """What came for those that `begin` began, and `more` of each from now on unless it has ended."""
+        wanted = {name: len(made) + more for name, made in self._made.items()}
+        self._wait(
+            lambda: all(len(self._made[n]) >= number or n in self._ended for n, number in wanted.items()),
+            "more tokens",
+        )
+        self.thread.cancel(list(wanted))
+        return {name: list(made) for name, made in self._made.items()}
 
     def take_steps(self) -> list[Step]:
         taken, self._steps = self._steps, []
@@ -211,18 +242,32 @@ class _Worker:
 
     def change(self, command: Transform, peers: dict[str, Peer]) -> MorphReport:
         self.thread.morph(command, peers)
-        ends_at = time.monotonic() + WAIT_S
-        while command.id not in self._ends:
-            if self._death or time.monotonic() > ends_at:
-                raise RuntimeError(f"{command.id} does not end: {self._death}")
-            time.sleep(0.005)
+        self._wait(lambda: command.id in self._ends, f"the end of {command.id}")
         return self._ends.pop(command.id)
+
+    def _submit(self, name: str, prompt: list[int], sampling: SamplingParams) -> None:
+        self.thread.submit(self._instance.id, Request(id=name, prompt_token_ids=prompt, sampling=sampling))
+
+    def _wait(self, until: Callable[[], bool], what: str) -> None:
+        ends_at = time.monotonic() + WAIT_S
+        while not until():
+            if self._death or time.monotonic() > ends_at:
+                raise RuntimeError(f"no {what}: {self._death or f'waited {WAIT_S:g} s'}")
+            time.sleep(0.005)
 
     def _stepped(self, epoch: int, results: list[StepResult]) -> None:
         now, party = time.perf_counter(), self._grouping.party
         boundary = party.formation.boundary if party else 0
         self._steps.append(Step(now - self._last, self._instance.tp, boundary))
         self._last = now
+        for result in results:
+            for delta in (output.delta for output in result.outputs):
+                if delta.logprobs and (made := self._made.get(delta.request_id)) is not None:
+                    made += [
+                        Made(one.token_id, one.logprob, self._instance.tp, boundary) for one in delta.logprobs
+                    ]
+                if delta.finish_reason:
+                    self._ended.add(delta.request_id)
 
     def _reported(self, reports: list[MorphReport]) -> None:
         for report in reports:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +23,17 @@ T = TypeVar("T")
 TIMEOUT_S = 120.0
 
 
-def run_ranks(size: int, work: Callable[..., T], *args: Any) -> list[T]:
-    """What `work(group, *args)` returned on each rank; one thread each. Raises what the first of them did."""
+def run_ranks(size: int, work: Callable[..., T], *args: Any, devices: Sequence[str] = ()) -> list[T]:
+    """What `work(group, *args)` returned on each rank; one thread each. devices: of the ranks; default: the
+    CPU. Raises what the first of them did."""
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="instar-bench-") as folder,
         ProcessPoolExecutor(size, mp_context=spawn) as processes,
     ):
         store = str(Path(folder) / "store")
-        ranks = [processes.submit(_rank, work, rank, size, store, args) for rank in range(size)]
+        where = devices or ["cpu"] * size
+        ranks = [processes.submit(_rank, work, rank, size, store, where[rank], args) for rank in range(size)]
         return [rank.result(TIMEOUT_S * 4) for rank in ranks]
 
 
@@ -51,9 +53,10 @@ def timed(group: Communicator, work: Callable[[], T]) -> tuple[Timed, T]:
     return Timed(time.perf_counter() - began, time.process_time() - cpu_began), result
 
 
-def _rank(work: Callable[..., T], rank: int, size: int, store: str, args: tuple[Any, ...]) -> T:
+def _rank(work: Callable[..., T], rank: int, size: int, store: str, device: str, args: tuple[Any, ...]) -> T:
     torch.set_num_threads(1)
-    group = connect(PrefixStore("bench", FileStore(store, size)), rank, size, timeout_s=TIMEOUT_S)
+    meeting = PrefixStore("bench", FileStore(store, size))
+    group = connect(meeting, rank, size, timeout_s=TIMEOUT_S, device=device)
     try:
         return work(group, *args)
     finally:
