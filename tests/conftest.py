@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,13 @@ import pytest
 from bus.client import Bus, connect
 from bus.settings import RedisSettings
 from tests.redis_process import RedisProcess
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now, torch above all, stays: a collection that looks at it takes half a second, and
+    some tests collect on purpose."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

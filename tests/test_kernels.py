@@ -25,7 +25,7 @@ def test_triton_kernels_agree_with_their_oracles_in_the_interpreter(part: str) -
     # The interpreter is chosen when triton is imported, so it needs a process of its own.
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernel_checks", "cuda", "cpu", part],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=110,

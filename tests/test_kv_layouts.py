@@ -55,7 +55,7 @@ def test_triton_reads_every_layout_unchanged_in_the_interpreter() -> None:
     # The interpreter is chosen when triton is imported, so it needs a process of its own.
     run = subprocess.run(
         [sys.executable, "-c", "from tests.test_kv_layouts import check_kernels; check_kernels('cuda')"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=110,
