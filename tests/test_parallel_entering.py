@@ -19,7 +19,7 @@ from worker.parallel.gathering import Gathering
 from worker.parallel.grouping import Grouping
 from worker.parallel.links import Link
 from worker.parallel.transform import TransformRun
-from worker.parallel.wire import Messages, Parted, Step
+from worker.parallel.wire import Invite, Messages, Parted, Step
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +153,20 @@ def test_a_parting_that_was_given_up_leaves_nothing_to_the_next_one(
         assert load.during(each[0], transform(each, 1)).state == "applied"
         assert sum(worker.instance.scheduler.num_recomputed for worker in each) == 0
         check_alone(each, load)
+
+
+def test_an_order_of_a_group_that_falls_apart_ends_at_once(folder: Path) -> None:
+    """It waited ten seconds for the answer of a member that is in no group with it any more."""
+    with workers(folder, 2) as each:
+        assert each[0].end_of(transform(each, 2)).state == "applied"
+        take = each[1].grouping._take
+        each[1].grouping._take = lambda link, message: (  # type: ignore[method-assign]
+            None if isinstance(message, Invite) else take(link, message)
+        )
+        order = transform(each, 1)
+        each[0].wait(lambda: each[0].grouping._assembly.is_under_way, "the question")
+        began = time.monotonic()
+        each[0].call(lambda: each[0].grouping.break_up("a member was lost"))
+        report = each[0].end_of(order)
+        assert (report.state, report.reason) == ("failed", "a member was lost")
+        assert time.monotonic() - began < 5

@@ -3,11 +3,10 @@ saves then."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 
 from worker.parallel.links import Link, Links
-from worker.parallel.meetings import Meetings, key_of
+from worker.parallel.meetings import Meetings, key_of, new_meeting
 from worker.parallel.wire import MeetAhead, Peer
 
 
@@ -16,16 +15,17 @@ class MeetingsAhead:
 
     def __init__(self, worker: str, links: Links, meetings: Meetings) -> None:
         self._worker, self._links, self._meetings = worker, links, meetings
-        self._keys: dict[str, str] = {}  # by the meeting's name
-        self._asked: dict[str, list[Link]] = {}  # over which others were, likewise
+        self._keys: dict[str, str] = {}  # by meeting
+        self._asked: dict[str, list[Link]] = {}  # by meeting: over which others were
 
     def call(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
         """All of them, this worker the first; unless they have met, or are about to."""
         key = key_of(members, peers)
-        if self._meetings.has(key) or key in self._keys.values():
+        if self._meetings.kept(key) or key in self._keys.values():
             return
         order = MeetAhead(
-            group=f"ahead {uuid.uuid4().hex[:8]}",
+            group="",
+            meeting=new_meeting(),
             members=list(members),
             peers={name: peers[name] for name in members},
             store=self._meetings.store,
@@ -34,19 +34,19 @@ class MeetingsAhead:
         links = [self._links.connect(peer.address, peer.key) for peer in others]
         for link in links:
             link.send(order)
-        self._asked[order.group] = links
+        self._asked[order.meeting] = links
         self.come(order)
 
     def come(self, order: MeetAhead) -> None:
-        self._keys[order.group] = key_of(order.members, order.peers)
+        self._keys[order.meeting] = key_of(order.members, order.peers)
         rank = order.members.index(self._worker)
-        self._meetings.begin(order.group, order.store, rank, len(order.members))
+        self._meetings.begin(order.meeting, order.store, rank, len(order.members))
 
-    def end(self, name: str, reason: str) -> bool:
-        """A meeting has ended, well or not (`reason`). False: it is none of these."""
-        for link in self._asked.pop(name, []):
+    def end(self, meeting: str, reason: str) -> bool:
+        """It has ended, well or not (`reason`). False: it is none of these."""
+        for link in self._asked.pop(meeting, []):
             link.close()
-        key = self._keys.pop(name, "")
+        key = self._keys.pop(meeting, "")
         if key and not reason:
-            self._meetings.keep(key, self._meetings.take(name))
+            self._meetings.keep(key, meeting, self._meetings.made(meeting))
         return bool(key)

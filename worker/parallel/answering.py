@@ -20,9 +20,9 @@ def answer(
     party: Party | None,
     *,
     in_the_way: str,
-    has_met: bool,
+    meeting: str,
 ) -> Answer:
-    """in_the_way: what else forbids a change now; empty: nothing. has_met: it has kept the communicator."""
+    """in_the_way: what else forbids a change now; empty: nothing. meeting: whose communicator it has kept."""
     rank = formation.members.index(worker)
     numbers, not_laid_out = _numbers(
         place, formation.high_shard(rank) if invite.grows else formation.low_shard(rank), party
@@ -41,7 +41,7 @@ def answer(
         group=invite.group,
         worker=worker,
         reason=next(filter(None, reasons()), ""),
-        has_met=has_met,
+        meeting=meeting,
         numbers=numbers,
     )
 

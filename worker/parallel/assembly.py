@@ -15,7 +15,7 @@ from worker.parallel.communicator import Communicator
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering, StandingBy
 from worker.parallel.links import Link, Links
-from worker.parallel.meetings import Meetings, key_of
+from worker.parallel.meetings import Meetings, key_of, new_meeting
 from worker.parallel.party import Party
 from worker.parallel.place import Place
 from worker.parallel.ties import Ties
@@ -29,6 +29,7 @@ class Destination:
     group: str
     formation: Formation
     key: str  # of its communicator
+    meeting: str
     peers: dict[str, Peer]
     ties: Ties
     lost: str = ""
@@ -52,7 +53,7 @@ class Assembly:
         self._gathering: Gathering | None = None
         self._standing_by: StandingBy | None = None
         self._parting = Ties()  # of the smaller group that this one is to become
-        self._has_met, self._met_as = False, ""
+        self._has_met, self._meeting = False, ""  # whose communicator is the one to enter with
 
     @property
     def is_under_way(self) -> bool:
@@ -81,7 +82,8 @@ class Assembly:
             shape=self.place.instance.shape,
         )
         self._gathering = gathering = Gathering(invite, formation, links)
-        gathering.answers[self.worker] = self._answer(invite, formation)
+        gathering.answers[self.worker] = answer = self._answer(invite, formation)
+        self._has_met, self._meeting = False, answer.meeting
         self._prepare_to_lead(invite, formation)
         for link in links.values():
             link.send(invite)
@@ -90,19 +92,22 @@ class Assembly:
     def meet(self, gathering: Gathering) -> None:
         """All have answered: make the communicators that are needed, unless all have kept them."""
         formation = gathering.formation
-        if (not formation.grows and formation.low == 1) or all(
-            answer.has_met for answer in gathering.answers.values()
-        ):
+        kept = {answer.meeting for answer in gathering.answers.values()}
+        if (not formation.grows and formation.low == 1) or (len(kept) == 1 and "" not in kept):
             gathering.met = dict.fromkeys(formation.members, "")
             return
-        order = Meet(group=gathering.group, store=self._meetings.store)
+        order = Meet(group=gathering.group, meeting=new_meeting(), store=self._meetings.store)
+        gathering.is_meeting = True
         for link in gathering.links.values():
             link.send(order)
-        self._meet_in(order.store)
+        self._come_to(order)
 
     def dismiss(self, gathering: Gathering, reason: str) -> None:
         """It does not come about; everybody goes on as before."""
         self._gathering = None
+        gathering.lost = gathering.lost or reason
+        if gathering.has_met_in_part:  # then the next meeting is for all again
+            self._meetings.forget(self._key(gathering.invite, gathering.formation))
         known = self._now()[1].others
         for name, link in gathering.links.items():
             link.send(Dismiss(group=gathering.group, reason=reason))
@@ -117,6 +122,7 @@ class Assembly:
         answer = self._answer(invite, formation)
         if not answer.reason:
             self._standing_by = StandingBy(invite, formation, link)
+            self._has_met, self._meeting = False, answer.meeting
             self._prepare_to_lead(invite, formation)
         link.send(answer)
 
@@ -128,7 +134,7 @@ class Assembly:
             case Met() if self._is_gathering(message.group):
                 self._the_gathering.met[message.worker] = message.reason
             case Meet() if self.is_standing_by(link, message.group):
-                self._meet_in(message.store)
+                self._come_to(message)
             case Dismiss() if self.is_standing_by(link, message.group):
                 self._standing_by = None
                 self._forget_parting()
@@ -138,18 +144,18 @@ class Assembly:
         self._parting.leader = link
         self._tell_met()
 
-    def met(self, name: str, reason: str) -> None:
-        """A meeting has ended, well or not."""
+    def met(self, meeting: str, reason: str) -> None:
+        """It has ended, well or not."""
         coming, (party, _) = self._coming, self._now()
-        if coming is None or name != self._met_as:  # given up meanwhile
-            self._meetings.drop(name)
+        if coming is None or meeting != self._meeting:  # given up meanwhile
+            self._meetings.drop(meeting)
             return
         if reason:
             self._say_met(reason)
             return
-        communicator = self._meetings.take(name)
+        communicator = self._meetings.made(meeting)
         if coming.invite.grows or party is None:
-            self._meetings.keep(self._key(coming.invite, coming.formation), communicator)
+            self._meetings.keep(self._key(coming.invite, coming.formation), meeting, communicator)
         else:
             party.member.take_next_low(communicator)
         self._has_met = True
@@ -179,7 +185,7 @@ class Assembly:
         coming = self._coming
         if coming is None:
             raise KeyError("no group is to be entered")
-        return self._meetings.take(self._key(coming.invite, coming.formation))
+        return self._meetings.take(self._key(coming.invite, coming.formation), self._meeting)
 
     def enter(self) -> Destination:
         """What is under way has come about."""
@@ -193,6 +199,7 @@ class Assembly:
             coming.invite.group,
             coming.formation,
             self._key(coming.invite, coming.formation),
+            self._meeting,
             coming.invite.peers,
             ties,
             gathering.lost if gathering else "",
@@ -209,6 +216,7 @@ class Assembly:
             f"{invite.group}/{formation.subgroup(rank)}",
             formation.part(rank),
             self._key(invite, formation),
+            self._meeting,
             invite.peers,
             ties,
         )
@@ -232,17 +240,17 @@ class Assembly:
 
     # ----------------------------------------------------------------------------- meeting
 
-    def _meet_in(self, store: str) -> None:
+    def _come_to(self, order: Meet) -> None:
         coming = self._coming
         assert coming
         invite, formation = coming.invite, coming.formation
         rank = formation.members.index(self.worker)
-        name, size = invite.group, formation.size
+        meeting, size = order.meeting, formation.size
         if not invite.grows:
-            name, size = f"{name}/{formation.subgroup(rank)}", formation.low
+            meeting, size = f"{meeting}/{formation.subgroup(rank)}", formation.low
             rank = formation.low_shard(rank).rank
-        self._has_met, self._met_as = False, name
-        self._meetings.begin(name, store, rank, size)
+        self._has_met, self._meeting = False, meeting
+        self._meetings.begin(meeting, order.store, rank, size)
 
     def _tell_met(self) -> None:
         """When it has all that it needs to go on."""
@@ -277,7 +285,7 @@ class Assembly:
             self.place,
             self._now()[0],
             in_the_way="" if invite.leader == self.worker else self._in_the_way(),
-            has_met=invite.grows and self._meetings.has(self._key(invite, formation)),
+            meeting=self._meetings.kept(self._key(invite, formation)) if invite.grows else "",
         )
 
     def _prepare_to_lead(self, invite: Invite, formation: Formation) -> None:

@@ -18,6 +18,7 @@ class Gathering:
     links: dict[str, Link]  # of the others
     answers: dict[str, Answer] = field(default_factory=dict)
     met: dict[str, str] = field(default_factory=dict)  # why not; "": it has met the others
+    is_meeting: bool = False  # that was called
     lost: str = ""  # somebody is gone
 
     @property
@@ -35,7 +36,13 @@ class Gathering:
 
     @property
     def has_met(self) -> bool:
+        """All have an answer to that, good or not."""
         return all(name in self.met for name in self.formation.members)
+
+    @property
+    def has_met_in_part(self) -> bool:
+        """Or nobody has: a meeting was called that is not known to have ended well for all."""
+        return self.is_meeting and (not self.has_met or any(self.met.values()))
 
     def name_of(self, link: Link) -> str:
         """Empty: nobody who was asked."""

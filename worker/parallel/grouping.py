@@ -78,7 +78,7 @@ class Grouping:
             lambda link, reason: self.post(lambda: self._lost(link, reason)),
         )
         self._meetings = Meetings(
-            host, device, timeout_s, lambda name, reason: self.post(lambda: self._met(name, reason))
+            host, device, timeout_s, lambda meeting, reason: self.post(lambda: self._met(meeting, reason))
         )
         self._ahead = MeetingsAhead(worker, self._links, self._meetings)
         self._present: Present | None = None
@@ -213,7 +213,7 @@ class Grouping:
     def _part(self, before: Present) -> None:
         """Alone, or into a smaller group."""
         member, formation = before.party.member, before.party.formation
-        self._meetings.keep(before.key, member.high)
+        self._meetings.keep(before.key, before.meeting, member.high)
         if formation.low == 1:
             self._leave(before)
             self.on_regrouped((), "the group has parted")
@@ -241,7 +241,7 @@ class Grouping:
             broadcast=to.ties.tell_others,
             on_settled=lambda: self.on_regrouped(to.formation.members, "all layers have their new degree"),
         )
-        self._present = Present(party, to.key, to.peers, to.ties, former)
+        self._present = Present(party, to.key, to.meeting, to.peers, to.ties, former)
         for ready in self._early:
             if party.chair and ready.group == to.group:
                 party.chair.take(ready)
@@ -295,9 +295,9 @@ class Grouping:
             case _:
                 log.debug("nobody waits for this %s of %s", type(message).__name__, message.group)
 
-    def _met(self, name: str, reason: str) -> None:
-        if not self._ahead.end(name, reason):
-            self._assembly.met(name, reason)
+    def _met(self, meeting: str, reason: str) -> None:
+        if not self._ahead.end(meeting, reason):
+            self._assembly.met(meeting, reason)
 
     def _lost(self, link: Link, reason: str) -> None:
         if self._is_of_group(link):

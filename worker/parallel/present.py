@@ -21,6 +21,7 @@ class Present:
 
     party: Party
     key: str  # of its communicator
+    meeting: str  # that made it
     peers: dict[str, Peer]
     ties: Ties
     former: list[Link]  # of the groups that became this one

@@ -43,23 +43,26 @@ class Invite(Message, frozen=True, kw_only=True, tag=True):
 
 class Answer(Message, frozen=True, kw_only=True, tag=True):
     """To the leader. `reason`: why not; empty: it comes, and stands by. `numbers`: what it has and will have.
-    `has_met`: it has kept the communicator."""
+    `meeting`: the one whose communicator it has kept, if any."""
 
     worker: str
     reason: str = ""
-    has_met: bool = False
+    meeting: str = ""
     numbers: dict[str, Number] = {}
 
 
 class Meet(Message, frozen=True, kw_only=True, tag=True):
-    """From the leader: make the communicator, with the others, in this store (host:port)."""
+    """From the leader: make the communicator, with the others, in this store (host:port). Of two that the
+    same members have, that of the greater `meeting` is kept: that one was called later."""
 
+    meeting: str
     store: str
 
 
 class MeetAhead(Message, frozen=True, kw_only=True, tag=True):
     """From one that may lead some day: make the communicator of these members now, and keep it."""
 
+    meeting: str
     members: list[str]
     peers: dict[str, Peer]
     store: str
