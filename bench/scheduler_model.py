@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,7 +21,7 @@ WINDOW_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`home`: the worker that took it, and has it again when its group parts."""
+    """`home`: the worker that took it, and has it again when its group parts; the scheduler says so."""
 
     number: int
     arrives_s: float
@@ -33,6 +33,7 @@ class Request:
     first_s: float | None = None
     end_s: float | None = None
     is_refused: bool = False
+    waits: bool = False  # at the gateway
 
     @property
     def num_tokens(self) -> int:
@@ -82,32 +83,60 @@ class Unit:
     def used_tokens(self) -> int:
         return sum(one.prompt + one.generated for one in self.running)
 
+    def used_by(self, *workers: str) -> int:
+        """Of it, by the requests of these."""
+        return sum(one.prompt + one.generated for one in self.running if one.home in workers)
+
+    @property
+    def emptiest(self) -> str:
+        """The member with the fewest requests; of equals the first."""
+        homes = Counter(one.home for one in self.requests)
+        return min(self.workers, key=lambda name: homes[name])
+
     @property
     def outstanding_tokens(self) -> int:
         return sum(one.num_tokens - one.computed - one.generated for one in self.requests)
 
+    def part_of(self, one: Request) -> int:
+        """Of those that it is to part into; 0 where there are none."""
+        is_parting = self.transform is not None and self.transform.tp < self.tp
+        return self.workers.index(one.home) % self.num_parts if is_parting else 0
+
     @property
-    def room(self) -> int:
-        """For whole sequences. A group that is to part admits what its parts will hold; one that forms has
-        the caches of all its members."""
+    def num_parts(self) -> int:
+        return max(1, self.tp // self.transform.tp) if self.transform else 1
+
+    def room(self, part: int) -> int:
+        """For whole sequences. One that forms has the caches of all its members; in one that is to part each
+        member admits what its part will hold."""
         tp, count = self.tp, 1
         if self.transform:
             tp = min(self.tp, self.transform.tp)
             count = len(self.workers) // tp if self.transform.tp > self.tp else 1
-        return count * costs.TOKENS_AT[tp] - sum(one.num_tokens for one in self.running)
+        taken = sum(one.num_tokens for one in self.running if self.part_of(one) == part)
+        return count * costs.TOKENS_AT[tp] - taken
 
     def admit(self) -> None:
-        while self.waiting and self.waiting[0].num_tokens <= self.room:
-            self.running.append(self.waiting.popleft())
+        """First come, first served in each part."""
+        left: deque[Request] = deque()
+        full: set[int] = set()
+        for one in self.waiting:
+            part = self.part_of(one)
+            if part not in full and one.num_tokens <= self.room(part):
+                self.running.append(one)
+            else:
+                full.add(part)
+                left.append(one)
+        self.waiting = left
 
     def plan(self) -> list[tuple[Request, int]]:
-        """Tokens of each that run in the next step."""
+        """Tokens of each that run in the next step: every member plans its own."""
         chunks = [(one, 1) for one in self.running if one.computed == one.prompt]
-        budget = costs.CHUNK_TOKENS - len(chunks)
+        planned = Counter(one.home for one, _ in chunks)
         for one in self.running:
-            if (left := one.prompt - one.computed) and budget > 0:
+            if (left := one.prompt - one.computed) and (budget := costs.CHUNK_TOKENS - planned[one.home]) > 0:
                 chunks.append((one, min(left, budget)))
-                budget -= min(left, budget)
+                planned[one.home] += min(left, budget)
         return chunks
 
 
@@ -115,7 +144,8 @@ class Scheduler(Protocol):
     """What is compared."""
 
     def place(self, cluster: Cluster, request: Request) -> Unit | None:
-        """Where it runs. None: it waits, and is asked for again in every window, or it was refused."""
+        """Where it runs, its `home` set. None: it waits, and is asked for again in every window, or it was
+        refused."""
 
     def window(self, cluster: Cluster) -> None:
         """Twice a second: what else there is to decide."""
@@ -194,12 +224,21 @@ class Cluster:
             self._wait(request)
 
     def _wait(self, request: Request) -> None:
+        request.waits = True
         self.waiting.append(request)
         if request.is_long:
             self.waiting_long.append(request)
 
+    def recall(self, unit: Unit, requests: Iterable[Request]) -> None:
+        """They wait there, and are to wait at the gateway."""
+        for request in requests:
+            unit.waiting.remove(request)
+            self._wait(request)
+        self.waiting.sort(key=lambda one: one.arrives_s)
+
     def _submit(self, unit: Unit, request: Request) -> None:
-        request.home = unit.leader
+        assert request.home in unit.workers
+        request.waits = False
         unit.waiting.append(request)
         self._step(unit)
 
@@ -269,8 +308,7 @@ class Cluster:
 
     def _reshape(self, unit: Unit, transform: Transform) -> None:
         del self.units[unit.leader]
-        num_parts = max(1, unit.tp // transform.tp)
-        made = [Unit(unit.workers[part::num_parts], transform.tp) for part in range(num_parts)]
+        made = [Unit(unit.workers[part :: unit.num_parts], transform.tp) for part in range(unit.num_parts)]
         for part in made:
             self._add(part)
         homes = {name: part for part in made for name in part.workers}
@@ -281,7 +319,7 @@ class Cluster:
                 homes[one.home].waiting.append(one)
             else:  # it came too late: the worker sends it back
                 self._wait(one)
-        self.waiting.sort(key=lambda one: one.arrives_s)
+        self.waiting.sort(key=lambda one: one.arrives_s)  # it keeps its place
         self.waiting_long.sort(key=lambda one: one.arrives_s)
         self._scheduler.reshaped(self, transform.morph_id, made)
         for part in made:

@@ -6,6 +6,7 @@ a long request comes to an instance that cannot hold it (Gyges §6.2.4); they pa
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 
 from bench import scheduler_costs as costs
@@ -17,7 +18,7 @@ from controller.policy import Freshness
 from controller.reshape import Reshape
 from controller.scaling import hear, scale_down, scale_up
 from controller.track import State, observe, sent
-from gateway.delivery.dispatch import Candidate, NoneFits, Parting, choose
+from gateway.delivery.dispatch import Candidate, NoneFits, Parting, Seat, choose, member_for, num_to_recall
 from gateway.delivery.placement import PART_PATIENCE_S
 
 FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)
@@ -34,6 +35,7 @@ def group_of(unit: Unit) -> Group:
         tokens_at=costs.TOKENS_AT,
         max_tokens=unit.max_tokens,
         used_tokens=unit.used_tokens,
+        own_tokens=tuple(unit.used_by(name) for name in unit.workers),
         longest_tokens=max((one.num_tokens for one in unit.requests), default=0),
         load=len(unit.requests),
     )
@@ -98,7 +100,10 @@ class Ours:
     def __init__(self, policy: Policy | None = None) -> None:
         self._shapes = Shapes(policy)
         self._seen: dict[str, tuple[int, float]] = {}  # leader: requests and free tokens in the last window
-        self._since: dict[str, tuple[int, int]] = {}  # and what was sent since
+        self._homes: dict[str, tuple[int, int]] = {}  # worker: requests and tokens of short ones, likewise
+        self._since: Counter[str] = Counter()  # by worker: requests sent since
+        self._tokens_since: Counter[str] = Counter()
+        self._seated_s = 0.0  # when a short one got a seat in a group
         self._stuck_s = -1.0  # a short one found no place then, so the later ones of its size do not either
 
     def place(self, cluster: Cluster, request: Request) -> Unit | None:
@@ -110,30 +115,59 @@ class Ours:
         candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
         before = [one.num_tokens for one in waiting if one.arrives_s < request.arrives_s]
         found = choose(candidates, request.num_tokens, "", max(before, default=0))
-        if isinstance(found, Parting) and cluster.now >= request.arrives_s + PART_PATIENCE_S:
-            found = found.candidate
-        if isinstance(found, Candidate):
-            count, tokens = self._since.get(found.instance, (0, 0))
-            self._since[found.instance] = count + 1, tokens + request.num_tokens
-            return cluster.units[found.instance]
+        if isinstance(found, Parting):
+            since_s = max(request.arrives_s, self._seated_s)
+            found = found if cluster.now < since_s + PART_PATIENCE_S else found.candidate
+        if isinstance(found, Candidate) and not self._is_behind(cluster, request, found):
+            return self._send(cluster, request, found)
         request.is_refused = isinstance(found, NoneFits) and self._shapes.policy is None
         if not request.is_long:
             self._stuck_s = cluster.now
         return None
 
+    @staticmethod
+    def _is_behind(cluster: Cluster, request: Request, group: Candidate) -> bool:
+        """First come, first served among those that wait for a seat."""
+        if request.is_long or request.waits or group.tp == 1 or not group.parts:
+            return False
+        return any(not one.is_long for one in cluster.waiting)
+
+    def _send(self, cluster: Cluster, request: Request, to: Candidate) -> Unit:
+        member = member_for(to, request.num_tokens)
+        if isinstance(member, Seat) and member.is_home(request.num_tokens):
+            self._seated_s = cluster.now
+        request.home = member.worker
+        self._since[request.home] += 1
+        self._tokens_since[request.home] += request.num_tokens
+        return cluster.units[to.instance]
+
     def window(self, cluster: Cluster) -> None:
-        self._since = {}
+        self._since.clear()
+        self._tokens_since.clear()
         self._seen = {name: (len(unit.requests), self._room_of(unit)) for name, unit in cluster.units.items()}
+        self._homes = {name: _home_of(unit, name) for unit in cluster.units.values() for name in unit.workers}
+        if self._shapes.policy is not None:
+            for unit in cluster.units.values():
+                self._recall(cluster, unit)
         self._shapes.window(cluster)
         self._shapes.demand(cluster, cluster.waiting_long)
 
+    def _recall(self, cluster: Cluster, unit: Unit) -> None:
+        """What waits there since its members were alone."""
+        for name in unit.workers if unit.tp > 1 else ():
+            queued = [one for one in unit.waiting if one.home == name and not one.is_long]
+            count = num_to_recall(self._seat(unit, name), [one.prompt for one in queued])
+            cluster.recall(unit, queued[len(queued) - count :])
+
     def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
+        """What was seen was of other shapes."""
+        for unit in units:
+            self._seen.pop(unit.leader, None)
         self._shapes.reshaped(cluster, morph_id, units)
 
     def _candidate(self, cluster: Cluster, unit: Unit) -> Candidate:
         """While it changes, its card shows what it was; the members of a group that forms are one here."""
         count, free = self._seen.get(unit.leader, (len(unit.requests), self._room_of(unit)))
-        num_since, tokens_since = self._since.get(unit.leader, (0, 0))
         return Candidate(
             instance=unit.leader,
             worker=unit.leader,
@@ -141,17 +175,37 @@ class Ours:
             max_tokens=unit.max_tokens,
             num_measured=count,
             num_own=len(unit.requests),
-            num_own_since=num_since,
+            num_own_since=sum(self._since[name] for name in unit.workers),
             tp=unit.tp,
             low_tokens=costs.TOKENS_AT[1],
-            free_tokens=free - tokens_since,
+            free_tokens=free - sum(self._tokens_since[name] for name in unit.workers),
             stays=self._shapes.policy is None or any(one.is_long for one in unit.requests),
-            part_tokens=costs.TOKENS_AT[1] / 2,
+            parts=self._shapes.policy is not None,
+            seats=tuple(self._seat(unit, name) for name in unit.workers),
+        )
+
+    def _seat(self, unit: Unit, name: str) -> Seat:
+        count, tokens = self._homes.get(name, (0, 0))
+        return Seat(
+            instance=unit.leader,
+            worker=name,
+            epoch=1,
+            num_measured=count,
+            num_own=_home_of(unit, name)[0],
+            num_own_since=self._since[name],
+            short_tokens=tokens + self._tokens_since[name],
+            home_tokens=costs.TOKENS_AT[1],
         )
 
     @staticmethod
     def _room_of(unit: Unit) -> float:
         return unit.max_tokens - unit.used_tokens - sum(one.prompt for one in unit.waiting)
+
+
+def _home_of(unit: Unit, name: str) -> tuple[int, int]:
+    """Requests, and tokens of the short ones among them, of one worker."""
+    there = [one for one in unit.requests if one.home == name]
+    return len(there), sum(one.prompt + one.generated for one in there if not one.is_long)
 
 
 class Unaware:
@@ -174,6 +228,7 @@ class Unaware:
         units = sorted(cluster.units.values(), key=lambda unit: natural(unit.leader))
         unit = self.pick(cluster, units)
         if request.num_tokens <= unit.max_tokens:
+            request.home = unit.emptiest
             return unit
         workers = _neighbours(unit, request.num_tokens)
         self._made[request] = workers
@@ -187,6 +242,7 @@ class Unaware:
             return None
         if len(there) == 1 and there[0].max_tokens >= request.num_tokens:
             del self._made[request]
+            request.home = there[0].emptiest
             return there[0]
         cluster.transform(workers, len(workers), f"unaware-{next(self._numbers)}")
         return None

@@ -215,7 +215,7 @@ class InstanceCard:
 
     A group is one instance of several workers, and each of them has a card of its own with the same `tp` and
     `workers`: its members in the order of their shards. The first leads the group and its card stands for it;
-    the others' take no requests.
+    each takes requests on the stream of its own card.
     """
 
     id: str
@@ -283,7 +283,7 @@ class InstanceTelemetry:
     waiting: int
     waiting_tokens: int
     kv_blocks: int
-    kv_used: int
+    kv_used: int  # in a group: of all its members
     layers: list[LayerShape]
     prompt_tokens: int
     generation_tokens: int
@@ -296,6 +296,7 @@ class InstanceTelemetry:
     oldest_wait_seconds: float = 0.0
     recomputed_tokens: int = 0  # whose KV was lost or given away, and was made again
     longest_tokens: int = 0  # prompt and output that the longest request here may come to, running or waiting
+    kv_own: int = 0  # of `kv_used`: blocks of its own requests, which stay with it when its group parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """What the scheduler of shapes sees of each instance, of one worker or of several. Pure.
 
 A group's members each have a card and metrics of their own; the leader's metrics tell of the KV cache, which
-is one, and what waits or runs is summed.
+is one, and what waits or runs is summed. Whose requests the KV belongs to matters when the group parts, since
+they stay with the member that took them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bus.client import LiveWorker
-from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard
+from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, WorkerCard
 from bus.shapes import capacity_at
 
 
@@ -27,6 +28,8 @@ class Group:
     tokens_at: Mapping[int, int] = field(default_factory=dict)  # degree -> what one sequence may have there
     max_tokens: int  # the same, as it is now
     used_tokens: int = 0
+    own_tokens: tuple[int, ...] = ()  # by member: of its own requests, with a spare block for each that runs
+    layers: tuple[LayerShape, ...] = ()  # their precisions, the same at all members
     longest_tokens: int = 0  # of the requests that run or wait here
     load: float = 0.0  # sequences that run or wait
     age_s: float = 0.0  # of the oldest report of its members
@@ -96,6 +99,8 @@ def _group(members: list[Member], told: list[InstanceMetrics], age_s: float) -> 
         tokens_at={degree: tokens for degree, tokens in tokens_at.items() if tokens},
         max_tokens=min(card.max_model_len, last.kv_blocks * card.block_tokens),
         used_tokens=last.kv_used * card.block_tokens,
+        own_tokens=tuple((one.last.kv_own + one.last.running) * card.block_tokens for one in told),
+        layers=tuple(last.layers),
         longest_tokens=max(one.last.longest_tokens for one in told),
         load=sum(one.running + one.waiting for one in told),
         age_s=age_s,

@@ -5,7 +5,7 @@ its Algorithm 1. Pure: the service, the tests and the model of a cluster run thi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bus.shapes import natural
@@ -38,26 +38,29 @@ class Merge:
 def decide_scale_up(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -> Merge | None:
     """Makes room for a request of `num_tokens` that no instance holds: the lowest degree that does, on
     instances of one degree, one model and one host, which together leave it that room beside what they have
-    in their caches (the reserve of §5). Instances that are groups already go first, since fewer shapes change
-    then; then neighbours, whose communicator is there already; then the least loaded. None: there is no such
-    place, `max_tp` (0: any) included.
+    in their caches (the reserve of §5). Workers whose layers differ in precision refuse to become one: they
+    are taken only where no others are, so that somebody hears why. Instances that are groups already go
+    first, since fewer shapes change then; then neighbours, whose communicator is there already; then the
+    least loaded. None: there is no such place, `max_tp` (0: any) included.
     """
     there = list(groups)
     places = _places(there)
-    merges = [
-        merge
-        for alike in _alike(there)
-        for tp in _degrees_for(alike, num_tokens, max_tp)
-        for merge in _merges(alike, tp, places)
-        if merge.used_tokens + num_tokens <= merge.tokens_after
-    ]
-    return min(merges, key=_cost, default=None)
+    for kind_of in (_kind_and_precisions, _kind):
+        merges = [
+            merge
+            for alike in _alike(there, kind_of)
+            for tp in _degrees_for(alike, num_tokens, max_tp)
+            for merge in _merges(alike, tp, places)
+            if merge.used_tokens + num_tokens <= merge.tokens_after
+        ]
+        if merges:
+            return min(merges, key=_cost)
+    return None
 
 
 def decide_scale_down(group: Group, free_share: float) -> int | None:
-    """The lowest degree that holds the longest request here, if `free_share` (0..1) of the KV is free, now
-    and afterwards: whatever runs may have come to a single member, and must fit there. None: it stays
-    together.
+    """The lowest degree that holds the longest request here, if `free_share` (0..1) of the KV is free and
+    each part will hold what its members' requests have: those stay with them. None: it stays together.
     """
     if group.tp == 1 or group.usage > 1 - free_share:
         return None
@@ -67,7 +70,7 @@ def decide_scale_down(group: Group, free_share: float) -> int | None:
         if tp < group.tp
         and group.tp % tp == 0
         and group.longest_tokens <= tokens
-        and group.used_tokens <= (1 - free_share) * tokens
+        and max(_tokens_of_parts(group, tp)) <= tokens
     ]
     return min(fitting, default=None)
 
@@ -76,6 +79,13 @@ def parted(group: Group, tp: int) -> list[list[str]]:
     """The workers of the groups of degree `tp` that come of it."""
     num_parts = group.tp // tp
     return [list(group.workers[part::num_parts]) for part in range(num_parts)]
+
+
+def _tokens_of_parts(group: Group, tp: int) -> list[int]:
+    """What each would have. Where members do not tell, all may belong to one."""
+    own = group.own_tokens or (group.used_tokens,)
+    num_parts = group.tp // tp
+    return [sum(own[part::num_parts]) for part in range(num_parts)]
 
 
 # ------------------------------------------------------------------------------------- who can become what
@@ -89,11 +99,19 @@ def _places(groups: Iterable[Group]) -> dict[str, int]:
     return {name: i for names in workers.values() for i, name in enumerate(sorted(names, key=natural))}
 
 
-def _alike(groups: Iterable[Group]) -> Iterator[list[Group]]:
-    """Of one host, model and degree."""
-    kinds: dict[tuple[str, str, int], list[Group]] = defaultdict(list)
+def _kind(group: Group) -> tuple[object, ...]:
+    return group.host, group.model, group.tp
+
+
+def _kind_and_precisions(group: Group) -> tuple[object, ...]:
+    return *_kind(group), group.layers
+
+
+def _alike(groups: Iterable[Group], kind_of: Callable[[Group], tuple[object, ...]]) -> Iterator[list[Group]]:
+    """Of one kind each."""
+    kinds: dict[tuple[object, ...], list[Group]] = defaultdict(list)
     for group in groups:
-        kinds[group.host, group.model, group.tp].append(group)
+        kinds[kind_of(group)].append(group)
     for kind in kinds.values():
         yield sorted(kind, key=lambda group: natural(group.leader))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bus.client import LiveWorker
@@ -65,7 +65,7 @@ class View:
 
 def views_of(metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0) -> list[View]:
     """A view of every instance that serves and whose metrics are of its worker's own epoch. `lag_s`: the
-    age of the metrics themselves."""
+    age of the metrics themselves. What waits in a group waits at all its members."""
     reports = {report.worker: report for report in metrics.workers}
     found = {(instance.worker, instance.id): instance for instance in metrics.instances}
     views = []
@@ -74,7 +74,8 @@ def views_of(metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0
         for instance in _led(card.id, card.instances):
             seen, report = found.get((card.id, instance.id)), reports.get(card.id)
             if seen and report and seen.epoch == report.epoch == card.epoch:
-                views.append(_view(instance, seen, report, total_blocks, lag_s))
+                others = [one for one in metrics.instances if _is_member(one, instance, card.id)]
+                views.append(_view(instance, seen, [seen, *others], report, total_blocks, lag_s))
     return views
 
 
@@ -83,11 +84,24 @@ def _led(worker: str, instances: Iterable[InstanceCard]) -> Iterator[InstanceCar
     return (one for one in instances if not one.workers or one.workers[0] == worker)
 
 
+def _is_member(one: InstanceMetrics, card: InstanceCard, leader: str) -> bool:
+    """Another one, of the same group."""
+    return one.worker != leader and one.worker in card.workers and one.id == f"{card.model}@{one.worker}"
+
+
 def _view(
-    card: InstanceCard, seen: InstanceMetrics, report: WorkerMetrics, total_blocks: int, lag_s: float
+    card: InstanceCard,
+    seen: InstanceMetrics,
+    members: Sequence[InstanceMetrics],
+    report: WorkerMetrics,
+    total_blocks: int,
+    lag_s: float,
 ) -> View:
     last = seen.last
-    waiting_blocks = math.ceil(last.waiting_tokens / card.block_tokens) + last.waiting + last.running
+    num_running = sum(one.last.running for one in members)
+    num_waiting = sum(one.last.waiting for one in members)
+    waiting_tokens = sum(one.last.waiting_tokens for one in members)
+    waiting_blocks = math.ceil(waiting_tokens / card.block_tokens) + num_waiting + num_running
     return View(
         instance=seen.id,
         worker=seen.worker,
@@ -96,11 +110,11 @@ def _view(
         kv_blocks=last.kv_blocks,
         kv_used=seen.kv_used,
         kv_usage=seen.kv_usage,
-        waiting=seen.waiting,
-        waiting_blocks=waiting_blocks if last.waiting else 0,
+        waiting=sum(one.waiting for one in members),
+        waiting_blocks=waiting_blocks if num_waiting else 0,
         blocks_free=last.kv_blocks - last.kv_used,
-        queue_delay_s=seen.queue_delay_seconds,
-        preemptions_per_s=seen.preemptions_per_second,
+        queue_delay_s=max(one.queue_delay_seconds for one in members),
+        preemptions_per_s=sum(one.preemptions_per_second for one in members),
         num_layers=card.num_layers,
         layers_below_full=sum(shape.attention != "full" or shape.ffn != "full" for shape in last.layers),
         variants=tuple(card.variants),

@@ -29,7 +29,9 @@ from bus.messages import (
 from bus.settings import ControllerSettings, MonitorSettings, Settings
 from controller import service as controller_service
 from gateway.delivery.demand import demands
+from gateway.delivery.dispatch import Candidate
 from gateway.delivery.inflight import Flight
+from gateway.delivery.placement import PART_PATIENCE_S
 from gateway.errors import ApiError
 from monitor import service as monitor_service
 from tests import service_loop
@@ -71,8 +73,15 @@ class Cluster(Core):
         self.delivery.submit(flight)
         return flight
 
+    def candidates(self) -> list[Candidate]:
+        return self.delivery.placement.candidates("m")
+
     def told(self) -> list[tuple[int, int]]:
         return [(one.tokens, one.count) for one in demands(self.delivery.table, "g")]
+
+
+def workers_of(flights: list[Flight]) -> list[str | None]:
+    return [flight.target.worker if flight.target else None for flight in flights]
 
 
 def test_a_long_request_waits_for_a_group_and_goes_there() -> None:
@@ -164,21 +173,116 @@ def test_a_short_request_keeps_away_from_a_group_that_is_to_part() -> None:
     assert {flight.target.worker for flight in flights if flight.target} == {"w4"}
 
 
-def test_a_short_request_waits_a_moment_for_the_only_group_to_part_and_then_keeps_it() -> None:
+def test_a_short_request_waits_for_the_only_group_to_part_and_at_last_keeps_it() -> None:
     core = Cluster()
     core.group(*FOUR)
-    core.look(used=200)
+    core.look(used=240)
     flight = core.ask("short", 50)
     assert flight.target is None and core.told() == []
     core.cards = {name: worker_card(name) for name in FOUR}
     core.poll()
     assert flight.target is not None
     core.group(*FOUR)
-    core.look(used=200)
+    core.look(used=240)
     second = core.ask("second", 50)
-    core.now += 10
-    core.look(used=200)
+    core.now += PART_PATIENCE_S
+    core.look(used=240)
     assert second.target is not None
+    core.gateway.check_integrity()
+
+
+def test_the_requests_of_a_group_go_to_all_its_members() -> None:
+    core = Cluster()
+    core.group(*FOUR)
+    core.look(used=0, longest=1000)
+    flights = [core.ask(str(i), 20) for i in range(8)]
+    assert workers_of(flights) == [*FOUR, *FOUR]
+    assert core.cluster.ready("m")[0].card.workers == list(FOUR)
+    (group,) = core.candidates()
+    assert (group.num_own, group.free_tokens) == (8, 1200 - 8 * 20)
+    core.report(metrics_for(*core.cards.values(), used=160, longest=1000, running=2))
+    core.delivery.table.metrics_arrived()
+    (group,) = core.candidates()
+    assert (group.num_measured, group.free_tokens, group.num_own_since) == (8, 1040, 0)
+    core.gateway.check_integrity()
+
+
+def test_a_member_whose_card_does_not_tell_of_the_group_gets_no_request_of_it() -> None:
+    core = Cluster()
+    core.group(*FOUR)
+    core.cards["w1"] = replace(core.cards["w1"], state="draining")
+    core.cards["w2"] = worker_card("w2", ("w2", "w3"))  # a message behind
+    del core.cards["w3"]
+    core.look(longest=1000)
+    assert [[seat.worker for seat in one.seats] for one in core.candidates() if one.tp == 4] == [["w0"]]
+    core.cards["w2"] = worker_card("w2", FOUR)
+    core.poll()
+    assert [[seat.worker for seat in one.seats] for one in core.candidates()] == [["w0", "w2"]]
+
+
+def test_a_members_death_costs_its_share_of_the_requests() -> None:
+    core = Cluster()
+    core.group(*FOUR)
+    core.look(longest=1000)
+    flights = [core.ask(str(i), 20) for i in range(8)]
+    for flight in flights:
+        core.sent(flight)
+    core.watch.on_worker_gone("w2", 1, "worker_lost")
+    assert [flight.strikes for flight in flights] == [0, 0, 1, 0] * 2
+    assert {flight.attempt for flight in flights} == {1, 2} and "w2" not in workers_of(flights)
+    core.gateway.check_integrity()
+
+
+def test_short_requests_beside_a_long_one_are_no_more_than_the_parts_will_hold() -> None:
+    core = Cluster()
+    core.group(*FOUR)
+    core.look()
+    long = core.ask("long", 600)
+    core.sent(long)
+    core.look()
+    core.delivery.table.metrics_arrived()
+    flights = [core.ask(str(i), 40) for i in range(9)]
+    assert workers_of(flights) == ["w1", "w2", "w3", "w0", "w1", "w2", "w3", "w0", None]
+    core.now += 1
+    late = core.ask("late", 10)  # though it would fit: others came before
+    assert late.target is None
+    core.delivery.table.metrics_arrived()
+    core.look(used=240)
+    assert workers_of([flights[8], late]) == ["w1", "w2"]
+    core.gateway.check_integrity()
+
+
+def test_a_last_chance_is_had_alone_in_the_whole_group() -> None:
+    """All members make the step that kills one."""
+    core = Cluster(max_attempts=2)
+    core.group(*FOUR)
+    core.look(longest=1000)
+    first, second = core.ask("first", 20), core.ask("second", 20)
+    for flight in (first, second):
+        core.sent(flight)
+        core.delivery.attempts.replay(flight, "worker_lost", "test")
+    assert first.target is not None and second.target is None
+    core.sent(first)
+    core.deliver(first, [], finish="length")
+    core.poll()
+    assert second.target is not None
+
+
+def test_a_request_that_comes_back_keeps_its_place_by_arrival() -> None:
+    core = Cluster()
+    core.group(*FOUR)
+    core.poll()
+    flight = core.ask("first", 1000)
+    core.sent(flight, begun=False)
+    core.cards = {name: worker_card(name) for name in FOUR}  # it parts meanwhile
+    core.poll()
+    later = core.ask("later", 1100)
+    core.deliver(flight, [], finish="error", error=f"{KV_CAPACITY} 63 blocks are missing")
+    assert [one.request_id for one in core.delivery.table.for_room] == ["first", "later"]
+    core.group(*FOUR)
+    core.poll()
+    assert flight.target is not None and later.target is None
+    core.gateway.check_integrity()
 
 
 def test_where_nothing_parts_by_itself_a_group_takes_short_requests_at_once() -> None:

@@ -82,16 +82,18 @@ def test_a_member_that_works_may_be_silent_and_one_that_is_idle_has_lost_its_req
     core.now += 1.0
     core.report(metrics_of("m@w1", running=0, steps=9))
     core.watch.tick()
-    assert flights["w1"].attempt == 2 and at(flights["w1"]) == "w0"
+    assert flights["w1"].attempt == 2 and flights["w0"].attempt == 1
 
 
-def test_new_requests_go_to_the_worker_that_leads_alone() -> None:
+def test_new_requests_go_to_all_members_in_turn() -> None:
     core = core_of("w0", "w1")
     join(core, "w1", "w0")
-    assert {at(flight) for flight in core.submit(*"abcdef")} == {"w1"}
+    assert [at(flight) for flight in core.submit(*"abcdef")] == ["w0", "w1"] * 3
+    submits = [message for message in core.written() if isinstance(message, Submit)]
+    assert [message.epoch for message in submits] == [1] * 6
     join(core, "w0")
     join(core, "w1")
-    assert "w0" in {at(flight) for flight in core.submit(*"ghi")}
+    assert {at(flight) for flight in core.submit(*"ghi")} == {"w0", "w1"}
 
 
 def test_when_a_member_dies_its_requests_go_to_the_group_and_the_others_stay() -> None:

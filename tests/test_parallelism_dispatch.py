@@ -8,9 +8,29 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.delivery.dispatch import Behind, Candidate, NoneFits, NoRoom, Parting, choose, is_long
+from gateway.delivery.dispatch import (
+    Behind,
+    Candidate,
+    NoneFits,
+    NoRoom,
+    Parting,
+    Seat,
+    choose,
+    is_long,
+    member_for,
+)
 
 LOW, HIGH = 100, 1000
+
+
+def seat(name: str, load: float = 0.0, short: float = 0.0) -> Seat:
+    return Seat(name, name, 1, load, 0, 0, short_tokens=short, home_tokens=LOW)
+
+
+def full(name: str, short: float = LOW, load: float = 0.0, **changes: Any) -> Candidate:
+    """A group of four, each of which has so many tokens of short requests."""
+    seats = tuple(seat(f"{name}{i}", short=short) for i in range(4))
+    return one(name, load, tp=4, seats=seats, **changes)
 
 
 def one(name: str, load: float = 0.0, **changes: Any) -> Candidate:
@@ -25,7 +45,7 @@ def one(name: str, load: float = 0.0, **changes: Any) -> Candidate:
         "low_tokens": LOW,
         "free_tokens": HIGH if tp > 1 else LOW,
         "stays": tp == 1,
-        "part_tokens": LOW / 2,
+        "seats": tuple(seat(f"{name}{i}") for i in range(tp if tp > 1 else 0)),
     }
     return Candidate(**(base | {"instance": name, "num_measured": load} | changes))
 
@@ -98,21 +118,58 @@ def test_load_is_that_of_one_workers_share() -> None:
 
 
 def test_a_request_that_would_keep_the_only_group_from_parting_should_wait_for_the_parts() -> None:
-    idle, busy = one("g", tp=4), one("h", tp=4, free_tokens=HIGH - 41)
+    idle, busy = one("g", tp=4), full("h", short=91)
     assert choose([busy], 10) == Parting(busy)
     assert choose([busy], 9) == busy  # it parts all the same
     assert choose([idle, busy], 90) == idle  # alone it may have all of it
-    staying = one("s", tp=4, stays=True, free_tokens=0)
-    assert choose([busy, staying], 10) == staying
+    staying = full("s", stays=True, parts=False, free_tokens=0)
+    assert choose([busy, staying], 10) == staying  # nothing parts by itself
+
+
+def test_beside_a_long_request_there_are_no_more_short_ones_than_the_parts_will_hold() -> None:
+    """Else a group that gets less done than comes would never part again."""
+    busy = full("g", short=91, stays=True)
+    assert choose([busy], 9) == busy
+    assert choose([busy], 10) == Parting(busy)
+    assert choose([replace(busy, parts=False)], 10) == replace(busy, parts=False)
+    single = one("a", free_tokens=0)
+    assert choose([busy, single], 9) == busy and choose([busy, single], 10) == single
+    assert choose([busy], 500) == busy  # a long one
+
+
+def test_the_member_with_the_fewest_requests_and_room_at_home_takes_the_next() -> None:
+    seats = (seat("w10", 1), seat("w2", 1), seat("w3", 0, short=95), seat("w4", 2))
+    group = one("g", tp=4, seats=seats)
+    assert [member_for(group, n).worker for n in (5, 6, 500)] == ["w3", "w2", "w3"]
+    assert member_for(one("a"), 5) == one("a")
+
+
+def test_members_get_the_same_number_of_requests() -> None:
+    seats = [seat(f"w{i}") for i in range(4)]
+    for _ in range(11):
+        taken = member_for(one("g", tp=4, seats=tuple(seats)), 5)
+        seats = [
+            replace(each, num_own=each.num_own + 1, num_own_since=each.num_own_since + 1)
+            if each.worker == taken.worker
+            else each
+            for each in seats
+        ]
+    assert [each.num_own for each in seats] == [3, 3, 3, 2]
 
 
 candidates = st.builds(
-    lambda name, load, tp, free, stays: one(name, load, tp=tp, free_tokens=free, stays=stays),
+    lambda name, load, tp, free, stays, parts, short: (
+        full(name, short, load=load, free_tokens=free, stays=stays or not parts, parts=parts)
+        if tp > 1
+        else one(name, load, free_tokens=free)
+    ),
     st.sampled_from("abcdefgh"),
     st.floats(0, 20),
-    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 4]),
     st.one_of(st.none(), st.floats(0, HIGH)),
     st.booleans(),
+    st.booleans(),
+    st.floats(0, LOW),
 )
 
 
@@ -130,9 +187,11 @@ def test_whatever_is_chosen_holds_it_and_respects_the_ranks(
     else:
         if isinstance(found, Parting | Behind):
             assert all(c.tp > 1 for c in fitting)
-            assert isinstance(found, Behind) or not any(c.stays for c in fitting)
+            assert isinstance(found, Behind) or found.candidate.parts
             return
         assert isinstance(found, Candidate) and found in fitting
+        if found.tp > 1 and found.parts:
+            assert any(each.is_home(num_tokens) for each in found.seats)
         singles = [c for c in fitting if c.tp == 1]
         if singles and found.tp > 1:  # only where a request would wait at every single worker
             assert found.stays

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bus.messages import LayerShape
 from bus.shapes import longest_tokens, natural
 from controller.groups import Group, groups_of
 from controller.parallelism import Merge, decide_scale_down, decide_scale_up, parted
@@ -66,6 +67,16 @@ def test_what_lies_in_the_caches_is_reckoned_with() -> None:
     assert merge([*busy, *singles(2, 3)], 290).workers == ["w2", "w3"]
 
 
+def test_workers_whose_layers_differ_in_precision_do_not_come_together_where_others_do() -> None:
+    full, low = (LayerShape(),), (LayerShape(ffn="int4"),)
+    mixed = [replace(one, layers=low if one.leader in ("w1", "w3") else full) for one in singles(*range(4))]
+    assert merge(mixed, 300).workers == ["w0", "w2"]
+    assert merge([mixed[0], mixed[1], mixed[3]], 300).workers == ["w1", "w3"]
+    assert merge(mixed, 1000).workers == ["w0", "w1", "w2", "w3"]  # they say why not
+    eight = [*mixed, *(replace(one, layers=full) for one in singles(4, 5, 6, 7))]
+    assert merge(eight, 1000).workers == ["w4", "w5", "w6", "w7"]
+
+
 def test_a_limit_of_the_degree_is_kept() -> None:
     assert merge(singles(*range(8)), 300, max_tp=2).tp == 2
     assert decide_scale_up(singles(*range(8)), 1000, max_tp=2) is None
@@ -77,11 +88,20 @@ def test_a_limit_of_the_degree_is_kept() -> None:
 def test_a_group_parts_when_its_long_requests_are_over_and_half_of_the_kv_is_free() -> None:
     four = group("w0", "w1", "w2", "w3", used=50)
     assert decide_scale_down(four, 0.5) == 1
-    assert decide_scale_down(replace(four, used_tokens=51), 0.5) == 2  # one worker may have to hold it all
     assert decide_scale_down(replace(four, longest_tokens=101), 0.5) == 2
     assert decide_scale_down(replace(four, longest_tokens=401), 0.5) is None
-    assert decide_scale_down(replace(four, used_tokens=700), 0.5) is None
+    assert decide_scale_down(replace(four, used_tokens=601), 0.5) is None
     assert decide_scale_down(group("w0"), 0.5) is None
+
+
+def test_a_group_parts_as_soon_as_each_part_holds_what_its_members_requests_have() -> None:
+    """A group that gets less done than comes would never be half empty by what one worker holds."""
+    four = group("w0", "w1", "w2", "w3", used=400)
+    assert decide_scale_down(four, 0.5) == 2  # it may all be of one
+    assert decide_scale_down(replace(four, own_tokens=(100, 100, 100, 100)), 0.5) == 1
+    assert decide_scale_down(replace(four, own_tokens=(101, 99, 100, 100)), 0.5) == 2
+    assert decide_scale_down(replace(four, own_tokens=(300, 0, 100, 0)), 0.5) == 2  # w0, w2; w1, w3
+    assert decide_scale_down(replace(four, own_tokens=(301, 0, 100, 0)), 0.5) is None
 
 
 def test_the_parts_are_the_subgroups_that_it_was_made_of() -> None:
@@ -117,14 +137,18 @@ def test_a_new_group_holds_what_it_is_made_for_and_nothing_is_in_it_twice(
         ]
 
 
-@given(st.sampled_from([2, 4, 8]), st.integers(0, 3000), st.integers(0, 3000), st.floats(0, 1))
-def test_what_parts_has_room_for_all_it_held_in_any_of_its_parts(
-    tp: int, used: int, longest: int, free: float
+@given(st.sampled_from([2, 4, 8]), st.data(), st.integers(0, 3000), st.floats(0, 1))
+def test_what_parts_has_room_for_what_stays_with_each_part(
+    tp: int, data: st.DataObject, longest: int, free: float
 ) -> None:
-    found = decide_scale_down(group(*(f"w{i}" for i in range(tp)), used=used, longest_tokens=longest), free)
+    own = data.draw(st.lists(st.integers(0, 500), min_size=tp, max_size=tp))
+    whole = group(*(f"w{i}" for i in range(tp)), used=sum(own), own_tokens=tuple(own), longest_tokens=longest)
+    found = decide_scale_down(whole, free)
     if found is not None:
-        assert found < tp and max(used, longest) <= TOKENS_AT[found]
-        assert used <= (1 - free) * TOKENS_AT[found]
+        assert found < tp and longest <= TOKENS_AT[found]
+        assert sum(own) <= (1 - free) * TOKENS_AT[tp]
+        for part in parted(whole, found):
+            assert sum(own[whole.workers.index(name)] for name in part) <= TOKENS_AT[found]
 
 
 # --------------------------------------------------------------------------- what is seen
@@ -139,6 +163,7 @@ def test_a_group_is_one_instance_with_the_load_of_all_its_members() -> None:
     assert (both.workers, both.instances, both.leader) == (members, ("m@w2", "m@w0"), "w2")
     assert (both.tp, both.max_tokens, both.used_tokens, both.longest_tokens) == (2, 400, 50, 70)
     assert (both.load, both.age_s, both.tokens_at) == (4, 1.5, TOKENS_AT)
+    assert both.own_tokens == (40, 40)  # 2 of the 5 blocks, and a spare one for each of two that run
     assert (alone.workers, alone.max_tokens, alone.load) == (("w1",), 100, 2)
 
 

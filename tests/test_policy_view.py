@@ -92,3 +92,12 @@ def test_an_instance_without_blocks_has_no_known_price() -> None:
     one = view(replace(metrics, workers=[empty]))
     assert one.pages_per_block == 0
     assert one.blocks_of(100) == one.blocks_for(100) == 0
+
+
+def test_what_waits_in_a_group_waits_at_all_its_members() -> None:
+    metrics = seen(waiting=1, waiting_tokens=16, running=2)
+    other = replace(metrics.instances[0], id="demo@w1", worker="w1", queue_delay_seconds=7.0)
+    stranger = replace(other, id="demo@w2", worker="w2")
+    group = live(workers=["w0", "w1"], tp=2)
+    (one,) = views_of(replace(metrics, instances=[*metrics.instances, other, stranger]), [group])
+    assert (one.waiting_blocks, one.queue_delay_s) == (2 + 2 + 4, 7.0)

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from bus.messages import Delta, FinishReason
 from gateway import errors
 from gateway.delivery.cluster import JOIN_GRACE_S, Cluster
-from gateway.delivery.dispatch import BelowFloor, Candidate, NoRoom
+from gateway.delivery.dispatch import Candidate, NoRoom, Parting
 from gateway.delivery.endings import Endings
 from gateway.delivery.inflight import Flight, InFlight, Target
 from gateway.delivery.outbox import Outbox
-from gateway.delivery.placement import Placement
+from gateway.delivery.placement import Found, Placement
 from gateway.errors import ApiError
 from gateway.operations.stats import Stats
 
@@ -69,10 +69,7 @@ class Attempts:
         if found is None and not self._cluster.is_joining(flight.model, self._clock(), JOIN_GRACE_S):
             raise errors.unavailable(f"no worker serves {flight.model!r} at the moment; try again", 2.0)
         self._table.add(flight)
-        if isinstance(found, Candidate):
-            self._placement.send(flight, found)
-        elif isinstance(found, NoRoom):
-            self._wait_for_room(flight)
+        self._carry_out(flight, found)
 
     def place_waiting(self) -> None:
         """There may be new instances, or old ones in another shape."""
@@ -105,9 +102,17 @@ class Attempts:
             flight.deadline = self._clock() + self._queue_timeout_s
         self._wait_for_room(flight)
 
+    def _carry_out(self, flight: Flight, found: Found | None) -> None:
+        if isinstance(found, Candidate):
+            self._placement.send(flight, found)
+        elif isinstance(found, NoRoom):
+            self._wait_for_room(flight)
+        else:
+            self._table.wait(flight, self._table.for_parts if isinstance(found, Parting) else None)
+
     def _wait_for_room(self, flight: Flight) -> None:
-        if not flight.waits_for_room:
-            self._table.wait_for_room(flight)
+        if flight not in self._table.for_room:
+            self._table.wait(flight, self._table.for_room)
             self._on_demand()
 
     def _place(self, flight: Flight) -> None:
@@ -116,13 +121,9 @@ class Attempts:
         except ApiError as error:
             self._endings.fail(flight, error)
             return
-        if isinstance(found, Candidate):
-            self._placement.send(flight, found)
-        elif isinstance(found, NoRoom):
-            self._wait_for_room(flight)
-        elif isinstance(found, BelowFloor):  # its deadline holds
-            return
-        elif flight.was_admitted and self._cluster.ready(flight.model):  # it waits for its turn alone
+        self._carry_out(flight, found)
+        waits_its_turn = found is None or isinstance(found, Parting)
+        if waits_its_turn and flight.was_admitted and self._cluster.ready(flight.model):
             flight.deadline = self._clock() + self._queue_timeout_s
 
     # ------------------------------------------------------------------------------------- again

@@ -193,14 +193,17 @@ class Cluster:
     def _is_recent(self, worker: str, now: float) -> bool:
         return now - self.seen[worker][1] < JOIN_GRACE_S
 
-    def members(self, ready: Ready, now: float) -> list[InstanceMetrics]:
-        """Of every member of a group, its leader among them, where they are known."""
-        found = []
-        for worker in (self.workers.get(name) for name in ready.card.workers or [ready.worker]):
-            for card in worker.instances if worker else []:
-                if card.model == ready.card.model and worker is not None:
-                    found.append(self.instance_metrics(card.id, worker.epoch, now))
-        return [metrics for metrics in found if metrics is not None]
+    def seats(self, ready: Ready) -> list[Ready]:
+        """The members that take requests, the leader first: those whose cards tell of the same group."""
+        names = ready.card.workers or [ready.worker]
+        there = [self.workers[name] for name in names if name in self.workers]
+        return [
+            Ready(card, worker.id, worker.epoch)
+            for worker in there
+            if worker.state == "serving"
+            for card in worker.instances
+            if card.model == ready.card.model and (card.workers or [worker.id]) == names
+        ]
 
     def has_other_epoch(self, worker: str, epoch: int) -> bool:
         """Whether the worker is there as another incarnation. Its number is no larger where a clock was set

@@ -12,22 +12,47 @@ and short ones keep away from a group that is to part, and from the room that a 
 rank  a short request goes to the least loaded of the first rank that is not empty
 ====  ====================================================================
 0     an instance of one worker that has room
-1     a group that stays and has room beyond what is reserved
+1     a group that stays and has room beyond what is reserved, and at home
 2     an instance of one worker, though the request will wait there
-3     a group that is to part and can, with this request too
-4     a group that stays, though the request will wait there, after a long one that waits (`Behind`)
-5     a group that is to part, after some patience (`Parting`)
+3     a group that is to part and has room at home
+4     a group that stays, though the request will wait: there, if the group never parts by itself, else
+      here (`Parting`); after a long one that waits (`Behind`)
+5     a group that is to part: it waits here, with some patience (`Parting`)
 ====  ====================================================================
+
+*Room at home*: everyone plans its own in a group, too, so a request goes to one of its members (`member_for`)
+and stays with it when the group parts. While no member has more short requests than it could hold alone, the
+group can part in the moment in which its last long one ends; what is above waits here meanwhile. Without
+that a group which every worker is needed for, and which gets less done than comes, never parted again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from bus.messages import Precision
+from bus.shapes import natural
 from gateway.delivery.precision import keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member of a group, as a place for a request. Sequences and tokens are its own."""
+
+    instance: str
+    worker: str
+    epoch: int
+    num_measured: float | None
+    num_own: int
+    num_own_since: int
+    short_tokens: float = 0.0  # KV of its short requests, those included that are on their way
+    home_tokens: float = 0.0  # of so many short ones at most, so that the group can part
+
+    def is_home(self, num_tokens: int) -> bool:
+        """Whether it could take the short request along when the group parts."""
+        return self.short_tokens <= 0 or self.short_tokens + num_tokens <= self.home_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +73,8 @@ class Candidate:
     low_tokens: int = 0  # what one sequence may have at the lowest degree; 0: as `max_tokens`
     free_tokens: float | None = None  # less what this gateway sent since; None: no fresh metric
     stays: bool = True  # of a group: it does not part soon (a long request, or nothing parts by itself)
-    part_tokens: float = 0.0  # with no more in its KV cache a group can part
+    parts: bool = True  # of a group: by itself, without a long request
+    seats: tuple[Seat, ...] = ()  # of a group: its members that take requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +96,8 @@ class NoRoom:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Only groups that are to part could take it, which it would keep from that. It should wait a moment for
-    the parts, and go to `candidate` if that does not happen."""
+    """Only groups could take it, which it would keep from parting, now or when their long request is over. It
+    should wait for a seat or the parts, and go to `candidate` if neither comes."""
 
     candidate: Candidate
 
@@ -84,11 +110,11 @@ class Behind:
 Found = Candidate | NoneFits | BelowFloor | NoRoom | Parting | Behind
 
 
-def load(candidate: Candidate) -> float:
+def load(place: Candidate | Seat) -> float:
     """Sequences there, as far as known. Never fewer than our own: those we know of."""
-    if candidate.num_measured is None:
-        return float(candidate.num_own)
-    return max(candidate.num_measured + candidate.num_own_since, float(candidate.num_own))
+    if place.num_measured is None:
+        return float(place.num_own)
+    return max(place.num_measured + place.num_own_since, float(place.num_own))
 
 
 def is_long(candidates: Iterable[Candidate], num_tokens: int) -> bool:
@@ -124,26 +150,51 @@ def choose(
             keeping,
             key=lambda c: (_is_doubtful(c, floor), _rank(c, num_tokens, reserved_tokens), *_by_load(c)),
         )
-        if best.tp > 1 and 0 < reserved_tokens <= best.max_tokens:
-            return best if _has_room(best, num_tokens + reserved_tokens) else Behind()
-        return Parting(best) if _rank(best, num_tokens, reserved_tokens) == _PARTING else best
+        is_reserved = best.tp > 1 and 0 < reserved_tokens <= best.max_tokens
+        if is_reserved and not _has_room(best, num_tokens + reserved_tokens):
+            return Behind()
+        return Parting(best) if _keeps_from_parting(best, num_tokens, reserved_tokens) else best
     roomy = [candidate for candidate in keeping if _has_room(candidate, num_tokens)]
     if not roomy:
         return NoRoom()
     return min(roomy, key=lambda c: (_is_doubtful(c, floor), not c.stays, *_by_load(c)))
 
 
-_PARTING = 5
+def member_for(chosen: Candidate, num_tokens: int) -> Candidate | Seat:
+    """Who of it takes the request: with room at home, with the fewest sequences, the first by name. So a
+    group parts into balanced parts, and a death of one costs its share. Itself where it is one worker."""
+    is_short = num_tokens <= (chosen.low_tokens or chosen.max_tokens)
+    return min(
+        chosen.seats,
+        key=lambda seat: (is_short and not seat.is_home(num_tokens), load(seat), natural(seat.worker)),
+        default=chosen,
+    )
+
+
+def num_to_recall(seat: Seat, queued_tokens: Sequence[int]) -> int:
+    """How many of the short requests that wait at this member, the latest last, must wait here instead, so
+    that it has no more than it can take along. They were sent to it when it was alone."""
+    over, count = seat.short_tokens - seat.home_tokens, 0
+    for tokens in reversed(queued_tokens):
+        if over <= 0:
+            break
+        over -= tokens
+        count += 1
+    return count
 
 
 def _rank(candidate: Candidate, num_tokens: int, reserved_tokens: int) -> int:
     if candidate.tp == 1:
         return 0 if _has_room(candidate, num_tokens) else 2
+    is_home = not candidate.parts or any(seat.is_home(num_tokens) for seat in candidate.seats)
     if candidate.stays:
         reserved = reserved_tokens if candidate.max_tokens >= reserved_tokens else 0
-        return 1 if _has_room(candidate, num_tokens + reserved) else 4
-    busy_tokens = 0.0 if candidate.free_tokens is None else candidate.max_tokens - candidate.free_tokens
-    return 3 if busy_tokens <= 0 or busy_tokens + num_tokens <= candidate.part_tokens else _PARTING
+        return 1 if is_home and _has_room(candidate, num_tokens + reserved) else 4
+    return 3 if is_home else 5
+
+
+def _keeps_from_parting(candidate: Candidate, num_tokens: int, reserved_tokens: int) -> bool:
+    return candidate.tp > 1 and candidate.parts and _rank(candidate, num_tokens, reserved_tokens) >= 4
 
 
 def _has_room(candidate: Candidate, num_tokens: int) -> bool:

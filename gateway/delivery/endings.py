@@ -11,6 +11,10 @@ from gateway.errors import ApiError
 from gateway.operations.stats import Stats
 
 
+def _nobody(_: Flight, __: str) -> None:
+    pass
+
+
 class Endings:
     """Sinks that were called are flushed together, when the batch that brought it all is through."""
 
@@ -21,6 +25,9 @@ class Endings:
         self._outbox = outbox
         self._stats = stats
         self._clock = clock
+        self.on_ended: Callable[[Flight, str], None] = (
+            _nobody  # with how: stop, length, abort, an error's code
+        )
         self._touched: dict[Sink, None] = {}
 
     def touch(self, sink: Sink) -> None:
@@ -41,23 +48,24 @@ class Endings:
         """Nobody wants the rest of it (the client left)."""
         if self._table.has(flight):
             self.tell_worker(flight)
-            self._remove(flight)
+            self._remove(flight, "abort")
             self._stats.of(flight.model).finished["abort"] += 1
 
     def end(self, flight: Flight, reason: str) -> None:
         """Properly."""
-        self._remove(flight)
+        self._remove(flight, reason)
         self._stats.of(flight.model).finished[reason] += 1
         flight.sink.on_end()
 
     def fail(self, flight: Flight, error: ApiError) -> None:
         """No worker runs it any more."""
-        self._remove(flight)
-        self._stats.of(flight.model).failures[error.code or "other"] += 1
+        code = error.code or "other"
+        self._remove(flight, code)
+        self._stats.of(flight.model).failures[code] += 1
         self.touch(flight.sink)
         flight.sink.on_error(error)
 
-    def _remove(self, flight: Flight) -> None:
+    def _remove(self, flight: Flight, how: str) -> None:
         self._table.remove(flight)
         self._stats.of(flight.model).ended(
             num_prompt_tokens=len(flight.prompt_token_ids),
@@ -65,3 +73,4 @@ class Endings:
             max_tokens=flight.sampling.max_tokens,
             seconds=self._clock() - flight.arrived,
         )
+        self.on_ended(flight, how)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from bus.messages import Delta, FinishReason, Precision, SamplingParams, StepOutput
+from gateway.delivery.queues import Queue, in_order
 from gateway.errors import ApiError
 
 
@@ -58,7 +59,6 @@ class Flight:
     min_precision: Precision | Literal[""] = ""  # no layer may be below it where this runs; "": any will do
     waits_for_precision: bool = True  # for an instance that keeps it, until the deadline; else: a refusal
     refused_by: frozenset[Target] = frozenset()  # below min_precision, by their own word, since the last look
-    waits_for_room: bool = False  # for a group of workers that can hold it
     misfits: int = 0  # times a worker found that its KV cache cannot hold it, whatever we believed
     received: list[int] = field(default_factory=list)
     attempt: int = 0
@@ -74,6 +74,11 @@ class Flight:
     def num_tokens(self) -> int:
         """Tokens that it may come to, prompt and output."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt, and output so far."""
+        return len(self.prompt_token_ids) + len(self.received)
 
     def missed_finish(self) -> FinishReason | None:
         """How it ended, if all its tokens are here though nobody said that it was over."""
@@ -121,7 +126,8 @@ class InFlight:
     def __init__(self) -> None:
         self.flights: dict[str, Flight] = {}
         self.waiting: dict[str, Flight] = {}  # without a target, in order of arrival
-        self.for_room: dict[str, dict[str, Flight]] = {}  # by model: those of `waiting` that wait for a group
+        self.for_room: Queue[Flight] = Queue()  # those of `waiting` that wait for a group
+        self.for_parts: Queue[Flight] = Queue()  # and those that wait for one to part, or for a seat in it
         self.places: dict[Target, Place] = {}
 
     def __len__(self) -> int:
@@ -129,25 +135,25 @@ class InFlight:
 
     def add(self, flight: Flight) -> None:
         self.flights[flight.request_id] = flight
-        self.waiting[flight.request_id] = flight
+        self.waiting = in_order(self.waiting, flight)
 
     def assign(self, flight: Flight, target: Target) -> None:
         """A new attempt at `target`."""
         del self.waiting[flight.request_id]
         flight.target = target
         flight.attempt += 1
-        self._end_wait_for_room(flight)
+        self._end_wait(flight)
         self.places.setdefault(target, Place()).add(flight)
 
     def unassign(self, flight: Flight) -> None:
         """Its attempt is void; it waits again."""
         self._leave_place(flight)
         flight.is_sent = flight.is_running = False
-        self.waiting[flight.request_id] = flight
+        self.waiting = in_order(self.waiting, flight)
 
     def remove(self, flight: Flight) -> None:
         del self.flights[flight.request_id]
-        self._end_wait_for_room(flight)
+        self._end_wait(flight)
         if flight.target is None:
             del self.waiting[flight.request_id]
         else:
@@ -169,22 +175,16 @@ class InFlight:
         place = self.places.get(target)
         return list(place.flights.values()) if place else []
 
-    def waiting_for_room(self, model: str) -> Iterator[Flight]:
-        """Those that wait for a group, the first come first."""
-        return iter(self.for_room.get(model, {}).values())
+    def wait(self, flight: Flight, queue: Queue[Flight] | None) -> None:
+        """In this one of the two, or in neither."""
+        for each in (self.for_room, self.for_parts):
+            if each is not queue:
+                each.discard(flight)
+            elif flight not in each:
+                each.add(flight)
 
-    def wait_for_room(self, flight: Flight) -> None:
-        flight.waits_for_room = True
-        self.for_room.setdefault(flight.model, {})[flight.request_id] = flight
-
-    def _end_wait_for_room(self, flight: Flight) -> None:
-        if not flight.waits_for_room:
-            return
-        flight.waits_for_room = False
-        of_model = self.for_room[flight.model]
-        del of_model[flight.request_id]
-        if not of_model:
-            del self.for_room[flight.model]
+    def _end_wait(self, flight: Flight) -> None:
+        self.wait(flight, None)
 
     def metrics_arrived(self) -> None:
         for place in self.places.values():
@@ -195,9 +195,11 @@ class InFlight:
         placed = dict(self._placed())
         if placed.keys() & self.waiting.keys() or placed.keys() | self.waiting.keys() != self.flights.keys():
             raise AssertionError(f"{len(placed)} placed + {len(self.waiting)} waiting != {len(self.flights)}")
-        for_room = {name for of_model in self.for_room.values() for name in of_model}
-        if for_room != {name for name, flight in self.waiting.items() if flight.waits_for_room}:
-            raise AssertionError(f"{len(for_room)} wait for a group, and others than the table says")
+        queued = [flight.request_id for queue in (self.for_room, self.for_parts) for flight in queue]
+        if len(set(queued)) < len(queued) or not self.waiting.keys() >= set(queued):
+            raise AssertionError(
+                f"of {len(queued)} that wait for groups some are elsewhere, or in two queues"
+            )
         for target, place in self.places.items():
             if not place.flights or any(flight.target != target for flight in place.flights.values()):
                 raise AssertionError(f"the place {target} is empty or holds flights of another")

@@ -120,7 +120,7 @@ class Watch:
 
     def _held_up(self, flight: Flight) -> str:
         """What it waited for, where that was the client's own wish."""
-        if flight.waits_for_room:
+        if flight in self._table.for_room:
             return f"no instance could hold its {flight.num_tokens} tokens, and no group that can was made"
         if flight.min_precision and flight.target is None and self._cluster.ready(flight.model):
             return f"no instance had every layer at {flight.min_precision!r} or better"

@@ -31,4 +31,5 @@ def instance_telemetry(instance: Instance) -> InstanceTelemetry:
         time_per_output_token=stats.time_per_output_token.snapshot(),
         oldest_wait_seconds=instance.oldest_wait_seconds(),
         longest_tokens=instance.longest_tokens(),
+        kv_own=blocks.num_used,
     )
