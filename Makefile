@@ -18,7 +18,7 @@ serve: $(VENV)/.serve ## start the service; MODEL=dir, INSTAR_PORT and INSTAR_WO
 	@$(if $(MODEL),INSTAR_MODEL='$(MODEL)') exec $(BIN)/instar serve
 
 test: $(VENV)/.dev ## the tests, without the slow ones
-	@$(BIN)/pytest -q -m "$(QUICK)"
+	@$(BIN)/pytest -q -n 2 --dist loadfile -m "$(QUICK)"
 
 test-faults: $(VENV)/.dev ## harms the real service; ends in a table; STORM_S=600 for long storms of morphs
 	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -m "faults and not docker and not gpu"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -29,9 +30,13 @@ LEASE_S = 1.5  # short, so that a death is noticed within a test's patience
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to clients: none of them takes it before its server does. Tests that
+    run at once choose at random."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of 100 ports is free")
 
 
 def wait_for(what: str, true: Callable[[], Any], within_s: float = 30.0, every_s: float = 0.05) -> Any:

@@ -43,10 +43,11 @@ class FakeBatch:
 
     async def send(self) -> None:
         self._bus.attempts += 1
+        trouble = self._bus.trouble  # of the moment at which it is sent
         await asyncio.sleep(0)
         publishes = any(stream.startswith("tokens") for stream, _ in self._steps)
-        if self._bus.trouble and (publishes or not isinstance(self._bus.trouble, BusFull)):
-            raise self._bus.trouble
+        if trouble and (publishes or not isinstance(trouble, BusFull)):
+            raise trouble
         self._bus.sent += self._steps
         if self._bus.loses_the_next_reply:
             self._bus.loses_the_next_reply = False
