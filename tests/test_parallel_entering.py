@@ -14,7 +14,9 @@ import pytest
 from tests.group_workers import GroupWorker, transform, workers
 from tests.model_folders import make_oracle
 from tests.test_parallel_workers import Load
+from worker.model.shard import Shard
 from worker.morph.outcome import NotApplied
+from worker.parallel.communicator import PeerLost
 from worker.parallel.gathering import Gathering
 from worker.parallel.grouping import Grouping
 from worker.parallel.links import Link
@@ -170,3 +172,33 @@ def test_an_order_of_a_group_that_falls_apart_ends_at_once(folder: Path) -> None
         report = each[0].end_of(order)
         assert (report.state, report.reason) == ("failed", "a member was lost")
         assert time.monotonic() - began < 5
+
+
+def test_taking_all_weights_back_is_no_hang_however_long_it_takes(folder: Path) -> None:
+    with workers(folder, 2) as each:
+        assert each[0].end_of(transform(each, 2)).state == "applied"
+        thread, weights = each[0].thread, each[0].grouping.place.weights
+        fill, since_progress, busy = weights.fill, list[float](), list[float]()
+
+        def slow(layer: int, shard: Shard) -> Callable[[Callable[[], bool]], None]:
+            def job(may_go_on: Callable[[], bool]) -> None:
+                fill(layer, shard)(may_go_on)
+                for _ in range(4):
+                    time.sleep(0.1)
+                    may_go_on()
+                    since_progress.append(thread.step_seconds())
+                    busy.append(thread.busy_seconds())
+
+            return job
+
+        def fails(may_plan: bool) -> None:
+            raise PeerLost("w1 is gone")
+
+        def break_it() -> None:
+            weights.fill = slow  # type: ignore[method-assign,assignment]
+            each[0].grouping.party.tick = fails  # type: ignore[method-assign,union-attr]
+
+        each[0].call(break_it)
+        each[0].wait(lambda: each[0].grouping.party is None and len(since_progress) == 8, "its group's end")
+        assert max(since_progress) < 0.3 and busy == sorted(busy)
+        assert busy[-1] - busy[0] > 0.5

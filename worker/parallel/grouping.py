@@ -69,6 +69,8 @@ class Grouping:
         self.on_regrouped: Callable[[tuple[str, ...], str], None] = lambda members, why: None
         # A member leaves: the leader should let the group part.
         self.on_part_please: Callable[[], None] = lambda: None
+        # In the middle of what takes long, and is no hang.
+        self.on_progress: Callable[[], None] = lambda: None
         self.why_not: Callable[[], str] = lambda: ""  # what else would be in the way of a change, if anything
         self._clock = clock
         self._links = Links(
@@ -257,7 +259,7 @@ class Grouping:
         before.say_bye(reason)
         self._assembly.decline(reason)
         self._leave(before)
-        before.party.fall_apart()
+        before.party.fall_apart(self.on_progress)
         self.on_regrouped((), f"the group fell apart: {reason}")
 
     def _leave(self, before: Present) -> None:

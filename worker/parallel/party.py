@@ -117,10 +117,11 @@ class Party:
         self.heard = None
         return True
 
-    def fall_apart(self) -> None:
-        """Alone again, whatever the others do. Raises what makes the worker useless."""
+    def fall_apart(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Alone again, whatever the others do. Raises what makes the worker useless. on_progress: called
+        again and again, since all weights of a large model take long."""
         self.has_fallen = True
-        falling_apart.fall_apart(self.member)
+        falling_apart.fall_apart(self.member, on_progress)
 
     def check_integrity(self) -> None:
         """Raises BrokenInvariant and AssertionError."""

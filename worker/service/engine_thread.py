@@ -62,11 +62,13 @@ class EngineThread:
         self._must_look_again = False  # in a group: something has changed at the last boundary
         if self._grouping:
             self._grouping.post = self._inbox.put
+            self._grouping.on_progress = self._progress
         self._epoch = 0
         self._is_paused = self._is_stopping = False
         self._num_steps = 0
         self._busy_s = 0.0
         self._step_began: float | None = None
+        self._progressed_at = 0.0
         self._snapshot_due = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -120,13 +122,14 @@ class EngineThread:
         self._thread.join(within_s)
 
     def step_seconds(self) -> float:
-        """How long the current step has been running; 0.0 between steps."""
+        """How long the current step has been running without a sign that it gets on; 0.0 between steps."""
         began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        return 0.0 if began is None else time.monotonic() - max(began, self._progressed_at)
 
     def busy_seconds(self) -> float:
         """Time spent in steps since the start, the current one included. Rises only."""
-        return self._busy_s + self.step_seconds()
+        began = self._step_began
+        return self._busy_s + (0.0 if began is None else time.monotonic() - began)
 
     # ----------------------------------------------------------------------------- the engine's thread
 
@@ -202,6 +205,9 @@ class EngineThread:
             self._on_results(self._epoch, [result_of(instance, outputs)])
         if party.step != before and (party.is_over or ended >= self._snapshot_due or not instance.has_work):
             self._report(ended)
+
+    def _progress(self) -> None:
+        self._progressed_at = time.monotonic()
 
     def _report(self, now: float) -> None:
         self._snapshot_due = now + self._snapshot_s
