@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bus.messages import Precision
+from tests.group_workers import GroupWorker, swap, transform, workers
+from tests.model_folders import make_oracle
 from tests.test_exchange import Member, together
+from tests.test_parallel_workers import oracle, prompt
+from worker.morph.checked_pages import CheckedPages
 from worker.morph.host_copy import Span
 from worker.morph.rate import Rate
 from worker.morph.sums import ROW_BYTES
 from worker.parallel.all_gather import all_gather
 from worker.parallel.communicator import PeerLost
 from worker.parallel.exchange import Moved
-from worker.parallel.rows import RowCosts, choose, row_costs
+from worker.parallel.rows import Choice, RowCosts, choose, row_costs
 
 # ---------------------------------------------------------------------------- which way
 
@@ -148,3 +156,184 @@ def test_a_peer_that_is_gone_ends_it_for_all() -> None:
             all_gather(Bytes(spans(0, 2)), [spans(0, 2), spans(1, 2)], member.group, [0, 1], 1 << 14)
 
     together(2, 1, work)
+
+
+# ---------------------------------------------------------------------------- groups that part
+
+
+LAYERS = 3
+SLOW = [pytest.mark.faults, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_oracle("llama", num_hidden_layers=LAYERS, head_dim=32, max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    model.save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have all go one way, whatever was measured."""
+
+    def choose_it(way: str) -> None:
+        chosen = Choice(steps_s=0.0, host_s=2.0, peers_s=1.0 if way == "peers" else 3.0)
+        monkeypatch.setattr("worker.parallel.transform.choose", lambda *costs: chosen)
+
+    return choose_it
+
+
+def applied(leader: GroupWorker, members: list[GroupWorker], tp: int, per_step: int = 1) -> dict[str, float]:
+    report = leader.end_of(transform(members, tp, layers_per_step=per_step))
+    assert report.state == "applied", report
+    for worker in members:  # the others are a message behind
+        worker.wait_degree(tp)
+    return report.numbers
+
+
+def ffn_bytes(worker: GroupWorker) -> list[torch.Tensor]:
+    """Of every layer, as it is at its shard."""
+    weights, found = worker.grouping.place.weights, list[torch.Tensor]()
+
+    def read() -> None:
+        for layer in range(LAYERS):
+            ffn = weights.ffn(layer)
+            found.extend(ffn.read(*span).clone() for span in weights.spans(layer, weights.shard(layer)))
+
+    worker.call(read)
+    return found
+
+
+@pytest.mark.parametrize("way", ["peers", "host"])
+@pytest.mark.parametrize("per_step", [1, pytest.param(2, marks=SLOW)])
+def test_two_that_part_have_every_byte_again_and_every_request_its_tokens(
+    folder: Path, model: Any, take: Callable[[str], None], way: str, per_step: int
+) -> None:
+    take(way)
+    with workers(folder, 2) as each:
+        whole, pages = ffn_bytes(each[0]), [worker.pool.counts() for worker in each]
+        for worker in each:
+            worker.submit("runs through", prompt(7, 30), 60)
+        applied(each[0], each, 2)
+        numbers = applied(each[0], each, 1, per_step)
+        assert numbers["rows_from_peers"] == (way == "peers") and numbers["rows_seconds"] > 0
+        for worker in each:
+            for found, wanted in zip(ffn_bytes(worker), whole, strict=True):
+                assert found.equal(wanted)
+            worker.wait_ends("runs through")
+            assert worker.tokens["runs through"] == oracle(model, prompt(7, 30), 60)
+            assert worker.instance.scheduler.num_recomputed == 0
+        assert [worker.pool.counts() for worker in each] == pages
+
+
+@pytest.mark.parametrize("way", ["peers", "host"])
+def test_two_that_part_have_their_quantised_rows_again(
+    folder: Path, tmp_path: Path, take: Callable[[str], None], way: str
+) -> None:
+    take(way)
+    with workers(folder, 2, host_dir=tmp_path, megabytes=6) as each:
+        for worker in each:
+            report = worker.end_of(swap(worker, "int4"))
+            assert report.state == "applied", report
+        whole = ffn_bytes(each[0])
+        applied(each[0], each, 2)
+        assert applied(each[0], each, 1)["rows_from_peers"] == (way == "peers")
+        for worker in each:
+            for found, wanted in zip(ffn_bytes(worker), whole, strict=True):
+                assert found.equal(wanted)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["full", "int4"])
+@pytest.mark.parametrize("way", ["peers", "host"])
+def test_four_part_by_twos_and_then_each_alone(
+    folder: Path, tmp_path: Path, take: Callable[[str], None], way: str, precision: Precision
+) -> None:
+    take(way)
+    with workers(folder, 4, host_dir=tmp_path, megabytes=6) as each:
+        w0, w1, w2, w3 = each
+        for worker in each:
+            assert worker.end_of(swap(worker, precision)).state == "applied"
+            worker.submit("alone", prompt(3, 20), 40)
+            worker.wait_ends("alone")
+            worker.submit("runs through", prompt(7, 30), 300)
+        whole, answer = ffn_bytes(w0), w0.tokens["alone"]
+
+        def check(tp: int) -> None:
+            for worker in each:
+                worker.submit(f"at {tp}", prompt(3, 20), 40)
+                worker.wait_ends(f"at {tp}")
+                assert worker.tokens.pop(f"at {tp}") == answer
+                del worker.ends[f"at {tp}"]
+
+        for path in ((4, 2, 1), (4, 1)):
+            applied(w0, each, 4)
+            for tp in path[1:]:
+                groups = [(w0, each)] if w0.instance.tp == 4 else [(w0, [w0, w2]), (w1, [w1, w3])]
+                for leader, members in groups:
+                    numbers = applied(leader, members, tp)
+                    assert numbers["rows_from_peers"] == (way == "peers")
+                check(tp)
+            for worker in each:
+                for found, wanted in zip(ffn_bytes(worker), whole, strict=True):
+                    assert found.equal(wanted)
+        for worker in each:
+            worker.wait_ends("runs through")
+            assert worker.tokens["runs through"] == w0.tokens["runs through"]
+            assert worker.instance.scheduler.num_recomputed == 0
+
+
+def test_what_a_group_measured_decides_and_is_told(folder: Path) -> None:
+    """From a checkpoint the first group learns both rates: its copier by a rehearsal, the way to each other
+    by a probe, since no KV went over it."""
+    with workers(folder, 2) as each:
+        applied(each[0], each, 2)
+        places = [worker.grouping.place for worker in each]
+        for worker, place in zip(each, places, strict=True):
+            assert place.exchanges.bytes_per_s > 0
+            worker.wait(lambda place=place: place.copier.rate.bytes_per_s > 0, "the rehearsal")  # type: ignore[misc]
+        numbers = applied(each[0], each, 1)
+        told = {numbers["rows_host_predicted_seconds"], numbers["rows_peers_predicted_seconds"]}
+        assert all(seconds > 0 for seconds in told) and numbers["rows_from_peers"] in (0, 1)
+
+
+@pytest.mark.parametrize("fault", ["lost", "damaged"])
+def test_rows_that_do_not_come_leave_each_alone_with_those_of_its_host(
+    folder: Path,
+    model: Any,
+    tmp_path: Path,
+    take: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    """In the middle: one layer has come before."""
+    take("peers")
+    real, calls = CheckedPages.put, iter(range(10_000))
+
+    def put(pages: CheckedPages, begin: int, source: torch.Tensor) -> None:
+        if pages._target._pool is each[1].pool and next(calls) == 4:
+            if fault == "lost":
+                raise PeerLost("it is gone")
+            source = source ^ 1
+        real(pages, begin, source)
+
+    with workers(folder, 2, host_dir=tmp_path, megabytes=6) as each:
+        whole = ffn_bytes(each[0])
+        for worker in each:
+            worker.submit("runs through", prompt(7, 30), 100)
+        applied(each[0], each, 2)
+        monkeypatch.setattr(CheckedPages, "put", put)
+        report = each[0].end_of(transform(each, 1))
+        assert report.state == "failed", report
+        for worker in each:
+            worker.wait_degree(1)
+            for found, wanted in zip(ffn_bytes(worker), whole, strict=True):
+                assert found.equal(wanted)
+            worker.wait_ends("runs through")
+            assert worker.tokens["runs through"] == oracle(model, prompt(7, 30), 100)

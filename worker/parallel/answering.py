@@ -25,7 +25,10 @@ def answer(
     """in_the_way: what else forbids a change now; empty: nothing. meeting: whose communicator it has kept."""
     rank = formation.members.index(worker)
     numbers, not_laid_out = _numbers(
-        place, formation.high_shard(rank) if invite.grows else formation.low_shard(rank), party
+        place,
+        formation.high_shard(rank) if invite.grows else formation.low_shard(rank),
+        party,
+        is_parting=not invite.grows,
     )
 
     def reasons() -> Iterator[str]:
@@ -46,10 +49,13 @@ def answer(
     )
 
 
-def _numbers(place: Place, shard: Shard, party: Party | None) -> tuple[dict[str, Number], str]:
+def _numbers(
+    place: Place, shard: Shard, party: Party | None, *, is_parting: bool
+) -> tuple[dict[str, Number], str]:
     """Or why there are none: a degree that its weights are not laid out for."""
     try:
-        return place.numbers(shard, party.member.pages_alone if party else None), ""
+        numbers = place.numbers(shard, party.member.pages_alone if party else None)
+        return numbers | (place.row_costs(shard).numbers() if is_parting else {}), ""
     except ValueError as error:
         return {}, str(error)
 

@@ -11,7 +11,7 @@ import torch
 
 from kernels import copy_blocks
 from worker.parallel.communicator import Communicator
-from worker.parallel.filling import Filling
+from worker.parallel.filling import Rows
 from worker.parallel.formation import Formation
 from worker.parallel.half_swap import HalfSwap
 from worker.parallel.place import Place
@@ -23,6 +23,7 @@ class Costs:
     """Of the transformation that runs, at this rank."""
 
     moving_s: float = 0.0  # between steps, for layers that change their degree
+    rows_s: float = 0.0  # spent on the FFN rows of layers that go back to the low degree
     bytes_exchanged: int = 0
     pages_freed: int = 0
     peak_bytes: int = 0
@@ -42,15 +43,15 @@ class Member:
     pages_alone: int
     clock: Callable[[], float] = time.monotonic
     next_low: Communicator | None = None  # of the subgroup that it will part into
-    filling: Filling | None = None  # of layers that go back to the low degree
+    rows: Rows | None = None  # of layers that go back to the low degree
     swap: HalfSwap | None = None
     costs: Costs = field(default_factory=Costs)
     is_over: bool = False  # it is in this group no more
 
     @property
     def filled(self) -> int:
-        """Layers from here on have the weights that the low degree needs."""
-        return self.filling.filled if self.filling else self.place.num_layers
+        """Layers from here on have the weights that the low degree needs, or pages for those of peers."""
+        return self.rows.filled if self.rows else self.place.num_layers
 
     @property
     def is_swap_ready(self) -> bool:

@@ -66,6 +66,7 @@ class Party:
         self.has_news = False  # at the last tick this member told something: morphs may go on
         self.enters_next: EnterNext | None = None  # this was its last step in this group
         self.heard: torch.Tensor | None = None  # of the canary that was sent last
+        self.step_s = 0.0  # that the last step took; nothing is done after it yet
         self._send, self._broadcast, self._on_settled = send, broadcast, on_settled
         self._step = 0
         self._called: Step | None = None
@@ -137,8 +138,8 @@ class Party:
         """Tell what there is to run, and run the step when it is called. may_plan: else this planner has
         nothing. Raises PeerLost, and whatever makes a step or a change fail; then `fall_apart`. Either way
         `take_outputs`: a step may have made tokens before what came after it failed."""
-        if self.member.filling:
-            self.member.filling.advance()
+        if self.member.rows:
+            self.member.rows.advance()
         self._tell(may_plan)
         if self.chair and self._called is None and (called := self.chair.call()):
             self._broadcast(called)
@@ -148,7 +149,9 @@ class Party:
         step, self._called = self._called, None
         if step.step != self._step:
             raise RuntimeError(f"step {step.step} was called, this rank is at {self._step}")
+        began = self.member.clock()
         self._run(step)
+        self.step_s = self.member.clock() - began
         for action in step.after:
             self._do(action, step)
 

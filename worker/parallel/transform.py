@@ -20,6 +20,7 @@ from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering
 from worker.parallel.grouping import Grouping
 from worker.parallel.party import Party
+from worker.parallel.rows import Choice, choose, row_costs
 from worker.parallel.share import NoRoom, homes
 from worker.parallel.wire import MoveBoundary, Parted, PartingBegins, Peer, Settle, Show
 
@@ -51,6 +52,7 @@ class TransformRun:
         self._moving_began: float | None = None
         self._moving_s = 0.0
         self._party: Party | None = None
+        self._rows: Choice | None = None
         self.is_beyond_return = False  # members have been told to change: half-way nobody could serve
 
     @property
@@ -82,6 +84,8 @@ class TransformRun:
                 "moving_seconds": round(costs.moving_s, 6),
                 "travel_seconds": round(self._moving_s, 6),
             }
+            if self._rows:
+                told |= self._rows.numbers() | {"rows_seconds": round(costs.rows_s, 6)}
         return told
 
     def steps(self) -> Generator[bool, None, None]:
@@ -115,7 +119,8 @@ class TransformRun:
         self._party = party
         known = yield from self._heard(party)
         yield from self._travel(party)
-        yield from self._settle(party, known, Settle(blocks=blocks_after, pages=pages))
+        is_probed = not party.place.exchanges.bytes_per_s
+        yield from self._settle(party, known, Settle(blocks=blocks_after, pages=pages, is_probed=is_probed))
 
     def _room(self, gathering: Gathering) -> tuple[int, list[int], int]:
         """(low blocks of each, pages of each layer by rank, blocks in all). Raises NotApplied."""
@@ -181,10 +186,7 @@ class TransformRun:
             yield from self._until_answered(gathering)
             self._grouping.meet(gathering)
             yield from self._until_met(gathering)
-            answers = [gathering.answers[name].numbers for name in formation.members]
-            pages = [int(each["pages_after"]) for each in answers]
-            blocks = int(min(each["blocks_after"] for each in answers))
-            yield from self._begin_parting(party, formation, blocks, pages)
+            yield from self._begin_parting(party, gathering)
             has_begun = True
         finally:
             if not has_begun:
@@ -195,11 +197,12 @@ class TransformRun:
             yield False
         party.raise_fallen()
 
-    def _begin_parting(
-        self, party: Party, formation: Formation, blocks: int, pages: list[int]
-    ) -> Generator[bool, None, None]:
+    def _begin_parting(self, party: Party, gathering: Gathering) -> Generator[bool, None, None]:
         """Nobody may take a block between the count and the moves: the step with the moves waits for both."""
         assert party.chair
+        formation = gathering.formation
+        answers = [gathering.answers[name].numbers for name in formation.members]
+        blocks = int(min(each["blocks_after"] for each in answers))
         with counting(party) as count:
             used = yield from count()
             try:
@@ -213,8 +216,19 @@ class TransformRun:
                     blocks_room=error.room,
                 ) from error
             every = {old: new for each in moves for old, new in each.items()}
+            num_steps = -(-self._num_layers // self._layers_per_step)
+            self._rows = choose([row_costs(each) for each in answers], num_steps, party.step_s)
             self.is_beyond_return = True
-            party.chair.add(PartingBegins(low=formation.low, blocks=blocks, pages=pages, moves=every))
+            party.chair.add(
+                PartingBegins(
+                    low=formation.low,
+                    blocks=blocks,
+                    pages=[int(each["pages_after"]) for each in answers],
+                    moves=every,
+                    is_from_peers=self._rows.is_from_peers,
+                    layers_per_step=self._layers_per_step,
+                )
+            )
         while party.formation.is_uniform:
             party.raise_fallen()
             yield False

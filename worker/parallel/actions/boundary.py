@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.parallel.exchange import exchange
+from worker.parallel.actions import rows
+from worker.parallel.exchange import Moved, exchange
 from worker.parallel.member import Member
 from worker.parallel.wire import Settle
 
 
 def move(member: Member, to: int, used: Sequence[Sequence[int]]) -> None:
     """The layers from `to` up to the boundary of now, weights and KV. used: blocks by rank. Raises
-    PeerLost."""
+    PeerLost, and WrongVariant for rows that came damaged."""
     formation, weights = member.formation, member.place.weights
     live = formation.by_subgroup(used)
     with member.moving():
@@ -21,6 +22,8 @@ def move(member: Member, to: int, used: Sequence[Sequence[int]]) -> None:
                 _exchange(member, layer, live)
             else:
                 _exchange(member, layer, live)
+                if member.rows:
+                    member.rows.finish(layer)
                 weights.widen(layer, formation.low_shard(member.rank))
         member.formation = formation.moved(to)
 
@@ -39,18 +42,22 @@ def settle(member: Member, action: Settle) -> None:
     member.take_new_blocks(share.capacity * n, action.blocks)
     member.formation = member.formation.grown()
     member.reshaped(member.formation.size)
+    rows.get_to_know(member, is_probed=action.is_probed)
 
 
 def _exchange(member: Member, layer: int, live: Sequence[Sequence[int]]) -> None:
-    formation, costs = member.formation, member.costs
-    moved = exchange(
-        member.place.cache.layers_at(formation.size)[layer],
-        live,
-        formation.subgroup(member.rank),
-        member.high,
-        formation.peers(member.rank),
-        member.place.stage_bytes,
-        formation.grows,
-    )
-    costs.bytes_exchanged += moved.bytes
-    costs.peak_bytes = max(costs.peak_bytes, moved.peak_bytes)
+    formation, place = member.formation, member.place
+
+    def trade() -> Moved:
+        return exchange(
+            place.cache.layers_at(formation.size)[layer],
+            live,
+            formation.subgroup(member.rank),
+            member.high,
+            formation.peers(member.rank),
+            place.stage_bytes,
+            formation.grows,
+        )
+
+    moved = rows.exchanged(member, trade, least_bytes=place.stage_bytes // 2)
+    member.costs.bytes_exchanged += moved.bytes

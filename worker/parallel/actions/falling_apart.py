@@ -15,9 +15,9 @@ def fall_apart(member: Member, on_progress: Callable[[], None]) -> None:
     on_progress: called with each part of the weights. Raises what makes the worker useless."""
     member.is_over = True
     member.close()
-    if member.filling:
-        member.filling.stop()
-        member.filling = None
+    if member.rows:
+        member.rows.stop()
+        member.rows = None
     halves.drop(member)
     place, cache = member.place, member.place.cache
     cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.parallel.filling import Filling
+from worker.parallel.actions import rows
 from worker.parallel.member import Member
 from worker.parallel.share import BlockShare
 from worker.parallel.wire import PartingBegins
@@ -17,18 +17,18 @@ def begin(member: Member, action: PartingBegins, used: Sequence[Sequence[int]]) 
     with member.moving():
         member.copy_blocks(action.moves)
         _part_blocks(member, action, used)
-        place, cache = member.place, member.place.cache
+        cache = member.place.cache
         cache.shrink(cache.pages_per_layer - action.pages[member.rank])
         if member.low:
             member.low.close()
         member.low, member.next_low = member.next_low, None
-        shard = member.formation.low_shard(member.rank)
-        member.filling = Filling(place.weights, shard, place.num_layers, place.copier)
+        member.rows = rows.coming(member, action)
 
 
 def end(member: Member) -> None:
     """All layers are at the low degree."""
-    member.filling = None
+    if member.rows:
+        member.costs.rows_s, member.rows = member.rows.seconds, None
     member.is_over = True
     if member.formation.low == 1:
         member.place.leave_with(member.share)
