@@ -4,8 +4,8 @@ In place: `worker.parallel.exchange` over a header-centric cache; what is sent a
 Migrate and trim: the cache is page-friendly, [block, K/V, token, head, dim]. Heads of the other ranks are
 packed piece by piece and sent; what comes lands in pages mapped for it; then the cache is full of holes, so
 the heads that stay are moved up, piece by piece, and the pages behind them unmapped. It gets compiled loops,
-and receives straight to where blocks stay. In stages, its packing takes no more memory than ours. It sends
-through sockets, so its time is held against ours through sockets; the engine has a faster way.
+pages that nobody zeroes, and receives straight to where blocks stay. In stages, its packing takes no more
+memory than ours. Both go through sockets and through the engine's outboxes, and are compared alike.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from worker.memory import CpuBackend, KVCache, PagePool
 from worker.parallel import carriers
 from worker.parallel.communicator import Communicator
 from worker.parallel.exchange import exchange
+from worker.parallel.outboxes import Outboxes
 
 PAGE_BYTES = 64 * 1024
 USE = 0.9
-STAGES = tuple(1 << n for n in range(21, 26))
+STAGES = tuple(n << 20 for n in (2, 4, 8, 12, 16, 32))
 SWEEPS = 2
 
 
@@ -58,11 +59,13 @@ def measure(group: Communicator, sizes: Sizes, layers: int, rounds: int, stage_b
     live = _live(sizes, group.size)
     pool = PagePool(CpuBackend(PAGE_BYTES), 4 * layers * sizes.blocks * sizes.block_bytes)
     ours, theirs = InPlace(pool, sizes, layers, group, live), Trimmed(pool, sizes, group, live)
+    boxes = Outboxes(group, stage_bytes // 2)
     ways: dict[str, Callable[[int], Took]] = {
         "in place": lambda layer: ours.exchange(layer, stage_bytes),
         "in place, through sockets": lambda layer: ours.exchange_through_sockets(layer, stage_bytes),
         "migrate and trim": lambda layer: theirs.migrate(1 << 40),
         "migrate and trim, in stages": lambda layer: theirs.migrate(stage_bytes),
+        "migrate and trim, by outboxes": lambda layer: theirs.migrate(stage_bytes // 2, boxes),
     }
     took: dict[str, list[Took]] = {way: [] for way in ways}
     for turn in range(rounds + 1):
@@ -160,8 +163,8 @@ class Trimmed:
         self._pool, self._sizes, self._group, self._live = pool, sizes, group, live
         self._part_bytes = sizes.block_bytes // group.size
 
-    def migrate(self, stage_bytes: int) -> Took:
-        """`stage_bytes` bounds what is packed at once."""
+    def migrate(self, stage_bytes: int, boxes: Outboxes | None = None) -> Took:
+        """`stage_bytes` bounds what is packed at once. It goes through the boxes, or else through sockets."""
         sizes, pool = self._sizes, self._pool
         held = pool.pages_for(sizes.blocks * sizes.block_bytes)
         # The most that can come lies behind the cache: addresses cost nothing.
@@ -172,17 +175,19 @@ class Trimmed:
         for block in range(sizes.blocks):
             for head in range(sizes.heads):
                 cache[block, :, head] = _mark(self._group.rank, block, head)
-        time, (packed, came) = timed(self._group, lambda: self._run(space, cache, held, stage_bytes))
+        time, (packed, came) = timed(self._group, lambda: self._run(space, cache, held, stage_bytes, boxes))
         self._check(space, held)
         space.release()
         sent = (self._group.size - 1) * len(self._live[self._group.rank]) * self._part_bytes
         return Took(time, packed + came * PAGE_BYTES, sent)
 
-    def _run(self, space: Any, cache: torch.Tensor, held: int, stage_bytes: int) -> tuple[int, int]:
+    def _run(
+        self, space: Any, cache: torch.Tensor, held: int, stage_bytes: int, boxes: Outboxes | None
+    ) -> tuple[int, int]:
         rank, n = self._group.rank, self._group.size
         arriving = sum(len(part) for part in self._live) - len(self._live[rank])
         came = self._pool.pages_for(arriving * self._part_bytes)
-        space.map(held, came)
+        space.map(held, came, zeroed=False)
         width = self._sizes.heads // n * self._sizes.head_dim
         arrived = space.tensor(
             torch.float32,
@@ -190,22 +195,42 @@ class Trimmed:
             offset_bytes=held * PAGE_BYTES,
         )
         pieces = cache.flatten(2).numpy()
-        packed = 0
+        packed = 2 * boxes.nbytes if boxes else 0
         first = 0
         for stage in self._stages(stage_bytes):
-            sizes_in = [0 if j == rank else len(stage[j]) for j in range(n)]
-            sizes_out = [0 if j == rank else len(stage[rank]) for j in range(n)]
-            out = torch.empty(sum(sizes_out), arrived.shape[1])
-            packed = max(packed, out.nbytes)
+            out_bytes = (n - 1) * len(stage[rank]) * self._part_bytes
+            out = boxes.own[:out_bytes] if boxes else torch.empty(out_bytes, dtype=torch.uint8)
+            packed = max(packed, out_bytes)
+            out = out.view(torch.float32).view(-1, arrived.shape[1])
             self._pack(pieces, stage[rank], out, width)
-            self._group.all_to_all(arrived[first : first + sum(sizes_in)], out, sizes_in, sizes_out)
-            first += sum(sizes_in)
+            end = first + sum(map(len, stage)) - len(stage[rank])
+            self._carry(stage, out, arrived[first:end], boxes)
+            first = end
         mine = np.asarray(self._live[rank])
         front = cache.view(-1).numpy()
         _trim(pieces, mine, rank * width, front[: len(mine) * arrived.shape[1]].reshape(len(mine), -1, width))
         kept = self._pool.pages_for(len(mine) * self._part_bytes)
         space.unmap(kept, held - kept)
         return packed, came
+
+    def _carry(
+        self,
+        stage: list[npt.NDArray[np.int64]],
+        out: torch.Tensor,
+        arrived: torch.Tensor,
+        boxes: Outboxes | None,
+    ) -> None:
+        """arrived: the parts of the others' blocks, by rank."""
+        rank, n = self._group.rank, self._group.size
+        sizes_in = [0 if j == rank else len(stage[j]) for j in range(n)]
+        if boxes is None:
+            sizes_out = [0 if j == rank else len(stage[rank]) for j in range(n)]
+            self._group.all_to_all(arrived, out, sizes_in, sizes_out)
+            return
+        filled = boxes.turn(self._group)
+        for j, part in enumerate(arrived.split(sizes_in)):
+            first = (rank - (rank > j)) * part.nbytes  # behind what it packed for those before
+            part.view(-1).copy_(filled[j][first : first + part.nbytes].view(torch.float32))
 
     def _stages(self, stage_bytes: int) -> Iterator[list[npt.NDArray[np.int64]]]:
         n = self._group.size

@@ -25,7 +25,7 @@ from worker.profile.order import load_order
 from worker.service.loaded import Progress
 
 # Of an exchange: as large as keeps the cost of its calls small, and no larger.
-CPU_STAGE_BYTES, CUDA_STAGE_BYTES = 1 << 22, 1 << 25
+CPU_STAGE_BYTES, CUDA_STAGE_BYTES = 1 << 23, 1 << 25
 
 
 def load_variants(
