@@ -18,9 +18,25 @@ from worker.model import load_model
 STANDARD_DEVIATION = 0.06  # at transformers' 0.02 greedy output repeats one token
 
 CONFIGS: dict[str, dict[str, int]] = {
+    "4M": {  # two layers; its FFN is to its KV of a token as that of 30M
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1408,
+        "vocab_size": 4096,
+    },
     "30M": {
         "hidden_size": 512,
         "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1408,
+        "vocab_size": 4096,
+    },
+    "60M": {  # 30M with more layers: as many tokens fit beside a layer's weights
+        "hidden_size": 512,
+        "num_hidden_layers": 20,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "intermediate_size": 1408,
@@ -46,11 +62,11 @@ CONFIGS: dict[str, dict[str, int]] = {
 
 
 @contextlib.contextmanager
-def saved_model(size: str) -> Iterator[Path]:
-    """A Hugging Face folder of the config, float32, gone afterwards."""
+def saved_model(size: str, max_len: int = 2048) -> Iterator[Path]:
+    """A Hugging Face folder of the config, float32, gone afterwards. max_len: of the context, in tokens."""
     config = LlamaConfig(
         **CONFIGS[size],
-        max_position_embeddings=2048,
+        max_position_embeddings=max_len,
         initializer_range=STANDARD_DEVIATION,
         tie_word_embeddings=False,
     )

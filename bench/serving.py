@@ -1,0 +1,312 @@
+"""Four real workers on this machine, short requests and now and then a long one: our scheduler of shapes
+against others. Real processes, real transforms, times by the clock.
+
+    python -m bench.serving [--quick] [--ways ours,round-robin] [--workers 4]      (make bench-serving)
+
+The setting of Gyges §6.2.4, with lengths scaled to the devices: 60 short requests a minute at random, one
+long one every minute. A worker is a process whose page budget holds the weights and some 1900 tokens of KV.
+Two in a group hold four times that, and the long request is 2 % longer; four hold two of it. A short one is
+no longer than what fits a worker 3.4 times, as in the paper (3.75K for 1K and its answer). All workers share
+the cores of this machine, so nothing is gained by spreading work over more devices; as on GPUs a group gets
+less done than its workers do alone, here since they wait for each other.
+
+So the load is measured first: how many tokens a second the workers get through alone, and in a group. Short
+requests are made so long (10.3 % of it output, §5) that a minute asks for LOAD times what a group gets done.
+With LOAD above 1 who stays a group for ever falls behind; whoever is one only for a long request need not.
+
+Ways have the same requests at the same moments. The unaware gateways are the service's own with another
+choice (`bench.serving_gateway`); groups part by the same rules for all. Static ways never change, and refuse
+what they cannot hold. Texts of some requests are compared with those of the same requests alone.
+
+`bench.scheduler` is the same comparison in a model of eight GPUs, without the shared cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from bench.serving_load import OUTPUT_SHARE, Arrival, Load, Served, arrivals, replay
+from bench.serving_report import (
+    BAR,
+    HEAD,
+    LEAST_LOAD,
+    OURS,
+    ROUND_ROBIN,
+    TPOT_LIMIT_S,
+    TTFT_LIMIT_S,
+    Outcome,
+    Run,
+    as_json,
+    bars,
+    card,
+    outcome,
+    ratios,
+    row,
+    shapes_of,
+)
+from bench.serving_service import ServingService, Way, running
+
+RESULT: Final = Path(__file__).with_name("results") / "serving.json"
+PICTURE: Final = RESULT.with_suffix(".png")
+TOKENIZER: Final = Path(__file__).parent.parent / "models" / "demo"
+MODELS: Final = {False: ("60M", 315), True: ("4M", 22)}  # quick?: size, MB that hold it and KV
+MAX_LEN: Final = 16384
+GROUP: Final = 4  # workers that a long request needs
+LONG_SHARE: Final = 1.02  # of what half a group holds, so that it needs all of it
+LONG_OUTPUT: Final = 32
+SHORT_SHARE: Final = 1 / 3.4  # of what a worker holds, at most
+LOAD: Final = 1.35  # as in the model of eight GPUs: 2063 tokens/s are asked of two groups of 767 each
+SEED: Final = 0
+NUM_SAMPLES: Final = 8  # short requests that are compared with the oracle, beside the first long one
+NUM_SATURATING, SATURATING_PROMPT, SATURATING_OUTPUT = 24, 256, 29
+PATIENCE_S: Final = 300.0  # for what is measured or asked alone
+
+
+def ways(num_workers: int) -> list[Way]:
+    alone = (1,) * num_workers
+    num_groups = num_workers // GROUP
+    rest = num_workers - GROUP
+    mix = (GROUP, *(1,) * rest) if rest else (GROUP // 2, *(1,) * (num_workers - GROUP // 2))
+    mixed = f"TP{mix[0]} + {len(mix) - 1} x TP1"
+    return [
+        Way(OURS, alone),
+        Way(ROUND_ROBIN, alone, pick=ROUND_ROBIN),
+        Way(LEAST_LOAD, alone, pick=LEAST_LOAD),
+        Way(f"static {num_workers} x TP1", alone, is_static=True),
+        Way(f"static {num_groups} x TP{GROUP}", (GROUP,) * num_groups, is_static=True),
+        Way(f"static {mixed}", mix, is_static=True),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute of two ways with a small model; nothing is written"
+    )
+    parser.add_argument("--ways", default="", help="parts of their names, with commas; all if left out")
+    parser.add_argument("--workers", type=int, default=GROUP, help=f"a multiple of {GROUP}")
+    parser.add_argument("--short-tokens", type=int, default=0, help="of a short request; 0: as measured")
+    parser.add_argument("--long-output", type=int, default=LONG_OUTPUT)
+    parser.add_argument("--short-per-minute", type=float, default=60.0)
+    args = parser.parse_args()
+    if args.workers < GROUP or args.workers % GROUP:
+        parser.error(
+            f"--workers is {args.workers}; a long request needs {GROUP}, so it is a multiple of that"
+        )
+    chosen = chosen_ways(ways(args.workers), args.ways or (f"{OURS},{ROUND_ROBIN}" if args.quick else ""))
+    if not chosen:
+        parser.error(
+            f"--ways is {args.ways!r}; there are: {', '.join(way.name for way in ways(args.workers))}"
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without ending what was started
+    began_s = time.monotonic()
+    size, budget_mb = MODELS[args.quick]
+    with model_folder(size) as folder, running(folder, args.workers, budget_mb) as service:
+        load = make_load(service.card().tokens_at, args.long_output, is_quick=args.quick)
+        load = replace(load, short_per_minute=args.short_per_minute)
+        load, capacity = calibrate(service, load, args.short_tokens)
+        script = arrivals(load, SEED)
+        texts = oracle(service, script)
+        runs: list[Run] = []
+        for way in chosen:
+            runs.append(run_one(service, way, load, script, texts))
+            say(HEAD + "\n" + row(way.name, outcome(runs[-1], load)))
+    return report(runs, load, capacity, args, round(time.monotonic() - began_s))
+
+
+def chosen_ways(there: Sequence[Way], names: str) -> list[Way]:
+    parts = [part.strip() for part in names.replace("ours", OURS).split(",")]
+    return [way for way in there if any(part in way.name for part in parts)]
+
+
+def make_load(held: Mapping[int, int], long_output: int, *, is_quick: bool) -> Load:
+    """With the longest short requests, and long ones that only TP4 holds. held: tokens of one sequence, by
+    degree. Raises RuntimeError where there are none such."""
+    long_tokens = round(LONG_SHARE * held[GROUP // 2])
+    say(f"tokens that one sequence may have, by degree: {held}; long requests have {long_tokens}")
+    if not held[GROUP // 2] < long_tokens <= held[GROUP]:
+        raise RuntimeError(f"no request of {long_tokens} tokens is one for TP{GROUP} alone: {held}")
+    short_prompt, short_output = short_lengths(int(SHORT_SHARE * held[1]))
+    lengths = (short_prompt, short_output, long_tokens - long_output, long_output)
+    if is_quick:
+        return Load(*lengths, seconds=75.0, warm_up_s=10.0, first_long_s=10.0, drain_s=10.0)
+    return Load(*lengths, seconds=195.0, warm_up_s=15.0, first_long_s=15.0, drain_s=20.0)
+
+
+def short_lengths(num_tokens: int) -> tuple[int, int]:
+    """Prompt and output."""
+    output = max(2, round(OUTPUT_SHARE * num_tokens))
+    return num_tokens - output, output
+
+
+@contextmanager
+def model_folder(size: str) -> Iterator[Path]:
+    from bench.dummy_model import saved_model  # brings torch
+
+    with saved_model(size, MAX_LEN) as folder:
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            shutil.copy(TOKENIZER / name, folder)
+        yield folder
+
+
+# ------------------------------------------------------------------------------------- before the runs
+
+
+def calibrate(service: ServingService, load: Load, short_tokens: int) -> tuple[Load, dict[str, float]]:
+    """The load with short requests of a length that asks for LOAD times what a group gets done."""
+    capacity = {}
+    for tp in (1, GROUP):
+        service.use(Way("calibration", (tp,) * (service.num_workers // tp), is_static=True))
+        capacity[f"TP{tp}"] = round(saturate(service), 1)
+    most = load.short_prompt + load.short_output
+    fitting = LOAD * capacity[f"TP{GROUP}"] - load.long_tokens / load.long_every_s
+    length = short_tokens or round(min(max(fitting * 60 / load.short_per_minute, 64), most))
+    prompt, output = short_lengths(length)
+    load = replace(load, short_prompt=prompt, short_output=output)
+    say(
+        f"tokens/s: alone {capacity['TP1']:.0f}, in groups of {GROUP} {capacity[f'TP{GROUP}']:.0f}; short "
+        f"requests are {load.short_prompt} + {load.short_output}, asked for is "
+        f"{load.asked_tokens_per_s:.0f}: {load.asked_tokens_per_s / capacity['TP1']:.2f} and "
+        f"{load.asked_tokens_per_s / capacity[f'TP{GROUP}']:.2f} of these"
+    )
+    return load, capacity
+
+
+def saturate(service: ServingService) -> float:
+    """Tokens a second, prompts and outputs, of many requests that come at once. Twice: the first warms up."""
+    rate = 0.0
+    for seed in range(2):
+        burst = Load(
+            short_prompt=SATURATING_PROMPT,
+            short_output=SATURATING_OUTPUT,
+            long_prompt=0,
+            long_output=0,
+            seconds=1.0,
+            warm_up_s=0.0,
+            first_long_s=2.0,
+            drain_s=0.0,
+            short_per_minute=60.0 * NUM_SATURATING * (seed + 1) / 2,
+        )
+        script = [replace(one, at_s=0.0) for one in arrivals(burst, seed)]
+        served = through(service, script)
+        tokens = sum(one.tokens_between(0.0, PATIENCE_S) for one in served)
+        rate = tokens / max(one.token_s[-1] for one in served)
+    return rate
+
+
+def oracle(service: ServingService, script: Sequence[Arrival]) -> dict[int, str]:
+    """Texts of some requests by their numbers, of workers whose shape does not change meanwhile."""
+    found: dict[int, str] = {}
+    short = [one for one in script if not one.is_long][: 4 * NUM_SAMPLES : 4]
+    long = next(one for one in script if one.is_long)
+    num_groups = service.num_workers // GROUP
+    for shapes, sample in (((GROUP,) * num_groups, [long]), ((1,) * service.num_workers, short)):
+        service.use(Way("oracle", shapes, is_static=True))
+        served = through(service, [replace(one, at_s=0.0) for one in sample])
+        found |= {one.arrival.number: one.text for one in served}
+    return found
+
+
+def through(service: ServingService, script: Sequence[Arrival]) -> list[Served]:
+    """RuntimeError where one of them did not get to its end."""
+    served = replay(service.url(), script, PATIENCE_S, lambda *_: None)
+    for one in served:
+        if not one.is_whole:
+            raise RuntimeError(
+                f"request {one.arrival.number}: {one.refused or one.error or 'not at its end'}"
+            )
+    return served
+
+
+# ------------------------------------------------------------------------------------- the runs
+
+
+def run_one(
+    service: ServingService, way: Way, load: Load, script: Sequence[Arrival], texts: Mapping[int, str]
+) -> Run:
+    say(f"\n{way.name}: {load.seconds:.0f} s")
+    service.use(way)
+    recomputed, cpu = service.recomputed_tokens(), service.cpu_seconds()
+    began_s = time.time()
+
+    def watch(at_s: float, served: Sequence[Served]) -> None:
+        say(progress(service, at_s, served))
+
+    served = replay(service.url(), script, load.seconds + load.drain_s, watch)
+    spent, took_s = service.cpu_seconds(), time.time() - began_s
+    reports = service.transforms(began_s)
+    compared = [one for one in served if one.is_whole and one.arrival.number in texts]
+    return Run(
+        way=way.name,
+        served=served,
+        shapes_at_first=way.shapes,
+        shapes=shapes_of(reports, began_s),
+        unapplied=[f"{one.state}: {one.reason}" for one in reports if one.state != "applied"],
+        recomputed_tokens=service.recomputed_tokens() - recomputed,
+        num_samples=len(compared),
+        samples_differ=[one.arrival.number for one in compared if one.text != texts[one.arrival.number]],
+        others_cores=(spent.others - cpu.others) / took_s,
+    )
+
+
+def progress(service: ServingService, at_s: float, served: Sequence[Served]) -> str:
+    due = [one for one in served if one.arrival.at_s <= at_s and not (one.refused or one.error)]
+    begun = [one for one in due if one.token_s]
+    tokens = sum(one.tokens_between(at_s - 10.0, at_s) for one in begun) / 10.0
+    waiting_long = sum(one.arrival.is_long for one in due) - sum(one.arrival.is_long for one in begun)
+    return (
+        f"  {at_s:4.0f} s  {tokens:5.0f} tokens/s  shape {service.shapes()}  {len(due)} due, "
+        f"{sum(one.is_whole for one in due)} ended, {len(due) - len(begun)} without a token "
+        f"({waiting_long} long)"
+    )
+
+
+def report(
+    runs: Sequence[Run], load: Load, capacity: Mapping[str, float], args: argparse.Namespace, seconds: int
+) -> int:
+    """Prints all, writes what is no quick run. Returns the exit status: 1 where the bar was missed."""
+    outcomes: dict[str, Outcome] = {run.way: outcome(run, load) for run in runs}
+    judged = bars(outcomes)
+    say("\n" + card(outcomes, judged))
+    result: dict[str, Any] = {
+        "bench": "serving",
+        "what": f"{args.workers} CPU workers, one service, real processes; times by the clock",
+        "bar": BAR,
+        "seconds": seconds,
+        "limits_s": {"ttft": TTFT_LIMIT_S, "tpot": TPOT_LIMIT_S},
+        "capacity_tokens_per_s": capacity,
+        "load": asdict(load) | {"asked_tokens_per_s": round(load.asked_tokens_per_s, 1)},
+        "bars": judged,
+        "ratios": ratios(outcomes),
+        "outcomes": {name: asdict(one) for name, one in outcomes.items()},
+    }
+    if not args.quick:
+        from bench.serving_picture import draw
+
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(result | {"runs": [as_json(run, load) for run in runs]}) + "\n")
+        draw(runs, load, PICTURE)
+        say(f"wrote {RESULT} and {PICTURE}")
+    say(json.dumps({key: result[key] for key in ("bar", "bars", "ratios")}))
+    return 0 if all(bar["is_met"] for bar in judged.values()) else 1
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
