@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from worker.parallel import resize as resizing
 from worker.parallel.chair import Chair
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering
-from worker.parallel.share import BlockShare, loans, moves_below
+from worker.parallel.share import BlockShare, NoRoom, homes, in_parts, loans, moves_below
 from worker.parallel.transform import TransformRun
 from worker.parallel.wire import Answer, Census, Invite, Ready, Show
 
@@ -72,6 +73,41 @@ def test_a_block_that_is_given_back_as_blocks_move_is_not_lost() -> None:
         share.move(moves, 8)
     assert sorted(block for share in shares for block in share.free_ids + share.used) == list(range(8))
     assert shares[0].used == [2]
+
+
+@pytest.mark.parametrize(("subgroups", "blocks"), [(2, 6), (3, 6)])
+def test_blocks_find_their_homes_wherever_they_lie_if_there_are_enough(subgroups: int, blocks: int) -> None:
+    """In every state of a few blocks, with none free, too: then they change places."""
+    for owners in product([None, *range(subgroups)], repeat=blocks):
+        used = [[i for i in range(blocks) if owners[i] == j] for j in range(subgroups)]
+        for capacity in range(1, blocks // subgroups + 1):
+            if max(map(len, used)) > capacity:
+                with pytest.raises(NoRoom):
+                    homes(used, capacity)
+                continue
+            moves = {old: new for each in homes(used, capacity) for old, new in each.items()}
+            there: list[tuple[int, int] | None] = [None] * blocks
+            for j, each in enumerate(used):
+                for block in each:
+                    there[block] = (j, block)
+            for part in in_parts(moves, 2):
+                read = [there[block] for block in part]
+                for block, value in zip(part.values(), read, strict=True):
+                    there[block] = value
+            for j, each in enumerate(used):
+                for block in each:
+                    home = moves.get(block, block)
+                    assert there[home] == (j, block) and home % subgroups == j
+                    assert home // subgroups < capacity
+
+
+def test_parts_of_moves_are_short_but_for_cycles() -> None:
+    chain = {i: i + 1 for i in range(9)}
+    cycle = {20: 21, 21: 22, 22: 20}
+    parts = list(in_parts(chain | cycle, 2))
+    assert max(len(part) for part in parts if not part.keys() & cycle) == 2
+    assert {block: to for part in parts for block, to in part.items()} == chain | cycle
+    assert list(in_parts({}, 2)) == []
 
 
 def test_that_the_last_request_has_ended_is_told_to_all_once() -> None:

@@ -15,7 +15,7 @@ from worker.parallel.filling import Rows
 from worker.parallel.formation import Formation
 from worker.parallel.half_swap import HalfSwap
 from worker.parallel.place import Place
-from worker.parallel.share import BlockShare
+from worker.parallel.share import BlockShare, in_parts
 
 
 @dataclass(slots=True)
@@ -69,11 +69,17 @@ class Member:
         self.share.capacity = blocks
 
     def copy_blocks(self, moves: Mapping[int, int]) -> None:
-        """From -> to. All members have the same numbers: each copies its part of each block."""
-        if moves:
-            sources, targets = torch.tensor(list(moves.items()), device=self.place.instance.device).unbind(1)
-            for layer in self.place.cache.layers_at(self.formation.size):
-                copy_blocks(layer, sources, targets)
+        """From -> to, all at once: a target may be a source, too. All members have the same numbers: each
+        copies its part of each block."""
+        layers = self.place.cache.layers_at(self.formation.size)
+        most = max(1, self.place.stage_bytes // (layers[0][0].numel() * layers[0].itemsize))
+        for part in in_parts(moves, most):
+            sources, targets = torch.tensor(list(part.items()), device=layers[0].device).unbind(1)
+            for layer in layers:
+                if part.keys().isdisjoint(part.values()):
+                    copy_blocks(layer, sources, targets)
+                else:
+                    layer[targets] = layer[sources]
 
     def reshaped(self, tp: int) -> None:
         self.place.instance.tp = tp

@@ -7,7 +7,7 @@ run at two degrees a planner has the numbers of the lower one.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from worker.memory import BrokenInvariant, OutOfBlocks
 
@@ -140,20 +140,37 @@ def homes(used: Sequence[Sequence[int]], capacity_after: int) -> list[dict[int, 
     """Where each subgroup's blocks must lie before the group parts: number c * n + j with c < capacity_after.
 
     used: by subgroup, the numbers in use. Returns moves (from -> to) by subgroup, of the blocks that do not
-    lie right yet; no target is in use, so they may be copied in any order. Raises NoRoom where a subgroup
-    has more in use than it will have, or so much is in use by others that there is no free target.
+    lie right yet. Targets are free as far as there are free ones; else they are sources themselves, since
+    what lies in another's place moves, too: `in_parts` says how to copy them. Raises NoRoom where a subgroup
+    has more in use than it will have.
     """
     n = len(used)
     taken = {block for blocks in used for block in blocks}
     moves: list[dict[int, int]] = []
     for subgroup, blocks in enumerate(used):
-        own = range(subgroup, capacity_after * n, n)
         if len(blocks) > capacity_after:
             raise NoRoom(subgroup, len(blocks), capacity_after)
-        wrong = [block for block in blocks if block not in own]
-        targets = [block for block in own if block not in taken][: len(wrong)]
-        if len(targets) < len(wrong):
-            raise NoRoom(subgroup, len(blocks), capacity_after - sum(block in taken for block in own))
-        moves.append(dict(zip(wrong, targets, strict=True)))
-        taken.update(targets)
+        own = range(subgroup, capacity_after * n, n)
+        right = {block for block in blocks if block in own}
+        targets = sorted(set(own) - right, key=lambda block: (block in taken, block))
+        moves.append(dict(zip((block for block in blocks if block not in right), targets, strict=False)))
     return moves
+
+
+def in_parts(moves: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
+    """The moves (from -> to), all meant at once, as parts to be made one after the other: each reads all its
+    sources before it writes, and overwrites nothing that a later one reads. Of about `most` moves; a cycle is
+    not divided."""
+    sources = {to: block for block, to in moves.items()}
+    left, part = dict(moves), dict[int, int]()
+    ends = [block for block, to in moves.items() if to not in moves]  # of chains: their targets are free
+    for block in [*ends, *moves]:  # what the chains leave are cycles
+        is_cycle = moves[block] in moves
+        while block in left:
+            part[block] = left.pop(block)
+            block = sources.get(block, -1)
+            if len(part) >= most and not (is_cycle and block in left):
+                yield part
+                part = {}
+    if part:
+        yield part
