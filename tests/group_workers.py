@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from bus.messages import MorphReport, Precision, Resize, SamplingParams, Swap, Transform
+from tests.model_folders import make_oracle
 from worker.core import Limits, Request
 from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
 from worker.engine.engine import Engine, StepResult
@@ -35,6 +38,23 @@ from worker.service.engine_thread import EngineThread
 
 BLOCK_TOKENS = 4
 WAIT_S = 60.0
+
+
+def model_fixtures(**changes: Any) -> tuple[Any, Any]:
+    """`model, folder = model_fixtures(num_hidden_layers=3)` in a test module: a transformers model, which is
+    the oracle, and the folder of it that workers serve."""
+
+    @pytest.fixture(scope="module")
+    def model() -> Any:
+        return make_oracle("llama", max_position_embeddings=1024, **changes)
+
+    @pytest.fixture(scope="module")
+    def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        made = tmp_path_factory.mktemp("model")
+        model.save_pretrained(made)
+        return made
+
+    return model, folder
 
 
 class GroupWorker:

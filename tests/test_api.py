@@ -19,14 +19,8 @@ from tests.redis_process import RedisProcess
 MODEL = "demo"
 USER = [{"role": "user", "content": "the quick fox"}]
 
+pytest_plugins = ["tests.gateway_fixtures"]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model.byte_level(folder)
-    return folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

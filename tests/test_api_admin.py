@@ -11,17 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bus.settings import RedisSettings
-from tests import tiny_model
 from tests.gateway_harness import Gate, metrics_of, running
 
+pytest_plugins = ["tests.gateway_fixtures"]
+
 BODY = {"model": "demo", "prompt": "fox", "max_tokens": 3}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model.byte_level(folder)
-    return folder
 
 
 @pytest.fixture

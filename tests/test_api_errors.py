@@ -28,14 +28,8 @@ KEYS: dict[str, Any] = {
 GOOD = {"model": "demo", "prompt": "fox", "max_tokens": 2}
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "fox"}], "max_tokens": 2}
 
+pytest_plugins = ["tests.gateway_fixtures"]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model.byte_level(folder)
-    return folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.messages import Number, SamplingParams
-from tests.group_workers import BLOCK_TOKENS, resize, transform, workers
-from tests.model_folders import make_oracle
+from tests.group_workers import BLOCK_TOKENS, model_fixtures, resize, transform, workers
 from tests.test_parallel_workers import oracle, prompt
 from worker.core import Request
 from worker.engine.snapshot import instance_telemetry
@@ -155,16 +154,7 @@ def test_groups_with_caches_of_different_sizes_do_not_become_one() -> None:
         TransformRun._room(object.__new__(TransformRun), gathering)
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_oracle("llama", num_hidden_layers=3, max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    model.save_pretrained(made)
-    return made
+model, folder = model_fixtures(num_hidden_layers=3)
 
 
 def test_nothing_is_lent_while_subgroups_number_their_blocks_apart(folder: Path, model: Any) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.group_workers import GroupWorker, transform, workers
-from tests.model_folders import make_oracle
+from tests.group_workers import GroupWorker, model_fixtures, transform, workers
 from tests.test_parallel_workers import Load
 from worker.model.shard import Shard
 from worker.morph.outcome import NotApplied
@@ -23,17 +22,7 @@ from worker.parallel.links import Link
 from worker.parallel.transform import TransformRun
 from worker.parallel.wire import Invite, Messages, Parted, Step
 
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_oracle("llama", num_hidden_layers=2, max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    model.save_pretrained(made)
-    return made
+model, folder = model_fixtures(num_hidden_layers=2)
 
 
 def after_the_order(grouping: Grouping, gathering: Gathering) -> None:

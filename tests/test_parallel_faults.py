@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.group_workers import GroupWorker, transform, workers
-from tests.model_folders import make_oracle
+from tests.group_workers import GroupWorker, model_fixtures, transform, workers
 from tests.test_parallel_workers import Load
 from worker.memory import MappingFailed
 from worker.model.shard import Shard
@@ -21,16 +20,7 @@ SLOW = [pytest.mark.faults, pytest.mark.slow]
 pytestmark = SLOW
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_oracle("llama", num_hidden_layers=LAYERS, max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    model.save_pretrained(made)
-    return made
+model, folder = model_fixtures(num_hidden_layers=LAYERS)
 
 
 class Fault:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from bus.messages import Precision
-from tests.group_workers import GroupWorker, swap, transform, workers
-from tests.model_folders import make_oracle
+from tests.group_workers import GroupWorker, model_fixtures, swap, transform, workers
 from tests.test_exchange import Member, together
 from tests.test_parallel_workers import oracle, prompt
 from worker.morph.checked_pages import CheckedPages
@@ -165,16 +164,7 @@ LAYERS = 3
 SLOW = [pytest.mark.faults, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_oracle("llama", num_hidden_layers=LAYERS, head_dim=32, max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    model.save_pretrained(made)
-    return made
+model, folder = model_fixtures(num_hidden_layers=LAYERS, head_dim=32)
 
 
 @pytest.fixture

@@ -10,23 +10,13 @@ import pytest
 import torch
 
 from bus.messages import MorphReport
-from tests.group_workers import BLOCK_TOKENS, GroupWorker, transform, workers
-from tests.model_folders import make_oracle
+from tests.group_workers import BLOCK_TOKENS, GroupWorker, model_fixtures, transform, workers
 
 LAYERS = 4
 SLOW = [pytest.mark.faults, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_oracle("llama", num_hidden_layers=LAYERS, max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    model.save_pretrained(made)
-    return made
+model, folder = model_fixtures(num_hidden_layers=LAYERS)
 
 
 def prompt(seed: int, n: int) -> list[int]:

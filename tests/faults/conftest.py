@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.service import ROOT, Service
+
+if TYPE_CHECKING:
+    from tests.faults.transforms import Shapes
 
 ROWS: list[dict[str, Any]] = []
 RESULTS = ROOT / "bench" / "results" / "faults.json"
@@ -30,6 +33,13 @@ def two_workers() -> Iterator[Service]:
 def service(two_workers: Service) -> Iterator[Service]:
     yield two_workers
     heal(two_workers)
+
+
+@pytest.fixture
+def shapes(pair: Shapes) -> Iterator[Shapes]:
+    """pair: the module's own two workers."""
+    yield pair
+    pair.mend()
 
 
 def heal(service: Service) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.faults.load import Load
-from tests.faults.morphs import NUM_LAYERS, settings
-from tests.faults.transforms import FOLLOWER, LEADER, ONLY_FULL, ROOMY, Order, Shapes, other, role
+from tests.faults.morphs import NUM_LAYERS
+from tests.faults.transforms import FOLLOWER, LEADER, MEMBERS, ONLY_FULL, Order, Shapes, other, role, serving
 from tests.service import Service
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -21,16 +21,8 @@ DEADLY = ONLY_FULL | {"WORKER__LEASE_S": "4"}
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shapes]:
-    with Service(num_workers=2, settings=settings(tmp_path_factory.mktemp("host"), ROOMY, DEADLY)) as service:
-        with service.explained():
-            shapes = Shapes(service).learn()
+    with serving(tmp_path_factory.mktemp("host"), DEADLY) as shapes:
         yield shapes
-
-
-@pytest.fixture
-def shapes(pair: Shapes) -> Iterator[Shapes]:
-    yield pair
-    pair.mend()
 
 
 def asked(shapes: Shapes) -> Order:
@@ -60,7 +52,7 @@ STAGES: dict[str, Callable[[Shapes], Order]] = {
 }
 
 
-@pytest.mark.parametrize("victim", [LEADER, FOLLOWER], ids=["leader", "follower"])
+@MEMBERS
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_member_killed_costs_its_group_and_no_token(
     shapes: Shapes, stage: str, victim: str, report: Report

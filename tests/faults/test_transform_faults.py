@@ -11,30 +11,18 @@ from typing import Any
 import pytest
 
 from tests.faults.load import Load
-from tests.faults.morphs import NUM_LAYERS, settings
-from tests.faults.transforms import FOLLOWER, LEADER, ONLY_FULL, ROOMY, Shapes, other, role
-from tests.service import Service
+from tests.faults.morphs import NUM_LAYERS
+from tests.faults.transforms import FOLLOWER, LEADER, MEMBERS, ONLY_FULL, Shapes, other, role, serving
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 Report = Callable[[dict[str, Any]], None]
 
-MEMBERS = pytest.mark.parametrize("victim", [LEADER, FOLLOWER], ids=["leader", "follower"])
-
 
 @pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shapes]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shapes]:
     """Nobody dies here: leases and the group's patience are long. Redis keeps what it has."""
-    numbers = settings(tmp_path_factory.mktemp("host"), ROOMY, ONLY_FULL)
-    with Service(num_workers=2, num_gateways=2, settings=numbers, append_only=True) as service:
-        with service.explained():
-            shapes = Shapes(service).learn()
+    with serving(tmp_path_factory.mktemp("host"), ONLY_FULL, num_gateways=2, append_only=True) as shapes:
         yield shapes
-
-
-@pytest.fixture
-def shapes(patient: Shapes) -> Iterator[Shapes]:
-    yield patient
-    patient.mend()
 
 
 def part(shapes: Shapes) -> None:

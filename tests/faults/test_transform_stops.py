@@ -10,30 +10,21 @@ from typing import Any
 import pytest
 
 from tests.faults.load import Load
-from tests.faults.morphs import NUM_LAYERS, settings
-from tests.faults.transforms import FOLLOWER, LEADER, ONLY_FULL, ROOMY, Shapes, other, role
-from tests.service import Service, wait_for
+from tests.faults.morphs import NUM_LAYERS
+from tests.faults.transforms import FOLLOWER, LEADER, MEMBERS, ONLY_FULL, Shapes, other, role, serving
+from tests.service import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 Report = Callable[[dict[str, Any]], None]
 
 LEASE_S, GROUP_TIMEOUT_S = 4, 12
 QUICK = ONLY_FULL | {"WORKER__LEASE_S": str(LEASE_S), "WORKER__GROUP_TIMEOUT_S": str(GROUP_TIMEOUT_S)}
-MEMBERS = pytest.mark.parametrize("victim", [LEADER, FOLLOWER], ids=["leader", "follower"])
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shapes]:
-    with Service(num_workers=2, settings=settings(tmp_path_factory.mktemp("host"), ROOMY, QUICK)) as service:
-        with service.explained():
-            shapes = Shapes(service).learn()
+    with serving(tmp_path_factory.mktemp("host"), QUICK) as shapes:
         yield shapes
-
-
-@pytest.fixture
-def shapes(pair: Shapes) -> Iterator[Shapes]:
-    yield pair
-    pair.mend()
 
 
 @MEMBERS

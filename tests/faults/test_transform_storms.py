@@ -12,10 +12,9 @@ import httpx
 import pytest
 
 from tests.faults.load import Load
-from tests.faults.morphs import NUM_LAYERS, settings
+from tests.faults.morphs import NUM_LAYERS
 from tests.faults.storm import Storm
-from tests.faults.transforms import ROOMY, Shapes
-from tests.service import Service
+from tests.faults.transforms import Shapes, serving
 
 STORM_S = float(os.environ.get("STORM_S", "8"))
 STORMY = {"WORKER__MORPH_SHARE": "0.5", "WORKER__LEASE_S": "10"}
@@ -53,9 +52,7 @@ class ShapeStorm(Storm):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shapes]:
-    with Service(num_workers=4, settings=settings(tmp_path_factory.mktemp("host"), ROOMY, STORMY)) as service:
-        with service.explained():
-            shapes = Shapes(service).learn()
+    with serving(tmp_path_factory.mktemp("host"), STORMY, num_workers=4) as shapes:
         yield shapes
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from bus.codec import decode
 from bus.messages import MorphReport
 from bus.names import Names
 from tests.faults.conftest import heal
-from tests.faults.morphs import NUM_LAYERS, Hand, ShapedStream, assert_complete, stream
+from tests.faults.morphs import NUM_LAYERS, Hand, ShapedStream, assert_complete, settings, stream
 from tests.service import Service, wait_for
 
 TOKENS = 400
@@ -30,6 +33,7 @@ ROOMY = {"WORKER__MEMORY_MB": "48", "WORKER__LAYERS_PER_STEP": "1"}
 # Where no layer is swapped: workers begin sooner.
 ONLY_FULL = {"WORKER__VARIANTS": "[]"}
 LEADER, FOLLOWER = "w1", "w0"  # of the pairs here: not in the order of their names
+MEMBERS = pytest.mark.parametrize("victim", [LEADER, FOLLOWER], ids=["leader", "follower"])
 RECOMPUTED = "instar_recomputed_tokens_total"
 EVENTS = Names("instar:").events
 
@@ -152,6 +156,18 @@ class Shapes:
         self.assert_exact(streams, 120)
         self.assert_whole()
         assert self.recomputed() == before
+
+
+@contextmanager
+def serving(host: Path, *more: dict[str, str], **service: Any) -> Iterator[Shapes]:
+    """Two workers, unless `service` says otherwise, that have told what they give and have alone.
+
+    host: for their variants. more: settings, above those of `ROOMY`.
+    """
+    with Service(**{"num_workers": 2} | service, settings=settings(host, ROOMY, *more)) as running:
+        with running.explained():
+            shapes = Shapes(running).learn()
+        yield shapes
 
 
 @dataclass
