@@ -25,6 +25,7 @@ from gateway.openai.intake import Intake
 from gateway.openai.models import Models
 from gateway.operations.broadcast import Broadcast
 from gateway.operations.morphs import Morphs
+from gateway.operations.requests import EndedRequests
 from gateway.operations.stats import Stats
 
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
@@ -48,6 +49,7 @@ class Gateway:
         self.stats = Stats()
         self.streams = Streams(section.keepalive_s)
         self.events = Broadcast()
+        self.ended = EndedRequests()
         self.morphs = Morphs()
         self.policy = Policy()  # as last read
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
@@ -76,6 +78,7 @@ class Gateway:
             lease_s=settings.worker.lease_s,
             queue_timeout_s=section.queue_timeout_s,
         )
+        self.delivery.endings.on_ended = self.ended.tell
         self.outbox.on_sent = self.delivery.on_sent
         self.outbox.on_full = self.delivery.on_bus_full
         self.outbox.on_unsendable = self.delivery.on_unsendable
@@ -128,3 +131,4 @@ class Gateway:
             self.delivery.fail_all(unavailable("this gateway is shutting down and its drain time is over"))
             await asyncio.sleep(0.3)  # the endings reach their sockets, the cancellations the bus
         self.events.close()
+        self.ended.close()

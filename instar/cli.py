@@ -12,6 +12,8 @@ from instar.flags import add_flags, given_flags
 from instar.morph_flags import TEXT as MORPH
 from instar.morph_flags import add_verbs
 from instar.offline import OFFLINE, run_offline
+from instar.replay.flags import TEXT as BENCH
+from instar.replay.flags import add_verbs as add_bench_verbs
 from instar.slips import Parser, parse
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ Instar serves large language models and changes shape while it serves.
   instar status                     workers, memory, instances, what runs and what waits
   instar morph resize 400           KV blocks, the layers' bits, the policy: changed while it serves
   instar complete "def fib(n):"     one completion, as it is written
+  instar bench replay azure.csv     recorded traffic sent again, and what came of it
   instar settings                   every setting, its value and who set it
   instar quantize models/demo       layers in fewer bits, to swap to under load
   instar profile models/demo        in which order to swap them
@@ -118,6 +121,10 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     complete.add_argument("--max-tokens", type=int, default=64, metavar="N", help="[64]")
     complete.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[0: greedy]")
 
+    add_bench_verbs(
+        command("bench", _bench, "replay recorded traffic, or record it", BENCH), _add_client_flags
+    )
+
     settings = command("settings", _settings, "every setting and who set it", SETTINGS)
     settings.add_argument("--example", action="store_true", help="write a settings file with every default")
 
@@ -174,6 +181,18 @@ def _morph(args: argparse.Namespace) -> int:
     from instar.morph import morph
 
     return morph(settings, args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if not args.verb:
+        args.help()
+        return 0
+    settings = _load(args)
+    if settings is None:
+        return 2
+    from instar.replay.command import bench
+
+    return bench(settings, args)
 
 
 def _complete(args: argparse.Namespace) -> int:

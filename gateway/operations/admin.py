@@ -47,6 +47,13 @@ async def events(gateway: Here) -> StreamingResponse:
     return StreamingResponse(gateway.events.listen(), media_type="text/event-stream", headers=headers)
 
 
+@router.get("/requests")
+async def requests(gateway: Here, prompts: bool = False) -> StreamingResponse:
+    """Server-sent events: each request as it ends, with its prompt's token ids if `prompts`."""
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(gateway.ended.listen(prompts), media_type="text/event-stream", headers=headers)
+
+
 @router.post("/workers/{worker}/drain", status_code=202)
 async def drain(worker: str, gateway: Here) -> dict[str, Any]:
     """The worker takes nothing new, finishes what it runs and leaves. 404 for one that is not there."""

@@ -21,6 +21,7 @@ ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/h
 ADMIN_ENDPOINTS: Final = (
     "/admin/state",
     "/admin/events",
+    "/admin/requests",
     "/admin/policy",
     "/admin/instances/transform",
     "/admin/instances/{instance}/swap",

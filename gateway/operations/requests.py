@@ -1,0 +1,102 @@
+"""Requests as they end, to whoever listens at /admin/requests: `instar bench record` writes them to a file.
+
+Where nobody listens an end costs one look at an empty list. Refused calls are not among them: most were never
+read. Prompts go out as token ids, and only to those who ask for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+import msgspec
+
+from gateway.delivery.inflight import Flight
+
+KEEPALIVE_S: Final = 1.0  # a listener that stops after some time looks at the clock with each line
+KEPT: Final = 4096  # that a slow listener has not taken yet
+
+
+class _Listener:
+    def __init__(self, has_prompts: bool) -> None:
+        self.has_prompts = has_prompts
+        self.pending: deque[bytes] = deque()
+        self.num_lost = 0
+        self.has_news = asyncio.Event()
+
+
+class EndedRequests:
+    """A listener that is `kept` behind loses the newest, and is told how many."""
+
+    def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.monotonic) -> None:
+        self._listeners: list[_Listener] = []
+        self._kept = kept
+        self._clock = clock
+        self._is_closed = False
+
+    def tell(self, flight: Flight, status: str) -> None:
+        """One sequence ended: stop, length, abort, or the code of its error."""
+        if not self._listeners:
+            return
+        record = self._record(flight, status)
+        for listener in self._listeners:
+            self._put(listener, record, flight)
+
+    def close(self) -> None:
+        """Ends every listener's stream: the process is leaving."""
+        self._is_closed = True
+        for listener in self._listeners:
+            listener.has_news.set()
+
+    async def listen(self, has_prompts: bool) -> AsyncIterator[bytes]:
+        """Server-sent events until `close`; a comment at once and while nothing ends."""
+        listener = _Listener(has_prompts)
+        self._listeners.append(listener)
+        try:
+            yield b": requests\n\n"
+            while not self._is_closed:
+                try:
+                    async with asyncio.timeout(KEEPALIVE_S):
+                        await listener.has_news.wait()
+                except TimeoutError:
+                    yield b": keepalive\n\n"
+                    continue
+                yield self._taken(listener)
+        finally:
+            self._listeners.remove(listener)
+
+    def _record(self, flight: Flight, status: str) -> dict[str, Any]:
+        """`at`: seconds since 1970, when it arrived. A call with n choices is n of these, with one id."""
+        seconds = self._clock() - flight.arrived
+        return {
+            "at": round(time.time() - seconds, 6),
+            "id": flight.trace_id,
+            "model": flight.model,
+            "prompt_tokens": len(flight.prompt_token_ids),
+            "output_tokens": len(flight.received),
+            "max_tokens": flight.sampling.max_tokens,
+            "status": status,
+            "attempts": flight.attempt,
+            "seconds": round(seconds, 6),
+        }
+
+    def _put(self, listener: _Listener, record: dict[str, Any], flight: Flight) -> None:
+        if len(listener.pending) >= self._kept:
+            listener.num_lost += 1
+            return
+        if listener.has_prompts:
+            record = record | {"prompt_token_ids": flight.prompt_token_ids}
+        listener.pending.append(b"event: request\ndata: %b\n\n" % msgspec.json.encode(record))
+        listener.has_news.set()
+
+    def _taken(self, listener: _Listener) -> bytes:
+        listener.has_news.clear()
+        data = b"".join(listener.pending)
+        listener.pending.clear()
+        if listener.num_lost:
+            data += b"event: lost\ndata: %d\n\n" % listener.num_lost
+            listener.num_lost = 0
+        return data

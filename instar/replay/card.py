@@ -1,0 +1,205 @@
+"""The card at the end of a run, and the table that lays several over one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from instar.replay.files import RunFile
+from instar.replay.statistics import LATE_S, share_at_full
+
+ABSENT: Final = "-"  # not told, which is not zero
+LATENCIES: Final = {"TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s", "queue": "queue_s"}
+COLUMNS: Final = ("mean", "p50", "p95", "p99")
+
+
+def card(run: RunFile) -> RenderableType:
+    """All that a run came to, on a screen."""
+    found = run.summary
+    lines = Table.grid(padding=(0, 2))
+    for name, told in _lines(run, found):
+        lines.add_row(name, Text(told))
+    return Group(Text(_heading(run, found), style="bold"), _latencies(found), lines)
+
+
+def _heading(run: RunFile, found: dict[str, Any]) -> str:
+    about = run.about
+    return f"{about['source']} against {about['url']} ({about['model']}), {found['seconds']:.1f} s"
+
+
+def _latencies(found: dict[str, Any]) -> Table:
+    table = Table("", *(f"{name}\ns" for name in COLUMNS), box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, key in LATENCIES.items():
+        if found[key] is not None:
+            table.add_row(name, *(seconds_text(found[key][column]) for column in COLUMNS))
+    return table
+
+
+def _lines(run: RunFile, found: dict[str, Any]) -> list[tuple[str, str]]:
+    slo, bad, good, through = run.slo, found["violations"], found["goodput"], found["throughput"]
+    lines = [
+        ("requests", f"{found['requests']} sent, {found['served']} served{_short(found)}"),
+        (
+            "violations",
+            f"{_count(bad['ttft'])} of TTFT {slo.ttft_s:g} s, {_count(bad['tpot'])} of TPOT "
+            f"{slo.tpot_s:g} s, {_count(bad['either'])} of either; a failed request violates both",
+        ),
+        (
+            "goodput",
+            f"{good['requests_per_s']:.2f} requests/s, {good['tokens_per_s']:.1f} output tokens/s, "
+            "of requests within both",
+        ),
+        (
+            "throughput",
+            f"{through['requests_per_s']:.2f} requests/s, {through['prompt_tokens_per_s']:.1f} prompt and "
+            f"{through['output_tokens_per_s']:.1f} output tokens/s",
+        ),
+        ("errors", errors_text(found["errors"])),
+        ("lateness", lateness_text(found["lateness_s"])),
+    ]
+    if found["tokens_by_layers_below_full"]:
+        lines.append(("precision", precision_text(found["tokens_by_layers_below_full"])))
+    lines += observed_lines(run.observed)
+    became = found["prompt_tokens"]
+    if became["asked"] != became["became"]:
+        lines.append(
+            ("prompts", f"{became['asked']} tokens asked for, {became['became']} as the server counts")
+        )
+    return lines + [("note", note) for note in run.about.get("notes", [])]
+
+
+def _short(found: dict[str, Any]) -> str:
+    return f", {found['short']} with fewer tokens than asked for" if found["short"] else ""
+
+
+def _count(found: dict[str, float]) -> str:
+    return f"{found['count']} ({found['share']:.1%})"
+
+
+def errors_text(errors: dict[str, int]) -> str:
+    """The most frequent first."""
+    return ", ".join(f"{count} x {kind}" for kind, count in errors.items()) or "none"
+
+
+def lateness_text(lateness: dict[str, float] | None) -> str:
+    """Of the generator itself: whether the arrivals were the trace's."""
+    if lateness is None:
+        return ABSENT
+    told = ", ".join(f"{name} {lateness[name] * 1e3:.2f}" for name in ("p50", "p99", "max"))
+    bar = "" if lateness["p99"] <= LATE_S else f": later than {LATE_S * 1e3:g} ms, is this machine too busy?"
+    return f"of this generator: {told} ms{bar}"
+
+
+def precision_text(tokens: dict[str, int]) -> str:
+    total = sum(tokens.values())
+    below = [(count, layers) for layers, count in tokens.items() if layers != "0"]
+    told = [f"{share_at_full(tokens):.1%} of tokens with all layers at full precision"]
+    return ", ".join(told + [f"{count / total:.1%} with {layers} below" for count, layers in below])
+
+
+def observed_lines(observed: dict[str, Any]) -> list[tuple[str, str]]:
+    """[] of a server that tells nothing."""
+    if not observed.get("samples"):
+        return []
+    lines = []
+    names = sorted({name for sample in observed["samples"] for name in sample["instances"]})
+    for name in names:
+        shapes = [one["instances"][name] for one in observed["samples"] if name in one["instances"]]
+        lines.append((name, _instance_text(shapes)))
+    lines.append(("morphs", morphs_text(observed["morphs"])))
+    return lines
+
+
+def _instance_text(shapes: Sequence[dict[str, Any]]) -> str:
+    told = []
+    if blocks := _all_of(shapes, "kv_blocks"):
+        told.append(f"KV {_range(blocks)} blocks")
+    if used := _all_of(shapes, "kv_used"):
+        told.append(f"at most {max(used)} in use")
+    if below := _all_of(shapes, "layers_below_full"):
+        told.append(f"{_range(below)} layers below full")
+    told.append(f"tp {_range(_all_of(shapes, 'tp') or [1])}")
+    if delays := _all_of(shapes, "queue_delay_s"):
+        told.append(f"queueing up to {max(delays):.2f} s")
+    return ", ".join(told)
+
+
+def _all_of(shapes: Sequence[dict[str, Any]], key: str) -> list[Any]:
+    return [shape[key] for shape in shapes if shape[key] is not None]
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def morphs_text(morphs: Sequence[dict[str, Any]]) -> str:
+    """4 swap applied, 1 resize deferred."""
+    kinds = [f"{one['kind']} {one['state']}" for one in morphs]
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "none"
+
+
+def seconds_text(value: float) -> str:
+    """Three digits that mean something: 0.00123, 0.123, 12.3."""
+    return f"{value:.5f}" if value < 0.01 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+# --------------------------------------------------------------------------- several
+
+
+def comparison(runs: Sequence[RunFile]) -> Table:
+    """A column for each, a row for each number."""
+    table = Table("", *(run.name for run in runs), box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    found = [run.summary for run in runs]
+    for name, told in _ROWS.items():
+        cells = [told(one) for one in found]
+        if set(cells) != {ABSENT}:
+            table.add_row(name, *cells)
+    return table
+
+
+def _latency(key: str, column: str) -> Callable[[dict[str, Any]], str]:
+    return lambda found: ABSENT if found[key] is None else seconds_text(found[key][column])
+
+
+_ROWS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
+    "requests sent": lambda found: str(found["requests"]),
+    "served": lambda found: str(found["served"]),
+    **{
+        f"{name} {column}, s": _latency(key, column)
+        for name, key in LATENCIES.items()
+        for column in ("mean", "p95", "p99")
+    },
+    "TTFT violations": lambda found: f"{found['violations']['ttft']['share']:.1%}",
+    "TPOT violations": lambda found: f"{found['violations']['tpot']['share']:.1%}",
+    "goodput, requests/s": lambda found: f"{found['goodput']['requests_per_s']:.2f}",
+    "goodput, tokens/s": lambda found: f"{found['goodput']['tokens_per_s']:.1f}",
+    "output tokens/s": lambda found: f"{found['throughput']['output_tokens_per_s']:.1f}",
+    "tokens at full precision": lambda found: _full_text(found["tokens_by_layers_below_full"]),
+    "lateness p99, ms": lambda found: (
+        ABSENT if found["lateness_s"] is None else f"{found['lateness_s']['p99'] * 1e3:.2f}"
+    ),
+}
+
+
+def _full_text(tokens: dict[str, int]) -> str:
+    share = share_at_full(tokens)
+    return ABSENT if share is None else f"{share:.1%}"
+
+
+def differing_loads(runs: Sequence[RunFile]) -> str:
+    """What makes a comparison doubtful; "" where nothing does."""
+    if len({run.about.get("arrivals_sha256") for run in runs}) > 1:
+        return "these runs had different loads: their arrivals or lengths are not the same"
+    if len({run.slo for run in runs}) > 1:
+        return "these runs were held to different SLOs"
+    return ""

@@ -1,0 +1,114 @@
+"""run.json: all of a run. The card, the numbers and the pictures come from it alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from instar.replay.outcomes import Outcome, outcome_of
+from instar.replay.problems import BenchProblem
+from instar.replay.statistics import Slo, summary
+
+NAME: Final = "run.json"
+VERSION: Final = 1
+ROW_BYTES: Final = 600  # of a request, its spans of precision included
+SPARE_BYTES: Final = 8 << 20  # for samples and pictures
+
+
+@dataclass(slots=True)
+class RunFile:
+    """`about`: settings, trace and server; `observed`: samples, morphs and counters, {} of another's server.
+    `events_per_s`: of each second from the first, the events of all streams."""
+
+    about: dict[str, Any]
+    slo: Slo
+    outcomes: list[Outcome] = field(repr=False)
+    observed: dict[str, Any] = field(default_factory=dict, repr=False)
+    events_per_s: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def name(self) -> str:
+        return str(self.about.get("name") or "run")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return summary(self.outcomes, self.slo, tells_queue=bool(self.observed))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "about": self.about,
+            "slo": {"ttft_s": self.slo.ttft_s, "tpot_s": self.slo.tpot_s},
+            "summary": self.summary,
+            "observed": self.observed,
+            "events_per_s": self.events_per_s,
+            "requests": [one.as_json() for one in self.outcomes],
+        }
+
+
+def make_ready(folder: Path, num_requests: int) -> None:
+    """So that a run is not lost at its end: the folder is made, holds no other run, takes a file and has
+    room for it. Raises BenchProblem."""
+    needed = num_requests * ROW_BYTES + SPARE_BYTES
+    trial = folder / f".{NAME}.trial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / NAME).exists():
+            raise BenchProblem(f"--out {folder}: holds a run already; name another folder, or remove {NAME}")
+        trial.write_bytes(b"x")
+        trial.unlink()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise BenchProblem(f"--out {folder}: cannot be written: {error.strerror}") from error
+    if free < needed:
+        raise BenchProblem(
+            f"--out {folder}: {free >> 20} MiB are free on its disk, the run may need {needed >> 20}"
+        )
+
+
+def write(folder: Path, run: RunFile) -> Path:
+    """The whole file or none. Raises BenchProblem."""
+    path, parts = folder / NAME, folder / f".{NAME}.part"
+    try:
+        with parts.open("w", encoding="utf-8") as file:
+            json.dump(run.as_json(), file, separators=(",", ":"))
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        parts.replace(path)
+    except OSError as error:
+        parts.unlink(missing_ok=True)
+        raise BenchProblem(f"{path}: cannot be written: {error.strerror}; the run is not kept") from error
+    return path
+
+
+def read(folder: Path) -> RunFile:
+    """Of a folder, or of the file itself. Raises BenchProblem."""
+    path = folder / NAME if folder.is_dir() else folder
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BenchProblem(
+            f"{folder}: there is no run in it ({NAME} of `instar bench replay --out`)"
+        ) from error
+    except OSError as error:
+        raise BenchProblem(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BenchProblem(f"{path}: is no JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        version = found.get("version") if isinstance(found, dict) else None
+        raise BenchProblem(f"{path}: is of version {version}, this reads {VERSION}")
+    try:
+        return RunFile(
+            found["about"],
+            Slo(**found["slo"]),
+            [outcome_of(row) for row in found["requests"]],
+            found["observed"],
+            found["events_per_s"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BenchProblem(f"{path}: is no run of `instar bench replay`: {error!r}") from error

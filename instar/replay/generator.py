@@ -1,0 +1,161 @@
+"""The open loop: each request is sent when it is due, whatever became of those before it.
+
+Nothing is tried again. How late this process itself sent is part of what a run reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from instar.replay.outcomes import (
+    NOT_SENT,
+    UNFINISHED,
+    Outcome,
+    conclude_refusal,
+    conclude_stream,
+)
+from instar.replay.requests import COMPLETIONS
+from instar.replay.traces import Arrival
+from instar.replay.wire import Exchange, Server, connect
+
+LEAD_S: Final = 1.0  # a connection is opened so long before its request is due
+
+
+@dataclass(slots=True)
+class Run:
+    """A run as it goes. `began` by time.perf_counter, `began_at` seconds since 1970; `events_in`: of each
+    second, how many came."""
+
+    outcomes: list[Outcome]
+    began: float = 0.0
+    began_at: float = 0.0
+    num_sent: int = 0
+    num_open: int = 0
+    num_served: int = 0
+    events_in: Counter[int] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def now_s(self) -> float:
+        return time.perf_counter() - self.began
+
+    def count_events(self, num: int, now: float) -> None:
+        self.events_in[int(now - self.began)] += num
+
+
+class Generator:
+    """`drain_s`: how long after the last was due the rest may take."""
+
+    def __init__(
+        self,
+        server: Server,
+        arrivals: Sequence[Arrival],
+        bodies: list[bytes],
+        *,
+        drain_s: float,
+        name: str,
+    ) -> None:
+        self.run = Run(
+            [
+                Outcome(number, one.at_s, one.prompt_tokens, one.output_tokens)
+                for number, one in enumerate(arrivals)
+            ]
+        )
+        self._server = server
+        self._bodies = bodies
+        self._drain_s = drain_s
+        self._name = name
+        self._open: dict[asyncio.Task[None], Exchange] = {}
+
+    async def replay(self) -> None:
+        """Returns when all have ended, or drain_s after the last was due. Cancelled it stops where it is; in
+        each case every outcome says what became of it."""
+        gc.collect()
+        gc.freeze()  # the prompts: to look at them takes a collection longer than an arrival may be late
+        self.run.began = time.perf_counter() + min(LEAD_S, 0.2)
+        self.run.began_at = time.time() + min(LEAD_S, 0.2)
+        try:
+            for outcome in self.run.outcomes:
+                await self._sleep_until(outcome.due_s - LEAD_S)
+                exchange = Exchange(self.run.count_events)
+                task = asyncio.create_task(self._serve(outcome, exchange))
+                self._open[task] = exchange
+                task.add_done_callback(self._open.pop)
+            if self._open:
+                await asyncio.wait(list(self._open), timeout=LEAD_S + self._drain_s)
+        finally:
+            await self._give_up()
+
+    async def _give_up(self) -> None:
+        left = list(self._open)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for outcome in self.run.outcomes:
+            if outcome.sent_s is None and not outcome.error:
+                outcome.error = NOT_SENT
+
+    async def _serve(self, outcome: Outcome, exchange: Exchange) -> None:
+        """One request, from its connection to its end. A connection that could not be opened ahead is opened
+        when it is due: the server may be back by then."""
+        body = self._bodies[outcome.number]
+        head = self._server.head("POST", COMPLETIONS, len(body), f"{self._name}-{outcome.number}")
+        self._bodies[outcome.number] = b""
+        try:
+            problem = await connect(self._server, exchange)
+            await self._sleep_until(outcome.due_s)
+            if problem or not exchange.is_open:
+                exchange = Exchange(self.run.count_events)
+                problem = await connect(self._server, exchange)
+            if problem:
+                outcome.ended_s = self.run.now_s
+                self._fail(outcome, problem)
+                return
+            exchange.send(head + body)
+            outcome.sent_s = exchange.sent - self.run.began
+            self.run.num_sent += 1
+            self.run.num_open += 1
+            try:
+                await exchange.ended
+                problem = exchange.problem
+            except asyncio.CancelledError:
+                problem = UNFINISHED
+            self.run.num_open -= 1
+            self._conclude(outcome, exchange, problem)
+        finally:
+            exchange.close()
+
+    def _conclude(self, outcome: Outcome, exchange: Exchange, problem: str) -> None:
+        run, tail = self.run, bytes(exchange.tail)
+        outcome.ended_s = run.now_s
+        outcome.status, outcome.events = exchange.status, exchange.num_events
+        outcome.longest_pause_s = exchange.longest_pause
+        if exchange.opened:
+            outcome.opened_s = exchange.opened - run.began
+        if exchange.first:
+            outcome.first_s, outcome.last_s = exchange.first - run.began, exchange.last - run.began
+        if problem:
+            self._fail(outcome, problem)
+        elif exchange.status == 200:
+            conclude_stream(outcome, tail)
+        else:
+            conclude_refusal(outcome, tail)
+        if not problem and outcome.error:
+            self._fail(outcome, outcome.error)
+        elif not problem:
+            run.num_served += 1
+
+    def _fail(self, outcome: Outcome, error: str) -> None:
+        outcome.error = error
+        self.run.errors[error] += 1
+
+    async def _sleep_until(self, at_s: float) -> None:
+        """Loops keep milliseconds: one may wake a little early."""
+        while (left := self.run.began + at_s - time.perf_counter()) > 0:  # noqa: ASYNC110 there is no event
+            await asyncio.sleep(left)

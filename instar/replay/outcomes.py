@@ -1,0 +1,127 @@
+"""What became of each request of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+KEPT_BYTES: Final = 65536  # of a stream's end: finish reason, usage, error and spans of precision are there
+DIGITS: Final = 6  # of seconds, in run.json
+NOT_SENT: Final = "not sent"  # the run ended before it was due
+UNFINISHED: Final = "unfinished"
+CUT: Final = "stream ended early"  # without a finish reason: clients of OpenAI take that for success
+LOST: Final = "connection lost"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Seconds are after the beginning of the run, None: it did not come to that. `opened_s`: the head of the
+    answer, which Instar sends when a worker begins. `error` "": it was served to its end."""
+
+    number: int
+    due_s: float
+    prompt_asked: int
+    output_asked: int
+    sent_s: float | None = None
+    opened_s: float | None = None
+    first_s: float | None = None
+    last_s: float | None = None
+    ended_s: float | None = None
+    longest_pause_s: float = 0.0
+    status: int = 0
+    error: str = ""
+    finish: str = ""
+    events: int = 0
+    prompt_tokens: int | None = None  # as the server counted; None: it does not tell
+    output_tokens: int | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens, layers below full)
+
+    def as_json(self) -> dict[str, Any]:
+        rounded = {
+            name: round(value, DIGITS) if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
+        return rounded | {"spans": [list(span) for span in self.spans]}
+
+    @property
+    def is_served(self) -> bool:
+        return not self.error and self.first_s is not None
+
+    @property
+    def num_output(self) -> int:
+        """Tokens that came: as the server counted them, else one for each event."""
+        return self.events if self.output_tokens is None else self.output_tokens
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From when it was due."""
+        return None if self.first_s is None else self.first_s - self.due_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first; None where there is no second."""
+        if self.first_s is None or self.last_s is None or self.num_output < 2:
+            return None
+        return (self.last_s - self.first_s) / (self.num_output - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.last_s is None else self.last_s - self.due_s
+
+    @property
+    def queue_s(self) -> float | None:
+        """From when it was due to the head of the answer."""
+        return None if self.opened_s is None else self.opened_s - self.due_s
+
+
+def outcome_of(row: dict[str, Any]) -> Outcome:
+    """A row of run.json."""
+    return Outcome(**{**row, "spans": [(tokens, below) for tokens, below in row["spans"]]})
+
+
+def conclude_stream(outcome: Outcome, tail: bytes) -> None:
+    """Reads the last events of a 200's stream."""
+    for line in tail.splitlines():
+        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+            continue
+        try:
+            event = msgspec.json.decode(line[5:])
+        except msgspec.DecodeError:
+            continue  # the first may be cut
+        if isinstance(event, dict):
+            _take_event(outcome, event)
+    if not outcome.error and not outcome.finish:
+        outcome.error = CUT
+
+
+def _take_event(outcome: Outcome, event: dict[str, Any]) -> None:
+    if error := event.get("error"):
+        outcome.error = f"stream: {error_code(event) or str(error)[:60]}"
+    if isinstance(usage := event.get("usage"), dict):
+        outcome.prompt_tokens = usage.get("prompt_tokens")
+        outcome.output_tokens = usage.get("completion_tokens")
+        if not event.get("choices"):
+            outcome.events -= 1  # it was counted as one with text
+    for choice in event.get("choices") or []:
+        outcome.finish = choice.get("finish_reason") or outcome.finish
+        for span in choice.get("precision") or []:
+            outcome.spans.append((span["end"] - span["start"], span["layers_below_full"]))
+
+
+def conclude_refusal(outcome: Outcome, body: bytes) -> None:
+    """An answer that was none: its status, and the code in OpenAI's shape where there is one."""
+    try:
+        code = error_code(msgspec.json.decode(body))
+    except msgspec.DecodeError:
+        code = ""
+    outcome.error = f"{outcome.status} {code}".strip()
+
+
+def error_code(body: Any) -> str:
+    """`code`, else `type`, of an error object; "" where there is none."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return ""
+    return str(error.get("code") or error.get("type") or "")

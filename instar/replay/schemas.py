@@ -1,0 +1,191 @@
+"""The schemas of traces that are read, row by row, and what is said of a file that has none of them.
+
+| name | columns | time |
+| --- | --- | --- |
+| azure-2023, azure-2024 | TIMESTAMP, ContextTokens, GeneratedTokens | a date; UTC where it names no zone |
+| burstgpt | Timestamp, Request tokens, Response tokens, others | seconds |
+| instar | JSON lines of `instar bench record` | seconds since 1970 |
+
+Azure: github.com/Azure/AzurePublicDataset (2023: seven digits of a second and no zone; 2024: six and +00:00).
+BurstGPT: github.com/HPMLL/BurstGPT; its later files have more columns, which are not needed here.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Final, TextIO
+
+import msgspec
+
+from instar.replay.problems import TraceProblem
+
+MAX_TOKENS: Final = 10_000_000  # of one request: more is a column taken for another
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of a trace. `at_s` in the trace's own clock; the prompt itself only where it was kept."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prompt: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """Of a CSV file: the names of the columns, and how seconds are read from the first."""
+
+    name: str
+    at: str
+    prompt: str
+    output: str
+    seconds: Callable[[str], float]
+
+    @property
+    def columns(self) -> tuple[str, str, str]:
+        return self.at, self.prompt, self.output
+
+
+def _of_date(text: str) -> float:
+    when = datetime.fromisoformat(text)
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+SCHEMAS: Final = {
+    schema.name: schema
+    for schema in (
+        Schema("azure-2023", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _of_date),
+        Schema("azure-2024", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _of_date),
+        Schema("burstgpt", "Timestamp", "Request tokens", "Response tokens", float),
+    )
+}
+OWN: Final = "instar"
+FORMATS: Final = ("auto", *SCHEMAS, OWN)
+
+
+class Logged(msgspec.Struct):
+    """A line of Instar's own log, as far as a replay needs it."""
+
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+    prompt_token_ids: list[int] | None = None
+
+
+def read_rows(path: Path, wanted: str = "auto") -> tuple[str, Iterator[Row]]:
+    """(the schema's name, the rows in order of their time). Raises TraceProblem, also while the rows are
+    read: nothing of a long file is kept."""
+    try:
+        file = path.open(encoding="utf-8-sig", newline="")
+    except OSError as error:
+        raise TraceProblem(path, 0, f"cannot be read: {error.strerror}") from error
+    try:
+        first = file.readline()
+    except UnicodeDecodeError as error:
+        file.close()
+        raise TraceProblem(path, 1, "is no text; unpack it if it is an archive") from error
+    if not first.strip():
+        file.close()
+        raise TraceProblem(path, 0, "is empty: there is no request in it")
+    if wanted == OWN or (wanted == "auto" and first.lstrip().startswith("{")):
+        return OWN, _own_rows(path, file, first)
+    header = next(csv.reader([first]))
+    try:
+        schema = _schema(path, [name.strip() for name in header], first, wanted, file)
+    except TraceProblem:
+        file.close()
+        raise
+    return schema.name, _csv_rows(path, file, schema, [name.strip() for name in header])
+
+
+def _schema(path: Path, header: list[str], first: str, wanted: str, file: TextIO) -> Schema:
+    """The one that was asked for, or whose columns are all there. The Azure traces are told apart by the
+    zone of their first date."""
+    known = [SCHEMAS[wanted]] if wanted != "auto" else list(SCHEMAS.values())
+    fitting = [schema for schema in known if set(schema.columns) <= set(header)]
+    if not fitting:
+        nearest = max(known, key=lambda schema: len(set(schema.columns) & set(header)))
+        missing = [name for name in nearest.columns if name not in header]
+        found = ", ".join(header) or first.strip()[:80]
+        columns = "column" if len(missing) == 1 else "columns"
+        raise TraceProblem(
+            path, 1, f"as {nearest.name} it needs the {columns} {' and '.join(missing)}; found are: {found}"
+        )
+    if wanted == "auto" and len(fitting) > 1:
+        at = file.tell()
+        has_zone = "+" in file.readline()
+        file.seek(at)
+        return SCHEMAS["azure-2024" if has_zone else "azure-2023"]
+    return fitting[0]
+
+
+def _csv_rows(path: Path, file: TextIO, schema: Schema, header: list[str]) -> Iterator[Row]:
+    places = [header.index(name) for name in schema.columns]
+    before, before_text = -math.inf, ""
+    with file:
+        try:
+            for number, cells in enumerate(csv.reader(file), start=2):
+                if not cells:
+                    continue
+                if len(cells) <= max(places):
+                    raise TraceProblem(path, number, f"has {len(cells)} columns, the header {len(header)}")
+                at_text, prompt, output = (cells[place] for place in places)
+                at_s = _seconds(path, number, schema, at_text)
+                if at_s < before:
+                    raise TraceProblem(
+                        path, number, f"{at_text} is before {before_text}, the line above: sort the trace"
+                    )
+                before, before_text = at_s, at_text
+                counts = (
+                    _tokens(path, number, schema.prompt, prompt),
+                    _tokens(path, number, schema.output, output),
+                )
+                yield Row(at_s, *counts)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise TraceProblem(path, 0, f"cannot be read as CSV: {error}") from error
+
+
+def _own_rows(path: Path, file: TextIO, first: str) -> Iterator[Row]:
+    """Lines are written as requests end, so here they are put in order."""
+    found: list[Row] = []
+    with file:
+        for number, line in enumerate(chain([first], file), start=1):
+            if not line.strip():
+                continue
+            try:
+                one = msgspec.json.decode(line, type=Logged)
+            except (msgspec.DecodeError, UnicodeError) as error:
+                raise TraceProblem(path, number, f"is no line of `instar bench record`: {error}") from error
+            if not math.isfinite(one.at) or min(one.prompt_tokens, one.output_tokens) < 0:
+                raise TraceProblem(path, number, "has a negative count, or no time")
+            found.append(Row(one.at, one.prompt_tokens, one.output_tokens, one.prompt_token_ids))
+    yield from sorted(found, key=lambda row: row.at_s)
+
+
+def _seconds(path: Path, line: int, schema: Schema, text: str) -> float:
+    try:
+        at_s = schema.seconds(text.strip())
+    except ValueError:
+        at_s = math.nan
+    if not math.isfinite(at_s):
+        kind = "seconds" if schema.seconds is float else "a date like 2023-11-16 18:17:03.9799600"
+        raise TraceProblem(path, line, f"{schema.at} is {text!r}, not {kind}")
+    return at_s
+
+
+def _tokens(path: Path, line: int, column: str, text: str) -> int:
+    """Whole numbers; some files write them as 12.0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value.is_integer() or not 0 <= value <= MAX_TOKENS:
+        raise TraceProblem(path, line, f"{column} is {text!r}, not a number of tokens, 0 or more")
+    return int(value)

@@ -1,0 +1,129 @@
+"""The numbers of a run, from its rows alone: the same file gives the same numbers, whenever they are asked.
+
+A rate is over the time from the beginning to the last sign of the server. A request that failed violates each
+SLO. Percentiles are linear between the nearest two ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from instar.replay.outcomes import NOT_SENT, Outcome
+
+PERCENTS: Final = (50, 95, 99)
+LATE_S: Final = 0.005  # the bar for this process's own lateness, at P99
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Seconds to the first token, and per token after it."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def is_met(self, outcome: Outcome) -> bool:
+        return outcome.is_served and not self.misses_ttft(outcome) and not self.misses_tpot(outcome)
+
+    def misses_ttft(self, outcome: Outcome) -> bool:
+        """A failed one does."""
+        return not outcome.is_served or (outcome.ttft_s or 0.0) > self.ttft_s
+
+    def misses_tpot(self, outcome: Outcome) -> bool:
+        """A failed one does; one of a single token has none to miss."""
+        return not outcome.is_served or (outcome.tpot_s or 0.0) > self.tpot_s
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Of sorted values, at least one."""
+    place = (len(values) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)
+
+
+def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
+    """mean, p50, p95, p99, max and their count; None without any: absent is not zero."""
+    found = sorted(value for value in values if value is not None)
+    if not found:
+        return None
+    shown = {f"p{percent}": _round(percentile(found, percent)) for percent in PERCENTS}
+    mean = _round(math.fsum(found) / len(found))
+    return {"count": len(found), "mean": mean} | shown | {"max": _round(found[-1])}
+
+
+def summary(outcomes: Sequence[Outcome], slo: Slo, *, tells_queue: bool) -> dict[str, Any]:
+    """`tells_queue`: the server answers when a worker begins, so that the queue can be told from prefill."""
+    sent = [one for one in outcomes if one.error != NOT_SENT]
+    served = [one for one in sent if one.is_served]
+    good = [one for one in served if slo.is_met(one)]
+    seconds = max((one.last_s or one.ended_s or 0.0 for one in sent), default=0.0)
+    output = sum(one.num_output for one in sent)
+    return {
+        "requests": len(sent),
+        "served": len(served),
+        "short": sum(one.num_output < one.output_asked for one in served),
+        "seconds": _round(seconds),
+        "ttft_s": distribution(one.ttft_s for one in served),
+        "tpot_s": distribution(one.tpot_s for one in served),
+        "e2e_s": distribution(one.e2e_s for one in served),
+        "queue_s": distribution(one.queue_s for one in served) if tells_queue else None,
+        "violations": {
+            "ttft": _share(sum(map(slo.misses_ttft, sent)), len(sent)),
+            "tpot": _share(sum(map(slo.misses_tpot, sent)), len(sent)),
+            "either": _share(len(sent) - len(good), len(sent)),
+        },
+        "goodput": _rates(good, seconds),
+        "throughput": _rates(served, seconds)
+        | {
+            "prompt_tokens_per_s": _per(sum(_prompt_tokens(one) for one in served), seconds),
+            "output_tokens_per_s": _per(output, seconds),
+        },
+        "errors": dict(Counter(one.error for one in outcomes if one.error).most_common()),
+        "lateness_s": distribution(None if one.sent_s is None else one.sent_s - one.due_s for one in sent),
+        "tokens_by_layers_below_full": tokens_by_layers(outcomes),
+        "prompt_tokens": {
+            "asked": sum(one.prompt_asked for one in served),
+            "became": sum(_prompt_tokens(one) for one in served),
+        },
+    }
+
+
+def tokens_by_layers(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """Output tokens by how many layers were below full precision as they were made; {} where nobody tells."""
+    found: Counter[int] = Counter()
+    for one in outcomes:
+        for tokens, below in one.spans:
+            found[below] += tokens
+    return {str(below): found[below] for below in sorted(found)}
+
+
+def share_at_full(tokens: dict[str, int]) -> float | None:
+    """Of the output tokens; None where nobody tells."""
+    return tokens.get("0", 0) / sum(tokens.values()) if tokens else None
+
+
+def _prompt_tokens(one: Outcome) -> int:
+    return one.prompt_asked if one.prompt_tokens is None else one.prompt_tokens
+
+
+def _rates(outcomes: Sequence[Outcome], seconds: float) -> dict[str, float]:
+    return {
+        "requests_per_s": _per(len(outcomes), seconds),
+        "tokens_per_s": _per(sum(one.num_output for one in outcomes), seconds),
+    }
+
+
+def _share(count: int, of: int) -> dict[str, float]:
+    return {"count": count, "share": _round(count / of) if of else 0.0}
+
+
+def _per(count: float, seconds: float) -> float:
+    return _round(count / seconds) if seconds else 0.0
+
+
+def _round(value: float) -> float:
+    return round(value, 6)

@@ -1,0 +1,163 @@
+"""From a trace to the requests of a run: a window of it, faster or slower, longer or shorter."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from instar.replay.problems import BenchProblem
+from instar.replay.schemas import Row, read_rows
+
+GAMMA: Final = "gamma:"
+MAX_REQUESTS: Final = 2_000_000  # all prompts are made before the first is sent
+GAMMA_TOKENS: Final = (256, 64)  # prompt and output of a made-up burst, in the mean
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a run, `at_s` after its beginning."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prompt: list[int] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """In this order: what is cut out (seconds of the trace; `length_s` None: to its end), rows without
+    tokens, `limit`, then factors of the rate and of both lengths."""
+
+    start_s: float = 0.0
+    length_s: float | None = None
+    keeps_zero: bool = False
+    limit: int | None = None
+    rate: float = 1.0
+    lengths: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """`zero_rows` had no prompt or no output: dropped, or counted as one token. `seconds` from the beginning
+    of the window to its end, or to the last arrival."""
+
+    source: str
+    format: str
+    arrivals: list[Arrival] = field(repr=False)
+    seconds: float
+    zero_rows: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """Of times and lengths: the same for the same load."""
+        told = "".join(f"{one.at_s:.6f} {one.prompt_tokens} {one.output_tokens}\n" for one in self.arrivals)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+
+def load(source: str, wanted: str, shaping: Shaping, seed: int = 0) -> Trace:
+    """`source`: a file, or gamma:RATE:CV:SECONDS[:PROMPT:OUTPUT]. Raises BenchProblem."""
+    if source.startswith(GAMMA):
+        return cut("gamma", source, gamma_burst(source, seed), shaping)
+    name, rows = read_rows(Path(source), wanted)
+    return cut(name, Path(source).name, rows, shaping)
+
+
+def cut(name: str, source: str, rows: Iterable[Row], shaping: Shaping) -> Trace:
+    """Reads no further than the window's end. Raises BenchProblem where nothing is left."""
+    begins, ends = shaping.start_s, None
+    if shaping.length_s is not None:
+        ends = shaping.start_s + shaping.length_s
+    first = last = None
+    num_rows, zero_rows, notes = 0, 0, list[str]()
+    found: list[Arrival] = []
+    for row in rows:
+        first = row.at_s if first is None else first
+        at_s = row.at_s - first
+        if ends is not None and at_s >= ends:
+            break
+        last, num_rows = at_s, num_rows + 1
+        if at_s < begins:
+            continue
+        if not (row.prompt_tokens and row.output_tokens):
+            zero_rows += 1
+            if not shaping.keeps_zero:
+                continue
+        if len(found) == (shaping.limit or MAX_REQUESTS):
+            break
+        found.append(_arrival(row, at_s - begins, shaping))
+    else:
+        if first is None or last is None:
+            raise BenchProblem(f"{source}: has no request, only a header")
+        if begins > last:
+            raise BenchProblem(
+                f"{source}: --window begins at {begins:g} s, and the trace has {last:.1f} s "
+                f"({num_rows} requests)"
+            )
+        if ends is not None and ends > last + 1.0:
+            notes.append(f"the trace ends {ends - last:.1f} s before the window does")
+    if not found:
+        raise BenchProblem(_nothing_left(source, begins, ends, zero_rows))
+    if len(found) == MAX_REQUESTS:
+        notes.append(f"only the first {MAX_REQUESTS} requests: take a --window")
+    whole = shaping.length_s is not None and shaping.limit is None
+    seconds = (shaping.length_s or 0.0) / shaping.rate if whole else found[-1].at_s
+    return Trace(source, name, found, seconds, zero_rows, notes)
+
+
+def _arrival(row: Row, at_s: float, shaping: Shaping) -> Arrival:
+    """A prompt that was kept is sent as it was, unless its length is to be another."""
+    return Arrival(
+        round(at_s / shaping.rate, 6),
+        scaled(row.prompt_tokens, shaping.lengths),
+        scaled(row.output_tokens, shaping.lengths),
+        row.prompt if shaping.lengths == 1.0 else None,
+    )
+
+
+def scaled(tokens: int, factor: float) -> int:
+    return max(1, round(tokens * factor))
+
+
+def _nothing_left(source: str, begins: float, ends: float | None, zero_rows: int) -> str:
+    where = f"from {begins:g} s on" if ends is None else f"between {begins:g} and {ends:g} s"
+    if zero_rows:
+        return f"{source}: all {zero_rows} requests {where} have zero tokens; --keep-zero sends one for each"
+    return f"{source}: there is no request {where}"
+
+
+def gamma_burst(source: str, seed: int) -> Iterable[Row]:
+    """A made-up burst: inter-arrival times of a Gamma distribution with the mean 1/RATE and the coefficient
+    of variation CV, which is how BurstGPT (Wang et al., 2024) models its bursts: shape 1/CV^2, scale
+    CV^2/RATE. CV 1 is a Poisson process. Lengths are exponential around their means. Raises BenchProblem."""
+    rate, cv, seconds, prompt, output = _gamma_numbers(source)
+    rng = random.Random(seed)
+    at_s = 0.0
+    while at_s < seconds:
+        yield Row(at_s, _exponential(rng, prompt), _exponential(rng, output))
+        at_s += rng.gammavariate(1 / cv**2, cv**2 / rate)
+
+
+def _exponential(rng: random.Random, mean: float) -> int:
+    return max(1, round(rng.expovariate(1 / mean)))
+
+
+def _gamma_numbers(source: str) -> tuple[float, float, float, float, float]:
+    words = source.removeprefix(GAMMA).split(":")
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 3:
+        numbers += GAMMA_TOKENS
+    if len(numbers) != 5 or not all(0 < number < 1e7 for number in numbers):
+        raise BenchProblem(
+            f"{source} is no burst; write it as gamma:RATE:CV:SECONDS, with :PROMPT:OUTPUT tokens if wanted: "
+            "gamma:4:2.5:60 or gamma:4:2.5:60:128:64"
+        )
+    rate, cv, seconds, prompt, output = numbers
+    return rate, cv, seconds, prompt, output

@@ -1,0 +1,205 @@
+"""One HTTP/1.1 request on a connection of its own, read as cheaply as it goes.
+
+A replay shares its machine with what it measures, so of a stream's bytes only the events are counted while
+they come; what they say is read at the end. Each connection is opened before its request is due, and used
+once: none can be found dead at the moment of sending, which would have to be retried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httptools
+
+from instar.replay.outcomes import KEPT_BYTES, LOST
+from instar.replay.problems import BenchProblem, ServerProblem
+
+CONNECT_S: Final = 10.0
+MAX_ANSWER_BYTES: Final = 1 << 26
+EVENT: Final = b'"choices"'  # once in each event; within its text the quotes would be escaped
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where requests go. `path` is what stands before /v1."""
+
+    host: str
+    port: int
+    path: str
+    tls: ssl.SSLContext | None
+    name: bytes
+    key: str = ""
+
+    @classmethod
+    def at(cls, url: str, key: str | None) -> Server:
+        """Raises BenchProblem for what is no URL."""
+        found = urlsplit(url)
+        try:
+            port = found.port
+        except ValueError:
+            port = -1
+        if found.scheme not in ("http", "https") or not found.hostname or port == -1:
+            raise BenchProblem(f"{url!r} is no address; write it as http://127.0.0.1:8000")
+        tls = ssl.create_default_context() if found.scheme == "https" else None
+        path = found.path.rstrip("/").removesuffix("/v1")
+        default = 443 if tls else 80
+        return cls(found.hostname, port or default, path, tls, found.netloc.encode(), key or "")
+
+    def head(self, method: str, path: str, length: int | None = None, request_id: str = "") -> bytes:
+        """Of a request; with `length`, of a JSON body."""
+        lines = [b"%b %b HTTP/1.1" % (method.encode(), (self.path + path).encode()), b"host: " + self.name]
+        lines.append(b"connection: close")
+        if self.key:
+            lines.append(b"authorization: Bearer " + self.key.encode())
+        if request_id:
+            lines.append(b"x-request-id: " + request_id.encode())
+        if length is not None:
+            lines += [b"content-type: application/json", b"content-length: %d" % length]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+class Exchange(asyncio.Protocol):
+    """A request and its answer. Times are those of time.perf_counter, 0.0: not yet. `ended` is done when the
+    answer is whole, or the connection gone; then `problem` says which: "" or why."""
+
+    def __init__(
+        self, on_events: Callable[[int, float], None] | None = None, kept_bytes: int = KEPT_BYTES
+    ) -> None:
+        """`on_events` hears how many events a read brought, and when."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.status = 0
+        self.tail = bytearray()  # of the body
+        self.num_events = 0
+        self.sent = self.opened = self.first = self.last = self.longest_pause = 0.0
+        self.problem = ""
+        self._on_events = on_events
+        self._kept_bytes = kept_bytes
+        self._carried = b""
+        self._now = 0.0
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self.ended.done()
+
+    def send(self, request: bytes) -> None:
+        if self._transport is None:
+            raise AssertionError("sent before it was connected")
+        self.sent = time.perf_counter()
+        self._transport.write(request)
+
+    def close(self) -> None:
+        """Whatever state it is in; nothing is read any more."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._end("")
+
+    # ------------------------------------------------------------------------------------- of the connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        self._now = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.problem = f"no HTTP: {error}"
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Also how an answer without a length ends, which cannot be told from a loss: the stream's own end
+        says whether it was whole."""
+        self._end(LOST if self.status == 0 or error is not None else "")
+        self._parser = None  # it holds this object
+
+    def _end(self, problem: str) -> None:
+        if not self.ended.done():
+            self.problem = self.problem or problem
+            self.ended.set_result(None)
+
+    # ------------------------------------------------------------------------------------- of the parser
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        self.opened = self._now
+
+    def on_body(self, body: bytes) -> None:
+        self.tail += body
+        if len(self.tail) > 2 * self._kept_bytes:
+            del self.tail[: -self._kept_bytes]
+        if self.status == 200:
+            self._count(body)
+
+    def on_message_complete(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        self._end("")
+
+    def _count(self, body: bytes) -> None:
+        seen = self._carried + body
+        num = seen.count(EVENT)
+        self._carried = seen[1 - len(EVENT) :]
+        if not num:
+            return
+        now = self._now
+        if self.num_events:
+            self.longest_pause = max(self.longest_pause, now - self.last)
+        else:
+            self.first = now
+        self.last = now
+        self.num_events += num
+        if self._on_events is not None:
+            self._on_events(num, now)
+
+
+async def connect(server: Server, exchange: Exchange) -> str:
+    """Opens the connection; what kept it from that, "" for nothing."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            await loop.create_connection(lambda: exchange, server.host, server.port, ssl=server.tls)
+    except TimeoutError:
+        return "connect: timed out"
+    except OSError as error:
+        return f"connect: {_kind(error)}"
+    return ""
+
+
+def _kind(error: OSError) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "refused"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {error.reason or error}"
+    return errno.errorcode.get(error.errno or 0, "") or str(error)
+
+
+async def fetch(
+    server: Server, method: str, path: str, body: bytes | None = None, within_s: float = 10.0
+) -> tuple[int, bytes]:
+    """(status, body) of a small answer. Raises ServerProblem where there is none."""
+    exchange = Exchange(kept_bytes=MAX_ANSWER_BYTES)
+    problem = await connect(server, exchange)
+    if not problem:
+        exchange.send(server.head(method, path, None if body is None else len(body)) + (body or b""))
+        try:
+            async with asyncio.timeout(within_s):
+                await exchange.ended
+            problem = exchange.problem
+        except TimeoutError:
+            problem = f"no answer within {within_s:g} s"
+        finally:
+            exchange.close()
+    if problem:
+        raise ServerProblem(problem)
+    return exchange.status, bytes(exchange.tail)

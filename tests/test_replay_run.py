@@ -1,0 +1,227 @@
+"""A replay over real HTTP: against a gateway with a fake worker, and against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.settings import GatewaySettings, Settings
+from instar.cli import main
+from instar.replay import files
+from instar.replay.command import run_of
+from instar.replay.files import RunFile
+from instar.replay.generator import Generator
+from instar.replay.outcomes import NOT_SENT, UNFINISHED, outcome_of
+from instar.replay.problems import BenchProblem, ServerProblem
+from instar.replay.requests import DIALECTS, Dialect, bodies, find_dialect
+from instar.replay.traces import Arrival, Shaping, load
+from instar.replay.wire import Server
+from tests.gateway_harness import Gate
+from tests.replay_samples import Answer, events, flags, refused, stub
+from tests.service import free_port
+
+pytest_plugins = ["tests.gateway_fixtures"]
+
+TRACE = Path(__file__).resolve().parent / "traces" / "azure-2023.csv"
+SMALL = Shaping(0.0, 8.0, rate=8.0, lengths=0.02)
+
+
+async def replayed(url: str, *argv: str, shaping: Shaping = SMALL) -> RunFile:
+    trace = load(str(TRACE), "auto", shaping)
+    return await run_of(Settings(), flags("replay", str(TRACE), "--url", url, *argv), trace)
+
+
+async def test_a_trace_is_replayed_against_a_gateway_with_exact_lengths(gate: Gate) -> None:
+    gate.worker.token_s = 0.002
+    run = await replayed(gate.url)
+    trace = load(str(TRACE), "auto", SMALL)
+    assert [one.error for one in run.outcomes] == [""] * len(trace.arrivals)
+    assert [(one.prompt_tokens, one.output_tokens, one.finish) for one in run.outcomes] == [
+        (one.prompt_tokens, one.output_tokens, "length") for one in trace.arrivals
+    ]
+    sent = [len(submit.prompt_token_ids) for submit in gate.worker.submits[1:]]  # the first was a trial
+    assert sorted(sent) == sorted(one.prompt_tokens for one in trace.arrivals)
+    found = run.summary
+    assert found["ttft_s"]["count"] == found["queue_s"]["count"] == len(trace.arrivals)
+    assert found["tokens_by_layers_below_full"] == {"0": sum(one.output_tokens for one in trace.arrivals)}
+    assert run.observed["samples"][0]["instances"].keys() == {"demo@w0"}
+    assert run.about["arrivals_sha256"] == trace.digest and run.about["model"] == "demo"
+    assert sum(run.events_per_s) >= len(trace.arrivals)
+
+
+async def test_arrivals_keep_to_the_trace_while_the_server_hangs() -> None:
+    """Whatever the server does: no answer comes, and the next is sent when it is due."""
+    hanging = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await hanging.wait()
+        writer.close()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    async with server:
+        arrivals = [Arrival(i * 0.02, 4, 4) for i in range(25)]
+        at = Server.at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
+        made = bodies(arrivals, "m", Dialect(), 0)
+        generator = Generator(at, arrivals, made, drain_s=0.05, name="test")
+        await generator.replay()
+        hanging.set()
+    assert {one.error for one in generator.run.outcomes} == {UNFINISHED}
+    late = sorted((one.sent_s or 0.0) - one.due_s for one in generator.run.outcomes)
+    assert late[0] >= 0 and late[len(late) // 2] < 0.1  # on a busy machine
+
+
+def misbehaving() -> Iterator[tuple[str, Answer, str]]:
+    yield "refuses", refused(503, "server_overloaded"), "503 server_overloaded"
+    yield "is limited", refused(429, "rate_limit_exceeded"), "429 rate_limit_exceeded"
+    yield "says nothing of why", (500, [b"oops"]), "500"
+    yield "fails in the stream", (200, [*events(2, ends=False), _FAILED]), "stream: worker_lost"
+    yield "ends early", (200, events(2, ends=False)), "stream ended early"
+    yield "cuts the stream", (200, [*events(2, ends=False), b""]), "stream ended early"
+    yield "hangs up", (0, []), "connection lost"
+
+
+_FAILED = b'data: {"error": {"message": "gone", "code": "worker_lost"}}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(("answer", "error"), [pytest.param(a, e, id=n) for n, a, e in misbehaving()])
+async def test_what_a_server_does_is_counted_and_never_tried_again(answer: Answer, error: str) -> None:
+    arrivals = [Arrival(i * 0.01, 4, 4) for i in range(5)]
+    async with stub(lambda _: answer) as server:
+        made = bodies(arrivals, "m", Dialect(), 0)
+        generator = Generator(Server.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
+        await generator.replay()
+    assert generator.run.errors == {error: 5} and len(server.bodies) == 5
+
+
+async def test_a_server_that_went_away_is_counted() -> None:
+    at = Server.at(f"http://127.0.0.1:{free_port()}", None)
+    arrivals = [Arrival(0.0, 4, 4)] * 3
+    generator = Generator(at, arrivals, bodies(arrivals, "m", Dialect(), 0), drain_s=1.0, name="test")
+    await generator.replay()
+    assert generator.run.errors == {"connect: refused": 3}
+    assert [one.sent_s for one in generator.run.outcomes] == [None] * 3
+
+
+async def test_a_replay_that_is_cancelled_tells_of_each_request_what_became_of_it() -> None:
+    arrivals = [Arrival(at_s, 4, 4) for at_s in (0.0, 0.0, 60.0)]
+    async with stub(lambda _: (200, events(4))) as server:
+        made = bodies(arrivals, "m", Dialect(), 0)
+        generator = Generator(Server.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
+        task = asyncio.create_task(generator.replay())
+        while generator.run.num_served < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert [one.error for one in generator.run.outcomes] == ["", "", NOT_SENT]
+
+
+@pytest.mark.parametrize(
+    ("unknown", "expected"),
+    [
+        (set(), Dialect()),
+        ({"return_precision"}, DIALECTS[1]),
+        ({"return_precision", "ignore_eos"}, DIALECTS[2]),
+        ({"return_precision", "ids"}, DIALECTS[3]),
+        ({"return_precision", "ids", "ignore_eos"}, DIALECTS[4]),
+    ],
+    ids=lambda value: " ".join(sorted(value)) or "nothing" if isinstance(value, set) else "",
+)
+async def test_a_server_is_spoken_to_in_the_dialect_it_takes(unknown: set[str], expected: Dialect) -> None:
+    def answer(body: dict[str, Any]) -> Answer:
+        has = body.keys() | ({"ids"} if isinstance(body["prompt"], list) else set())
+        return refused(400, "unknown_parameter") if has & unknown else (200, events(1))
+
+    async with stub(answer) as server:
+        assert await find_dialect(Server.at(server.url, None), "m") == (expected, "")
+
+
+async def test_another_s_server_is_replayed_against_as_well() -> None:
+    async with stub(lambda body: (200, events(body["max_tokens"]))) as server:
+        run = await replayed(server.url + "/v1", "--slo-ttft", "0.5")
+    assert {one.error for one in run.outcomes} == {""}
+    assert {body["model"] for body in server.bodies} == {"m"}
+    assert run.observed == {} and run.summary["queue_s"] is None and run.slo.ttft_s == 0.5
+    assert "it is no Instar" in run.about["notes"][-1]
+
+
+async def test_requests_longer_than_the_context_are_told_of() -> None:
+    async with stub(lambda _: (200, events(2))) as server:
+        run = await replayed(server.url, shaping=Shaping(limit=4, rate=8.0))
+    assert "are longer than the model's context of 50 tokens" in run.about["notes"][0]
+
+
+async def test_a_busy_server_gets_the_load_all_the_same() -> None:
+    async with stub(lambda _: refused(503, "server_overloaded")) as server:
+        run = await replayed(server.url)
+    assert run.summary["errors"] == {"503 server_overloaded": len(run.outcomes)}
+    assert "a trial request was answered 503: no" in run.about["notes"]
+
+
+async def test_a_server_that_refuses_everything_is_told_before_the_run() -> None:
+    async with stub(lambda _: refused(401, "invalid_api_key")) as server:
+        with pytest.raises(ServerProblem, match="refuses a request: 401: no"):
+            await replayed(server.url)
+    with pytest.raises(ServerProblem, match=r"no server answers at 127\.0\.0\.1.*connect: refused"):
+        await replayed(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(BenchProblem, match="'ftp://x' is no address"):
+        await replayed("ftp://x")
+
+
+def test_prompts_are_of_the_length_asked_for_and_the_same_for_a_seed() -> None:
+    arrivals = [Arrival(0.0, 7, 2), Arrival(1.0, 2, 1, [5, 6])]
+    made = bodies(arrivals, "m", Dialect(), 3, range(20, 30))
+    assert made == bodies(arrivals, "m", Dialect(), 3, range(20, 30)) != bodies(arrivals, "m", Dialect(), 4)
+    first, second = map(json.loads, made)
+    assert len(first["prompt"]) == 7 and set(first["prompt"]) <= set(range(20, 30))
+    assert second["prompt"] == [5, 6] and first["ignore_eos"] and first["max_tokens"] == 2
+    words = json.loads(bodies(arrivals, "m", DIALECTS[4], 3)[0])
+    assert len(words["prompt"].split()) == 7 and "ignore_eos" not in words
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def test_the_command_says_what_is_wrong_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    for argv, status, told in (
+        ([str(TRACE), "--url", nowhere], 1, "instar bench replay: no server answers at"),
+        ([str(tmp_path / "none")], 2, "cannot be read: No such file"),
+        ([str(TRACE), "--window", "99:1"], 2, "--window begins at 99 s, and the trace has 13.4 s"),
+        ([], 2, "name a trace, or runs to --compare"),
+        (["--compare", str(tmp_path)], 2, "there is no run in it"),
+        ([str(TRACE), "--out", str(TRACE)], 2, "cannot be written: File exists"),
+    ):
+        assert main(["bench", "replay", *argv]) == status
+        assert told in capsys.readouterr().err
+
+
+def test_the_command_teaches_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    assert "instar bench replay azure.csv --window 792:72" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["bench", "replay", str(TRACE), "--windw", "1:2"])
+    assert "there is no flag --windw; did you mean --window?" in capsys.readouterr().err
+
+
+async def test_the_command_runs_writes_and_compares(tmp_path: Path, gate: Gate) -> None:
+    """As typed, in a process of its own loop: the gateway runs in this one."""
+    out = tmp_path / "runs" / "one"
+    argv = ["bench", "replay", "gamma:40:1:0.5:8:4", "--url", gate.url, "--out", str(out), "--no-plot"]
+    assert await asyncio.to_thread(main, argv) == 0
+    run = files.read(out)
+    assert run.about["name"] == "one" and not [one for one in run.outcomes if one.error]
+    assert run.outcomes == [outcome_of(one.as_json()) for one in run.outcomes]
+
+
+def test_settings_give_address_and_keys() -> None:
+    at = Server.at("https://host/prefix/v1/", "k")
+    assert (at.host, at.port, at.path, at.tls is not None) == ("host", 443, "/prefix", True)
+    assert b"authorization: Bearer k\r\n" in at.head("GET", "/v1/models")
+    assert Server.at(f"http://[::1]:{GatewaySettings().port}", None).name == b"[::1]:8000"
