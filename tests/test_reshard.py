@@ -20,6 +20,7 @@ from tests.variant_models import Morphing
 from worker.memory import MappingFailed, OutOfPages
 from worker.model import Shard, read_config
 from worker.model.layout import RangePlan, plan_model
+from worker.model.products import StackedProduct, TransposedProduct
 from worker.model.quantized_layout import BITS, GROUP, plan_quantized
 from worker.morph.reshard import Resharder, make_resharder
 from worker.morph.variants_check import WrongVariant
@@ -131,11 +132,11 @@ def test_a_narrower_layer_frees_the_pages_it_says_and_copies_nothing(resharding:
         assert model.layers[1].attention.qkv[0].num_outputs == model.config.q_size // shard.size
         pool.check_integrity()
         assert weights.narrow(1, shard) == 0  # once more is harmless
-    own = model.layers[1].feed_forward.products
+    gate_up, down = model.layers[1].feed_forward.products
     rows = Shard(2, 4).part(model.plan.layers[1][1].params["down"].shape[0], "rows")
     part = kept.view(torch.float32).view(3, -1, TINY["hidden_size"])[:, rows]
-    for product, wanted in zip(own, part, strict=True):
-        assert product.weight.equal(wanted)  # type: ignore[attr-defined]
+    assert isinstance(gate_up, StackedProduct) and isinstance(down, TransposedProduct)
+    assert gate_up.weights.equal(part[:2]) and down.weight.equal(part[2])
 
 
 @pytest.mark.parametrize("last", SHARDS[1:], ids=str)
