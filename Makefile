@@ -3,11 +3,12 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# What `make test` leaves out; `make test-faults`, `make compose-test` and `make gpu` run the rest.
-QUICK  := not slow and not faults and not docker and not gpu
+# What `make test` leaves out; `make test-faults`, `make test-browser`, `make compose-test` and
+# `make gpu` run the rest.
+QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults check format bench bench-morph bench-quality bench-transform bench-serving bench-scheduler gpu demo-model compose-test clean
+.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-transform bench-serving bench-scheduler gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +23,9 @@ test: $(VENV)/.dev ## the tests, without the slow ones
 
 test-faults: $(VENV)/.dev ## harms the real service; ends in a table; STORM_S=600 for long storms of morphs
 	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -m "faults and not docker and not gpu"
+
+test-browser: $(VENV)/.browser ## the dashboard in chromium; INSTAR_SCREENSHOTS=1 writes docs/images
+	@$(BIN)/pytest -q -m browser tests/browser
 
 check: $(VENV)/.dev ## lint, format, types, and the arrows between the packages
 	@$(BIN)/ruff check
@@ -72,6 +76,10 @@ $(VENV)/.serve: constraints.txt pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.serve
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[services,worker,embedded,dev]'
+	@touch $@
+
+$(VENV)/.browser: constraints.txt pyproject.toml | $(VENV)/.dev
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	@touch $@
 
 $(BIN)/python:

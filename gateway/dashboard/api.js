@@ -1,0 +1,98 @@
+// Calls to the gateway, and the two keys it may ask for: one for /admin, one for /v1.
+// Keys live in sessionStorage: gone with the tab, and never in an address or a log.
+
+import { $, text } from "./dom.js";
+
+const TITLES = {
+  admin: "This gateway asks for an admin key",
+  v1: "Requests to /v1 ask for an API key",
+};
+
+export class Refused extends Error {
+  /** What the server said, as it said it: its messages name the value, the limit and what to do. */
+  constructor(status, error) {
+    super(error?.message ?? `the gateway answered ${status}`);
+    this.status = status;
+    this.param = error?.param ?? null;
+    this.code = error?.code ?? null;
+  }
+}
+
+const keyOf = (which) => sessionStorage.getItem(`instar-${which}-key`);
+
+export function headers(which, more = {}) {
+  const key = keyOf(which);
+  return key ? { ...more, authorization: `Bearer ${key}` } : more;
+}
+
+/** Raises Refused for every answer that is not a 2xx, TypeError where nothing answers. */
+export async function request(which, path, options = {}) {
+  for (;;) {
+    const answer = await fetch(path, { ...options, headers: headers(which, options.headers), cache: "no-store" });
+    if (answer.ok) return answer;
+    const problem = new Refused(answer.status, await errorOf(answer));
+    if (!wantsKey(problem)) throw problem;
+    if (!(await askForKey(which, problem.message))) throw problem;
+  }
+}
+
+export async function call(method, path, body) {
+  const options = { method };
+  if (body !== undefined) {
+    options.body = JSON.stringify(body);
+    options.headers = { "content-type": "application/json" };
+  }
+  return (await request("admin", path, options)).json();
+}
+
+/** Where no key is configured, another one does not help: the message says what does. */
+function wantsKey({ status, code }) {
+  return status === 401 || (status === 403 && code !== "admin_loopback_only");
+}
+
+async function errorOf(answer) {
+  try {
+    return (await answer.json()).error;
+  } catch {
+    return null;
+  }
+}
+
+let asking = null; // one dialog, however many calls wait for it
+
+async function askForKey(which, why) {
+  while (asking) {
+    if (asking.which === which) return asking.done;
+    await asking.done;
+  }
+  const done = showDialog(which, why);
+  asking = { which, done };
+  try {
+    return await done;
+  } finally {
+    asking = null;
+  }
+}
+
+function showDialog(which, why) {
+  const dialog = $("key-dialog");
+  const input = $("key-input");
+  text($("key-title"), TITLES[which]);
+  text($("key-why"), why);
+  input.value = "";
+  // Without the admin key there is nothing to go back to.
+  $("key-cancel").hidden = which === "admin";
+  $("key-cancel").onclick = () => dialog.close("");
+  dialog.oncancel = (event) => which === "admin" && event.preventDefault();
+  dialog.returnValue = "";
+  dialog.showModal();
+  input.focus();
+  return new Promise((resolve) => {
+    dialog.onclose = () => {
+      const key = input.value.trim();
+      input.value = "";
+      if (dialog.returnValue === "use" && key) sessionStorage.setItem(`instar-${which}-key`, key);
+      resolve(dialog.returnValue === "use" && Boolean(key));
+    };
+  });
+}

@@ -1,0 +1,152 @@
+// A request, streamed. Each piece of text is tinted by the shape that made it, as its chunk says.
+
+import { Refused, request } from "./api.js";
+import { $, children, h, options, say, text } from "./dom.js";
+import { field, notice, number, select } from "./form.js";
+import { count, seconds } from "./format.js";
+import { events } from "./sse.js";
+import { store } from "./store.js";
+
+const COARSEST = ["int3", "int4", "int8"];
+
+const view = { abort: null, shapes: new Map() };
+
+export function startAsk() {
+  view.model = field("Model", select());
+  view.kind = field("As", select([["completions", "text to go on"], ["chat", "a chat"]]));
+  view.prompt = field("Prompt", h("textarea", { rows: 4, value: "def read_lines(path):\n    " }), "Ctrl Enter sends");
+  view.length = field("Tokens", number({ min: 1, step: 1, value: "128" }));
+  view.heat = field("Temperature", number({ min: 0, max: 2, value: "0" }));
+  view.floor = field("At least", select([["", "any precision"], ["full", "full"], ["int8", "int8"], ["int4", "int4"]]));
+  view.go = h("button.primary", { type: "submit" }, "Send");
+  view.stop = h("button.quiet", { type: "button", hidden: true, onclick: () => view.abort?.abort() }, "Stop");
+  view.told = notice();
+  view.output = h("div.output", { tabIndex: 0, role: "region", "aria-label": "Answer", hidden: true });
+  view.numbers = h("p.fine.ask-numbers");
+  view.legend = h("ul.legend.shapes", { "aria-label": "Shapes that made this text" });
+  const form = h("form.ask", { noValidate: true, "aria-label": "Ask" },
+    h("div.fields", {}, view.model.element, view.kind.element), view.prompt.element,
+    h("div.fields.three", {}, view.length.element, view.heat.element, view.floor.element),
+    h("div.row", {}, view.go, view.stop), view.told.element);
+  form.addEventListener("submit", send);
+  view.prompt.input.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  });
+  $("panel-ask").append(form, view.output, view.numbers, view.legend);
+}
+
+export function drawAsk(state) {
+  options(view.model.input, [...new Set(state.instances.map(({ model }) => model))].map((name) => [name, name]));
+}
+
+async function send(event) {
+  event.preventDefault();
+  if (view.abort) return;
+  view.abort = new AbortController();
+  view.shapes = new Map();
+  view.output.replaceChildren();
+  view.output.hidden = false;
+  children(view.legend, []);
+  view.told.show("", "");
+  for (const one of [view.model, view.prompt, view.length, view.heat, view.floor]) one.clear();
+  view.stop.hidden = false;
+  view.go.disabled = true;
+  try {
+    await stream(performance.now());
+  } catch (error) {
+    refuse(error);
+  } finally {
+    view.abort = null;
+    view.stop.hidden = true;
+    view.go.disabled = false;
+  }
+}
+
+function body() {
+  const isChat = view.kind.input.value === "chat";
+  const prompt = view.prompt.input.value;
+  const asked = {
+    model: view.model.input.value,
+    max_tokens: view.length.input.valueAsNumber || 0,
+    temperature: view.heat.input.valueAsNumber || 0,
+    stream: true,
+    stream_options: { include_usage: true },
+    return_precision: true,
+    ...(isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
+  };
+  if (view.floor.input.value) asked.min_precision = view.floor.input.value;
+  return { path: isChat ? "/v1/chat/completions" : "/v1/completions", asked };
+}
+
+async function stream(began) {
+  const { path, asked } = body();
+  const answer = await request("v1", path, {
+    method: "POST", body: JSON.stringify(asked), signal: view.abort.signal,
+    headers: { "content-type": "application/json" },
+  });
+  const seen = { first: null, pieces: 0, usage: null, began };
+  for await (const { data } of events(answer)) {
+    if (!data || data === "[DONE]") continue;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Refused(answer.status, chunk.error);
+    take(chunk, seen);
+  }
+  const num = seen.usage?.completion_tokens ?? seen.pieces;
+  say(`The answer is complete: ${num} tokens.`);
+}
+
+function take(chunk, seen) {
+  seen.usage = chunk.usage ?? seen.usage;
+  const choice = chunk.choices[0];
+  const piece = choice?.text ?? choice?.delta?.content ?? "";
+  if (piece) {
+    seen.first ??= performance.now();
+    seen.pieces += 1;
+    write(piece, chunk.system_fingerprint);
+  }
+  if (choice?.precision) drawShapes(choice.precision);
+  const elapsed = performance.now() - (seen.first ?? performance.now());
+  const num = seen.usage?.completion_tokens ?? seen.pieces;
+  const rate = num > 1 && elapsed > 0 ? `${count(((num - 1) * 1000) / elapsed)} tokens/s` : "";
+  const first = seen.first === null ? "" : `first after ${seconds((seen.first - seen.began) / 1000)}`;
+  text(view.numbers, [`${num} tokens`, first, rate, choice?.finish_reason && `ended: ${choice.finish_reason}`].filter(Boolean).join(" · "));
+}
+
+/** To the last piece where the shape is the same, so that a long answer is few elements. */
+function write(piece, fingerprint) {
+  const last = view.output.lastElementChild;
+  const isNear = view.output.scrollHeight - view.output.scrollTop - view.output.clientHeight < 40;
+  if (last?.dataset.shape === fingerprint) last.firstChild.appendData(piece);
+  else view.output.append(h("span", { "data-shape": fingerprint, "data-kind": kindOf(fingerprint), "data-depth": depthOf(fingerprint), title: fingerprint }, piece));
+  if (isNear) view.output.scrollTop = view.output.scrollHeight;
+}
+
+/** The coarsest precision in a fingerprint such as tp1-int8x1-int4x2.5; "full" where there is none. */
+const kindOf = (fingerprint) => COARSEST.find((name) => fingerprint?.includes(name)) ?? "full";
+
+/** 1 to 4: how many of the layers are below full, for how deep the tint is. */
+function depthOf(fingerprint) {
+  const layers = [...(fingerprint ?? "").matchAll(/int\dx([\d.]+)/g)].reduce((sum, [, num]) => sum + Number(num), 0);
+  const all = store.state?.instances.find(({ model }) => model === view.model.input.value)?.num_layers ?? 1;
+  return Math.max(1, Math.min(4, Math.ceil((4 * layers) / all)));
+}
+
+/** Spans of tokens, as the answer's end tells them: how many each shape made. */
+function drawShapes(spans) {
+  const shapes = new Map();
+  for (const { start, end, fingerprint } of spans) shapes.set(fingerprint, (shapes.get(fingerprint) ?? 0) + end - start);
+  children(view.legend, [...shapes].map(([name, num]) =>
+    h("li", {}, h("i.swatch", { "data-kind": kindOf(name) }), `${name}: ${num} tokens`)));
+}
+
+function refuse(error) {
+  if (error.name === "AbortError") {
+    view.told.show("", "Stopped.");
+    return;
+  }
+  const fields = { model: view.model, prompt: view.prompt, messages: view.prompt, max_tokens: view.length, temperature: view.heat, min_precision: view.floor };
+  const message = error instanceof Refused ? error.message : "the gateway does not answer";
+  const at = error instanceof Refused && fields[error.param];
+  if (at) at.fail(message);
+  else view.told.show("bad", message);
+}

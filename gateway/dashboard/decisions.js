@@ -1,0 +1,83 @@
+// From a stream of events to decisions: what was decided, on what it saw, and what became of it. Pure.
+
+const FAILED = new Set(["failed", "conflict", "stale", "deferred"]);
+const TONES = {
+  worker_lost: "bad", dead_letter: "bad", bus_restarted: "bad", request_replayed: "bad", epoch_changed: "bad",
+  worker_joined: "good", worker_left: "plain", policy_changed: "plain",
+};
+const SAME_S = 5; // events of a kind that follow one another so closely are told together
+
+/**
+ * [{id, at, kind, subject, source, reason, saw, outcome, tone, times}], the oldest first.
+ * kind: swap, resize, transform, or the event's. outcome: null for what is no morph.
+ */
+export function decisionsOf(events) {
+  const found = new Map();
+  let last = null;
+  for (const event of events) {
+    if (isReport(event)) addReport(found, event);
+    else if (event.kind === "morph_decided") addDecided(found, event);
+    else {
+      if (last?.kind === event.kind && event.at - last.until < SAME_S && event.kind === "request_replayed") {
+        last.times += 1;
+        last.until = event.at;
+        continue;
+      }
+      last = told(event);
+      found.set(last.id, last);
+    }
+  }
+  return [...found.values()].sort((a, b) => a.at - b.at);
+}
+
+const isReport = (event) => "target" in event && "state" in event;
+
+function addReport(found, report) {
+  const decision = found.get(report.id) ?? blank(report.id, report.started ?? report.at, report.target);
+  decision.kind = kindOf(report);
+  decision.reason = report.decided || decision.reason;
+  decision.workers = report.workers ?? [];
+  decision.outcome = {
+    state: report.state,
+    reason: report.reason,
+    numbers: report.numbers ?? {},
+    took: report.ended ? Math.max(0, report.ended - report.started) : null,
+  };
+  decision.tone = FAILED.has(report.state) ? "bad" : report.state === "running" ? "running" : "good";
+  found.set(report.id, decision);
+}
+
+function addDecided(found, event) {
+  const id = event.morph_id || `${event.kind} ${event.at} ${event.subject}`;
+  const decision = found.get(id) ?? blank(id, event.at, event.subject);
+  decision.at = event.at;
+  decision.source = event.source;
+  decision.reason = event.reason || decision.reason;
+  decision.saw = event.numbers ?? {};
+  found.set(id, decision);
+}
+
+function blank(id, at, subject) {
+  return {
+    id, at, until: at, subject, kind: "morph", source: "", reason: "", saw: {}, workers: [], times: 1, tone: "running",
+    outcome: { state: "ordered", reason: "", numbers: {}, took: null },
+  };
+}
+
+function told(event) {
+  return {
+    ...blank(`${event.kind} ${event.at} ${event.subject}`, event.at, event.subject),
+    kind: event.kind, source: event.source, reason: event.reason, saw: event.numbers ?? {},
+    outcome: null, tone: TONES[event.kind] ?? "plain",
+  };
+}
+
+function kindOf(report) {
+  if (["swap", "resize", "transform"].includes(report.kind)) return report.kind;
+  const numbers = report.numbers ?? {};
+  return "tp_before" in numbers ? "transform" : "halves" in numbers ? "swap" : "resize";
+}
+
+/** Which glyph and colour: a morph by its lever, all else by its tone. */
+export const glyphOf = (decision) =>
+  ["swap", "resize", "transform"].includes(decision.kind) ? decision.kind : decision.tone === "bad" ? "trouble" : "note";

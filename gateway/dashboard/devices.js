@@ -1,0 +1,215 @@
+// Every device, in brackets of the instances they serve.
+
+import { $, attribute, children, h, text, variable } from "./dom.js";
+import { bytes, count, seconds, share } from "./format.js";
+import { LayerStrip } from "./layers.js";
+import { PageMap } from "./pagemap.js";
+import { PRECISIONS, groups, layersOf, morphsOf, pendingLayers, progressOf, segments } from "./shape.js";
+
+const KINDS = {
+  full: "full", int8: "int8", int4: "int4", int3: "int3", rest: "other weights",
+  "kv-used": "KV in use", "kv-free": "KV free", other: "other models", free: "free",
+};
+
+const drawn = { groups: new Map(), devices: new Map(), changes: new Map() };
+
+/** `onChoose(instance id, layers)`: layers that an operator pointed at. */
+export function drawDevices(state, metrics, onChoose) {
+  const wanted = groups(state);
+  const live = { groups: new Set(), devices: new Set(), changes: new Set() };
+  const elements = [];
+  for (const group of wanted) {
+    const element = drawGroup(group, state, metrics, onChoose, live);
+    const change = group.instance && transformOf(state, group.instance);
+    if (!change) elements.push(element);
+    else if (live.changes.has(change.id)) drawn.changes.get(change.id).members.push(element);
+    else elements.push(beginChange(change, element, live));
+  }
+  for (const id of live.changes) children(drawn.changes.get(id).inside, drawn.changes.get(id).members);
+  children($("instances"), elements);
+  forget(drawn.changes, live.changes);
+  forget(drawn.groups, live.groups);
+  forget(drawn.devices, live.devices);
+  drawLegend(state);
+}
+
+export function repaintDevices() {
+  for (const device of drawn.devices.values()) device.map.repaint();
+}
+
+export function markChosen(instanceId, layers) {
+  for (const device of drawn.devices.values()) {
+    if (device.strip.instance) device.strip.choose(device.strip.instance.id === instanceId ? layers : []);
+  }
+}
+
+function forget(entries, live) {
+  for (const [key, entry] of entries) {
+    if (live.has(key)) continue;
+    entry.map?.remove();
+    entries.delete(key);
+  }
+}
+
+// ---------------------------------------------------------------------------- an instance
+
+function drawGroup({ instance, workers }, state, metrics, onChoose, live) {
+  const key = instance?.id ?? "";
+  live.groups.add(key);
+  const group = entry(drawn.groups, key, makeGroup);
+  const morphs = instance ? morphsOf(state, instance) : [];
+  text(group.name, instance ? instance.id : "In no instance");
+  group.degree.hidden = !instance;
+  if (instance) {
+    text(group.degree, `TP ${instance.tp}${instance.pp > 1 ? ` · PP ${instance.pp}` : ""}`);
+    drawFacts(group.facts, instance, metrics?.instances?.find((one) => one.id === instance.id));
+  }
+  variable(group.element, "--devices", workers.length);
+  group.element.classList.toggle("is-group", workers.length > 1);
+  group.element.classList.toggle("is-morphing", morphs.length > 0);
+  children(group.morphs, morphs.filter(({ kind }) => kind !== "transform").map((morph) => drawMorph(group, morph)));
+  children(group.devices, workers.map((worker, index) =>
+    drawDevice(worker, instance, index, morphs, onChoose, live)));
+  return group.element;
+}
+
+const transformOf = (state, instance) => morphsOf(state, instance).find((morph) => morph.kind === "transform");
+
+/** Instances that are becoming one, or one that parts, stand in one frame with how far they are. */
+function beginChange(morph, element, live) {
+  live.changes.add(morph.id);
+  const change = entry(drawn.changes, morph.id, () => {
+    const bars = h("div.morphs");
+    const inside = h("div.instances");
+    return { element: h("section.becoming", {}, bars, inside), holder: bars, inside, bars: new Map() };
+  });
+  children(change.holder, [drawMorph(change, morph)]);
+  change.members = [element];
+  return change.element;
+}
+
+function makeGroup() {
+  const name = h("h3");
+  const degree = h("span.degree");
+  const facts = h("dl.facts");
+  const morphs = h("div.morphs");
+  const devices = h("div.devices");
+  const element = h("section.instance", {}, h("header", {}, h("div.bracket", {}, name, degree), facts, morphs), devices);
+  return { element, name, degree, facts, morphs, devices, bars: new Map() };
+}
+
+function drawFacts(list, instance, measured) {
+  const { blocks, used, block_tokens: size } = instance.kv;
+  const below = instance.layers_below_full;
+  const facts = [
+    ["running", count(instance.running)],
+    ["waiting", count(instance.waiting)],
+    ["KV", blocks === null ? "no report" : `${share(used / blocks)} of ${count(blocks * size)} tokens`],
+    ["below full", below === null ? "no report" : `${below} of ${instance.num_layers} layers`],
+    ["TTFT P95", seconds(measured?.ttft_p95)],
+    ["TPOT P95", seconds(measured?.tpot_p95)],
+  ];
+  if (list.children.length !== facts.length) {
+    list.replaceChildren(...facts.map(([name]) => h("div", {}, h("dt", {}, name), h("dd"))));
+  }
+  facts.forEach(([, value], index) => text(list.children[index].lastElementChild, value));
+}
+
+function drawMorph(group, morph) {
+  const bar = entry(group.bars, morph.id, () => {
+    const words = h("span");
+    const fill = h("i");
+    return { element: h("div.morph", { role: "group" }, words, h("span.bar", {}, fill)), words, fill };
+  });
+  const progress = progressOf(morph);
+  text(bar.words, inWords(morph));
+  variable(bar.fill, "--done", progress === null ? "100%" : `${100 * progress}%`);
+  bar.element.classList.toggle("has-no-end", progress === null);
+  for (const id of group.bars.keys()) if (id !== morph.id && group.bars.size > 8) group.bars.delete(id);
+  return bar.element;
+}
+
+/** What runs, and how far it is. */
+export function inWords(morph) {
+  const told = morph.numbers ?? {};
+  if (morph.kind === "transform") {
+    const way = told.tp_before ? `TP ${told.tp_before} → ${told.tp_after}` : "changing degree";
+    return `${way} on ${morph.workers.join(", ")}: ${told.layers_done ?? 0} of ${told.layers ?? "?"} layers`;
+  }
+  if (morph.kind === "swap") return `swapping: ${told.halves_applied ?? 0} of ${told.halves ?? "?"} halves`;
+  return `resizing: ${told.blocks_before ?? "?"} → ${told.blocks_after ?? "?"} blocks`;
+}
+
+// ---------------------------------------------------------------------------- a device
+
+function drawDevice(worker, instance, index, morphs, onChoose, live) {
+  const key = `${instance?.id ?? ""} ${worker.id}`;
+  live.devices.add(key);
+  const device = entry(drawn.devices, key, () => makeDevice(onChoose));
+  text(device.name, worker.id);
+  text(device.place, [worker.device, worker.host].filter(Boolean).join(" · "));
+  const isSilent = !worker.pages;
+  text(device.state, worker.state !== "serving" ? worker.progress || worker.state : isSilent ? "no report" : "");
+  device.element.classList.toggle("is-silent", isSilent);
+  text(device.busy, `busy ${share(worker.busy)}`);
+  variable(device.meter, "--done", `${100 * (worker.busy ?? 0)}%`);
+  device.strip.element.hidden = !instance?.layers;
+  if (instance?.layers) drawLayers(device.strip, worker, instance, index, morphs);
+  device.map.canvas.hidden = isSilent;
+  if (isSilent) text(device.sums, "Its pages are unknown until it reports.");
+  else drawPages(device, worker, instance);
+  return device.element;
+}
+
+function makeDevice(onChoose) {
+  const name = h("h4");
+  const place = h("span.fine");
+  const state = h("span.tag");
+  const busy = h("span.fine.busy");
+  const meter = h("i");
+  const strip = new LayerStrip(onChoose);
+  const map = new PageMap();
+  const sums = h("p.sums.fine");
+  const element = h(
+    "article.device", {}, h("header", {}, name, place, state, busy, h("span.bar", { "aria-hidden": "true" }, meter)),
+    strip.element, map.canvas, sums,
+  );
+  return { element, name, place, state, busy, meter, strip, map, sums };
+}
+
+function drawLayers(strip, worker, instance, index, morphs) {
+  const pending = new Set(morphs.flatMap((morph) => [...pendingLayers(morph, instance)]));
+  const travelling = morphs.find((morph) => morph.kind === "transform" && morph.numbers?.layers);
+  const travel = travelling && { done: travelling.numbers.layers_done, layers: travelling.numbers.layers };
+  const at = travelling ? travelling.workers.indexOf(worker.id) : -1;
+  strip.update(instance, layersOf(instance), at >= 0 ? at : index, pending, travel, worker);
+}
+
+function drawPages(device, worker, instance) {
+  const list = segments(worker, instance);
+  const by = Object.fromEntries(list.map(({ kind, pages }) => [kind, pages]));
+  const size = (pages) => bytes(pages * worker.page_bytes);
+  const { budget, weights, kv, free } = worker.pages;
+  const words = `weights ${size(weights)} · KV ${size(kv)}, of which ${size(by["kv-used"] ?? 0)} in use · free ${size(free)}`;
+  device.map.update(list, `Memory of ${worker.id}, ${size(budget)} in pages of ${bytes(worker.page_bytes)}: ${words}`);
+  text(device.sums, `${size(budget)}: ${words}`);
+}
+
+function entry(entries, key, make) {
+  if (!entries.has(key)) entries.set(key, make());
+  return entries.get(key);
+}
+
+// ---------------------------------------------------------------------------- the legend
+
+function drawLegend(state) {
+  const has = new Set(state.instances.flatMap((one) => one.variants));
+  const several = state.workers.some((worker) => new Set((worker.ranges ?? []).map((r) => r.owner.split("@")[0])).size > 1);
+  const shown = Object.keys(KINDS).filter((kind) =>
+    PRECISIONS.includes(kind) ? has.has(kind) : kind !== "other" || several);
+  const legend = $("legend");
+  if (legend.dataset.shown === shown.join()) return;
+  legend.dataset.shown = shown.join();
+  legend.replaceChildren(...shown.map((kind) => h("li", {}, h("i.swatch", { "data-kind": kind }), KINDS[kind])));
+  attribute(legend, "aria-label", "Colours of the pages");
+}

@@ -1,0 +1,149 @@
+// What a device holds, as plain values to draw. Pure: state in, shapes out.
+
+export const PRECISIONS = ["full", "int8", "int4", "int3"]; // most bits first
+export const PARTS = ["attention", "ffn"];
+
+/** [{instance, workers: [worker]}], instances in their order, then the workers that are in none. */
+export function groups(state) {
+  const byId = new Map(state.workers.map((worker) => [worker.id, worker]));
+  const seen = new Set();
+  const found = state.instances.map((instance) => {
+    const workers = instance.workers.map((id) => byId.get(id) ?? absent(id));
+    workers.forEach((worker) => seen.add(worker.id));
+    return { instance, workers };
+  });
+  const alone = state.workers.filter((worker) => !seen.has(worker.id));
+  return alone.length ? [...found, { instance: null, workers: alone }] : found;
+}
+
+const absent = (id) => ({ id, device: "?", host: "", state: "gone", pages: null, busy: null, page_bytes: 0 });
+
+/** The running morphs that this instance, or any of its workers, takes part in. */
+export function morphsOf(state, instance) {
+  return state.morphs.filter(
+    (morph) =>
+      morph.state === "running" &&
+      (morph.target === instance.id ||
+        (morph.kind === "transform" && morph.workers.some((worker) => instance.workers.includes(worker)))),
+  );
+}
+
+/** 0..1, or null where the morph does not tell. */
+export function progressOf(morph) {
+  const told = morph.numbers ?? {};
+  if (morph.kind === "transform" && told.layers) return told.layers_done / told.layers;
+  if (morph.kind === "swap" && told.halves) return told.halves_applied / told.halves;
+  return typeof morph.progress === "number" ? morph.progress : null;
+}
+
+/** Of every layer {attention, ffn, tp, fill: {attention, ffn}}: the fill is its share of a whole full half. */
+export function layersOf(instance) {
+  const sizes = instance.layer_pages ?? {};
+  const ratio = (precision) => (sizes.full && sizes[precision] ? sizes[precision] / sizes.full : 1);
+  return (instance.layers ?? []).map((layer, index) => {
+    const tp = instance.layer_tp?.[index] ?? instance.tp;
+    return {
+      ...layer,
+      tp,
+      // Attention is whole at every worker; of the FFN each keeps its rows.
+      fill: { attention: ratio(layer.attention), ffn: ratio(layer.ffn) / tp },
+    };
+  });
+}
+
+/** Layers that a running swap has yet to change, as far as its words and the instance's order tell. */
+export function pendingLayers(morph, instance) {
+  if (morph.kind !== "swap" || morph.state !== "running" || !instance.layers) return new Set();
+  const told = morph.decided ?? "";
+  const by = (layer) => instance.layers[layer];
+  const named = /layers ([\d, ]+) to (full|int\d)/.exec(told);
+  if (named) {
+    const layers = named[1].split(",").map(Number);
+    return new Set(layers.filter((layer) => by(layer) && !isAll(by(layer), named[2])));
+  }
+  const order = instance.order?.length ? instance.order : instance.layers.map((_, index) => index);
+  const halves = Math.ceil(((morph.numbers?.halves ?? 0) - (morph.numbers?.halves_applied ?? 0)) / 2);
+  const back = /back to full|more to full/.test(told);
+  const down = /more to (int\d)/.exec(told);
+  const left = back
+    ? [...order].reverse().filter((layer) => by(layer) && !isAll(by(layer), "full"))
+    : down
+      ? order.filter((layer) => by(layer) && !isAll(by(layer), down[1]))
+      : [];
+  return new Set(left.slice(0, halves));
+}
+
+const isAll = (layer, precision) => layer.attention === precision && layer.ffn === precision;
+
+/**
+ * Pages of a worker as this instance sees them, in order, [{kind, pages}] that sum to the budget.
+ * kind: a precision, "rest" (embeddings and the like), "kv-used", "kv-free", "other" (models), "free".
+ */
+export function segments(worker, instance) {
+  const { budget, weights, kv, free } = worker.pages;
+  const own = (range) => !instance || range.owner.split("@")[0] === instance.model;
+  const ranges = worker.ranges ?? [];
+  const others = total(ranges.filter((range) => !own(range)));
+  const otherKv = total(ranges.filter((range) => !own(range) && range.kind === "kv"));
+  const ownWeights = Math.max(0, weights - (others - otherKv));
+  const ownKv = Math.max(0, kv - otherKv);
+  const used = instance?.kv?.blocks ? Math.round((ownKv * (instance.kv.used ?? 0)) / instance.kv.blocks) : 0;
+  const layered = ranges.length
+    ? ranges.filter((range) => own(range) && range.kind === "weights" && range.layer !== null)
+    : guessed(instance);
+  const list = [
+    ...fitted(layered, ownWeights),
+    { kind: "kv-used", pages: used },
+    { kind: "kv-free", pages: ownKv - used },
+    { kind: "other", pages: others },
+    { kind: "free", pages: Math.max(free, budget - weights - kv) },
+  ];
+  return joined(list.filter(({ pages }) => pages > 0));
+}
+
+/** Of layers, in their order; what no layer has is the rest. Never more than there is. */
+function fitted(ranges, pages) {
+  const sum = total(ranges);
+  const scale = sum > pages ? pages / sum : 1;
+  const sorted = [...ranges].sort((a, b) => a.layer - b.layer);
+  return [
+    { kind: "rest", pages: Math.max(0, pages - sum * scale) },
+    ...sorted.map((range) => ({ kind: range.precision, pages: range.pages * scale })),
+  ];
+}
+
+function guessed(instance) {
+  const sizes = instance?.layer_pages ?? {};
+  return layersOf(instance ?? {}).flatMap((layer, index) =>
+    PARTS.map((part) => ({ layer: index, precision: layer[part], pages: (sizes[layer[part]] ?? 0) / 2 })),
+  );
+}
+
+function joined(list) {
+  const whole = [];
+  for (const segment of list) {
+    if (whole.at(-1)?.kind === segment.kind) whole.at(-1).pages += segment.pages;
+    else whole.push({ ...segment });
+  }
+  return whole;
+}
+
+const total = (ranges) => ranges.reduce((sum, range) => sum + range.pages, 0);
+
+/** The kind of each of `num` cells; each cell stands for as many pages. What is there has a cell at least. */
+export function cells(list, num) {
+  const budget = total(list);
+  const found = new Array(num);
+  const middles = [];
+  let start = 0;
+  let at = 0;
+  for (const { kind, pages } of list) {
+    const end = start + pages;
+    while (at < num && ((at + 0.5) * budget) / num < end) found[at++] = kind;
+    middles.push([kind, Math.min(num - 1, Math.floor(((start + end) / 2 / budget) * num))]);
+    start = end;
+  }
+  while (at < num) found[at++] = list.at(-1)?.kind ?? "free";
+  for (const [kind, middle] of middles) if (!found.includes(kind)) found[middle] = kind;
+  return found;
+}

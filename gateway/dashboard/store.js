@@ -1,0 +1,62 @@
+// What the feed told, and nothing older than its history. Every view reads it; only the feed writes it.
+
+const MOST_EVENTS = 600;
+
+export const store = {
+  hello: null,
+  state: null,
+  moments: [],
+  events: [],
+  historyS: 900,
+  slo: { ttft_s: null, tpot_s: null },
+  skewS: 0, // the gateway's clock minus ours
+
+  /** Seconds since 1970, as the gateway counts them. */
+  now() {
+    return Date.now() / 1000 + this.skewS;
+  },
+
+  greet(hello) {
+    this.hello = hello;
+    this.historyS = hello.history_s ?? 900;
+    this.slo = hello.slo ?? this.slo;
+    this.skewS = hello.now - Date.now() / 1000;
+  },
+
+  recall(history) {
+    this.moments = [...history.moments];
+    this.events = history.events.map(timed);
+    this.forget();
+  },
+
+  addMoment(moment) {
+    if (this.moments.length && moment.at <= this.moments.at(-1).at) return; // told twice
+    this.moments.push(moment);
+    this.forget();
+  },
+
+  addEvent(event) {
+    this.events.push(timed(event));
+    this.forget();
+  },
+
+  forget() {
+    const oldest = this.now() - this.historyS;
+    drop(this.moments, oldest);
+    // Events come out of order: a morph's report has the time of its beginning until it ends.
+    if (this.events.some(({ at }) => at < oldest)) this.events = this.events.filter(({ at }) => at >= oldest);
+    if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
+  },
+};
+
+function drop(list, oldest) {
+  let num = 0;
+  while (num < list.length && list[num].at < oldest) num += 1;
+  if (num) list.splice(0, num);
+}
+
+/** Morph reports carry `started` and `ended`, events `at` or `at_ms`: all get an `at`. */
+function timed(event) {
+  const at = event.at ?? (event.at_ms ? event.at_ms / 1000 : event.ended ?? event.started);
+  return { ...event, at };
+}

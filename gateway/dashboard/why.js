@@ -1,0 +1,192 @@
+// Decisions on a lane of time, in a list, and one of them in full: what it saw and what became of it.
+
+import { $, attribute, children, h, text, variable } from "./dom.js";
+import { glyphOf } from "./decisions.js";
+import { age, clock, named, seconds, words } from "./format.js";
+
+const SHOWN = 60; // rows of the list
+
+const view = { decisions: [], chosen: null, pointed: null, marks: new Map(), rows: new Map(), from: 0, to: 1, onPoint: () => {} };
+
+/** `onPoint(decision or null)`: somebody points at it, here or by keyboard. */
+export function startWhy(onPoint) {
+  view.onPoint = onPoint;
+  const lane = $("lane");
+  lane.addEventListener("keydown", (event) => step(event, view.decisions, view.marks));
+  $("decisions").addEventListener("keydown", (event) => step(event, [...view.decisions].reverse(), view.rows));
+}
+
+export function drawWhy(decisions, from, to) {
+  view.decisions = decisions;
+  if (!decisions.some(({ id }) => id === view.chosen)) view.chosen = decisions.at(-1)?.id ?? null;
+  if (!decisions.some(({ id }) => id === view.pointed)) view.pointed = null;
+  children($("lane"), decisions.map((decision) => drawMark(decision, from, to)));
+  children($("decisions"), decisions.slice(-SHOWN).reverse().map((decision) => drawRow(decision, to)));
+  for (const shown of [view.marks, view.rows]) {
+    for (const id of shown.keys()) if (!decisions.some((decision) => decision.id === id)) shown.delete(id);
+  }
+  Object.assign(view, { from, to });
+  drawTimes(from, to);
+  drawSaw();
+}
+
+/** Somebody points at a chart near this decision; null: no more. */
+export function pointAt(id) {
+  if (view.pointed === id) return;
+  view.pointed = id;
+  const decision = view.decisions.find((one) => one.id === id) ?? null;
+  mark();
+  drawSaw();
+  drawPeek(decision);
+  view.onPoint(decision);
+}
+
+function choose(id) {
+  view.chosen = id;
+  pointAt(id);
+}
+
+function step(event, list, shown) {
+  const now = list.findIndex(({ id }) => shown.get(id)?.element === document.activeElement);
+  const last = Math.min(list.length, shown.size) - 1;
+  const next = { ArrowRight: now + 1, ArrowDown: now + 1, ArrowLeft: now - 1, ArrowUp: now - 1, Home: 0, End: last }[event.key];
+  if (next === undefined || !list.length) return;
+  event.preventDefault();
+  shown.get(list[Math.max(0, Math.min(last, next))]?.id)?.element.focus();
+}
+
+// ---------------------------------------------------------------------------- the lane
+
+function drawMark(decision, from, to) {
+  const mark = entry(view.marks, decision.id, () => {
+    const element = h("button.mark", { type: "button", role: "option" }, h("i"));
+    wire(element, decision.id);
+    return { element };
+  });
+  const glyph = glyphOf(decision);
+  attribute(mark.element, "data-glyph", glyph);
+  attribute(mark.element, "data-tone", decision.tone);
+  attribute(mark.element, "aria-label", `${clock(decision.at)} ${titleOf(decision)}`);
+  mark.element.style.left = `${(100 * (decision.at - from)) / (to - from)}%`;
+  tabStop(mark.element, decision.id);
+  return mark.element;
+}
+
+function drawTimes(from, to) {
+  const minutes = [];
+  for (let at = Math.ceil(from / 180) * 180; at < to; at += 180) minutes.push(at);
+  const times = $("lane-times");
+  const wanted = minutes.map((at) => at).join();
+  if (times.dataset.wanted !== wanted) {
+    times.dataset.wanted = wanted;
+    times.replaceChildren(...minutes.map((at) => h("span", {}, clock(at).slice(0, 5))));
+  }
+  minutes.forEach((at, index) => { times.children[index].style.left = `${(100 * (at - from)) / (to - from)}%`; });
+}
+
+// ---------------------------------------------------------------------------- the list
+
+function drawRow(decision, to) {
+  const row = entry(view.rows, decision.id, () => {
+    const parts = {
+      when: h("span.when"), glyph: h("i.glyph"), title: h("b"), chip: h("span.chip"), reason: h("span.reason"),
+    };
+    const button = h("button.row-button", { type: "button" }, parts.when, parts.glyph, parts.title, parts.chip, parts.reason);
+    wire(button, decision.id);
+    return { element: button, item: h("li", {}, button), ...parts };
+  });
+  text(row.when, age(Math.max(0, to - decision.at)));
+  attribute(row.when, "title", clock(decision.at));
+  attribute(row.glyph, "data-glyph", glyphOf(decision));
+  attribute(row.glyph, "data-tone", decision.tone);
+  text(row.title, titleOf(decision));
+  row.chip.hidden = !decision.outcome;
+  if (decision.outcome) chip(row.chip, decision.outcome.state);
+  text(row.reason, decision.reason);
+  tabStop(row.element, decision.id);
+  return row.item;
+}
+
+export function chip(element, state) {
+  text(element, state);
+  attribute(element, "data-state", state);
+}
+
+const titleOf = ({ kind, subject, times }) => `${words(kind)} ${subject}${times > 1 ? ` ×${times}` : ""}`;
+
+/** One tab stop for each list: the chosen one. Arrow keys reach the others. */
+function tabStop(element, id) {
+  element.tabIndex = id === view.chosen ? 0 : -1;
+  attribute(element, "aria-selected", element.role === "option" ? id === view.chosen : null);
+  attribute(element, "aria-current", element.role === "option" ? null : id === view.chosen ? "true" : null);
+}
+
+function wire(element, id) {
+  element.addEventListener("mouseenter", () => pointAt(id));
+  element.addEventListener("mouseleave", () => pointAt(null));
+  element.addEventListener("focus", () => choose(id));
+  element.addEventListener("blur", () => pointAt(null));
+  element.addEventListener("click", () => choose(id));
+}
+
+function mark() {
+  for (const shown of [view.marks, view.rows]) {
+    for (const [id, { element }] of shown) {
+      tabStop(element, id);
+      element.classList.toggle("is-pointed", id === (view.pointed ?? view.chosen));
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------- one in full
+
+let saw = "";
+
+function drawSaw() {
+  const decision = view.decisions.find(({ id }) => id === (view.pointed ?? view.chosen));
+  const facts = JSON.stringify(decision ?? null);
+  if (facts === saw) return;
+  saw = facts;
+  mark();
+  const box = $("saw");
+  if (!decision) {
+    box.replaceChildren(h("p.fine", {}, "Nothing was decided in the last 15 minutes."));
+    return;
+  }
+  box.replaceChildren(...inFull(decision));
+}
+
+/** Beside its mark, while somebody points at it. */
+function drawPeek(decision) {
+  const peek = $("peek");
+  peek.hidden = !decision;
+  if (!decision) return;
+  variable(peek, "--at", `${Math.max(0, Math.min(100, (100 * (decision.at - view.from)) / (view.to - view.from)))}%`);
+  peek.replaceChildren(...inFull(decision));
+}
+
+function inFull(decision) {
+  const { outcome } = decision;
+  const chipped = h("span.chip");
+  if (outcome) chip(chipped, outcome.state);
+  return [
+    h("h3", {}, h("i.glyph", { "data-glyph": glyphOf(decision), "data-tone": decision.tone }), titleOf(decision), ...(outcome ? [chipped] : [])),
+    h("p.fine", {}, [clock(decision.at), decision.source && `by ${decision.source}`, outcome?.took != null && `took ${seconds(outcome.took)}`].filter(Boolean).join(" · ")),
+    h("p", {}, decision.reason || "no reason was told"),
+    ...numbers("What it saw", decision.saw),
+    ...(outcome ? [...(outcome.reason ? [h("p.outcome", {}, outcome.reason)] : []), ...numbers("What it came to", outcome.numbers)] : []),
+  ];
+}
+
+/** A titled list, or nothing where there are none. */
+function numbers(title, values) {
+  const pairs = Object.entries(values);
+  if (!pairs.length) return [];
+  const rows = pairs.map(([name, value]) => h("div", {}, h("dt", {}, words(name)), h("dd", {}, named(name, value))));
+  return [h("h4", {}, title), h("dl.numbers", {}, ...rows)];
+}
+
+function entry(entries, key, make) {
+  if (!entries.has(key)) entries.set(key, make());
+  return entries.get(key);
+}

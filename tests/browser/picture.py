@@ -1,0 +1,146 @@
+"""What a gateway would tell of a made-up cluster: four workers of one host, a model of 16 layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+NUM_LAYERS = 16
+PAGES = {"full": 60, "int8": 32, "int4": 18, "int3": 14}
+BUDGET, REST = 1600, 48  # pages of a worker; of embeddings and the like
+BLOCKS_OF_PAGE = 4
+
+
+@dataclass
+class Instance:
+    workers: list[str]
+    layers: list[str] = field(default_factory=lambda: ["full"] * NUM_LAYERS)
+    layers_done: int | None = None  # of a transform under way
+    kv_share: float = 0.4  # in use
+    running: int = 6
+
+    @property
+    def id(self) -> str:
+        return f"demo@{self.workers[0]}"
+
+    @property
+    def tp(self) -> int:
+        return len(self.workers)
+
+    @property
+    def weight_pages(self) -> int:
+        """Of each worker: a third of a layer is attention, which everybody has whole."""
+        return REST + sum(PAGES[name] // 3 + PAGES[name] * 2 // 3 // self.tp for name in self.layers)
+
+    @property
+    def kv_pages(self) -> int:
+        return min(BUDGET - self.weight_pages, 900 + 40 * sum(name != "full" for name in self.layers))
+
+    @property
+    def blocks(self) -> int:
+        return self.kv_pages * BLOCKS_OF_PAGE * self.tp
+
+    @property
+    def used(self) -> int:
+        return int(self.blocks * self.kv_share)
+
+    def ranges(self) -> list[dict[str, Any]]:
+        parts = [("attention", 3, 1), ("ffn", 3, 2)]
+        weights = [
+            _range(
+                self.id, "weights", layer, part, name, PAGES[name] * num // of // (self.tp if num > 1 else 1)
+            )
+            for layer, name in enumerate(self.layers)
+            for part, of, num in parts
+        ]
+        rest = _range(self.id, "weights", None, "", "full", REST)
+        return [rest, *weights, _range(self.id, "kv", None, "", "full", self.kv_pages)]
+
+    def as_json(self) -> dict[str, Any]:
+        done = self.layers_done
+        degrees = [self.tp] * NUM_LAYERS if done is None else [1] * (NUM_LAYERS - done) + [2] * done
+        return {
+            "id": self.id,
+            "model": "demo",
+            "workers": self.workers,
+            "tp": self.tp,
+            "pp": 1,
+            "state": "serving",
+            "running": self.running,
+            "waiting": 2,
+            "layers": [{"attention": name, "ffn": name} for name in self.layers],
+            "kv": {"blocks": self.blocks, "used": self.used, "block_tokens": 16},
+            "num_layers": NUM_LAYERS,
+            "layer_tp": degrees,
+            "layers_below_full": sum(name != "full" for name in self.layers),
+            "variants": list(PAGES),
+            "order": list(range(NUM_LAYERS)),
+            "min_blocks": 128,
+            "layer_pages": PAGES,
+            "degrees": [1, 2, 4],
+        }
+
+    def moment(self, at: float) -> dict[str, Any]:
+        wave = 0.5 + 0.5 * math.sin(at / 90)
+        return {
+            "running": round(4 + 20 * wave),
+            "waiting": round(6 * max(0.0, wave - 0.7)),
+            "queue_delay_s": round(0.4 * wave**6, 4),
+            "ttft_p95_s": round(0.1 + 2.4 * wave**5, 4),
+            "tpot_p95_s": round(0.02 + 0.05 * wave, 4),
+            "kv_blocks": self.blocks,
+            "kv_used": int(self.blocks * (0.2 + 0.7 * wave)),
+            "layers_below_full": sum(name != "full" for name in self.layers),
+            "tp": self.tp,
+            "tokens_per_s": round(300 * wave, 1),
+        }
+
+
+def worker(name: str, instance: Instance | None, *, is_silent: bool = False) -> dict[str, Any]:
+    """`is_silent`: it has not reported for a while, so nobody knows its pages."""
+    weights, kv = (instance.weight_pages, instance.kv_pages) if instance else (0, 0)
+    pages = {"budget": BUDGET, "weights": weights, "kv": kv, "free": BUDGET - weights - kv}
+    return {
+        "id": name,
+        "host": "made-up",
+        "pid": 1,
+        "device": "cpu",
+        "epoch": 1,
+        "state": "serving" if instance else "loading",
+        "progress": "" if instance else "weights 40 %",
+        "page_bytes": 65536,
+        "pages": None if is_silent else pages,
+        "busy": None if is_silent else 0.62,
+        "ranges": instance.ranges() if instance else [],
+    }
+
+
+def policy() -> dict[str, Any]:
+    return {
+        "revision": 3,
+        "mode": "default",
+        "kv_usage_high": 0.85,
+        "queue_delay_high_s": 0.1,
+        "kv_usage_low": 0.5,
+        "queue_delay_low_s": 0.02,
+        "windows": 3,
+        "cooldown_s": 5.0,
+        "step_layers": 0,
+        "max_layers": 0,
+        "precision": "int4",
+        "max_tp": 0,
+        "long_patience_s": 30.0,
+        "scale_down_free": 0.5,
+    }
+
+
+def _range(owner: str, kind: str, layer: int | None, part: str, precision: str, pages: int) -> dict[str, Any]:
+    return {
+        "owner": owner,
+        "kind": kind,
+        "layer": layer,
+        "part": part,
+        "precision": precision,
+        "pages": pages,
+    }

@@ -1,0 +1,316 @@
+"""The dashboard in a real browser, against a gateway that plays a part: what is rare is shown on demand."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.browser.conftest import OpenPage
+from tests.browser.fake import Fake
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+PHONE = 360
+
+
+def shown(page: Page, what: str) -> None:
+    page.wait_for_selector(what, state="visible")
+
+
+def wait_for_text(page: Page, where: str, words: str) -> None:
+    page.locator(where).filter(has_text=re.compile(words)).first.wait_for(state="visible")
+
+
+# ------------------------------------------------------------------------------------- what is shown
+
+
+def test_it_shows_every_device_with_its_layers_and_pages(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    shown(page, ".device >> nth=3")
+    assert page.locator(".device").count() == 4
+    assert page.locator(".device >> nth=0 >> .layer").count() == 16
+    told = page.locator("canvas.pages >> nth=0").get_attribute("aria-label")
+    assert told is not None
+    assert told.startswith("Memory of w0, 100 MiB in pages of 64 KiB: weights ")
+
+
+def test_a_layer_that_is_swapped_changes_its_colour_and_its_height(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    half = page.locator(".device >> nth=1 >> .layer >> nth=2 >> .half.ffn")
+    assert half.get_attribute("data-kind") == "full"
+    before = half.locator("i").bounding_box()
+    fake.instances[1].layers[2] = "int4"
+    fake.tell_state()
+    shown(page, ".device >> nth=1 >> .layer[aria-label='Layer 2: attention int4, FFN int4']")
+    page.wait_for_timeout(700)  # of its transition
+    after = half.locator("i").bounding_box()
+    assert before is not None
+    assert after is not None
+    assert after["height"] < before["height"] / 2
+
+
+def test_the_boundary_of_a_transform_travels_and_both_instances_stand_in_one_frame(
+    fake: Fake, open_page: OpenPage
+) -> None:
+    page = open_page(fake.url)
+    shown(page, ".device")
+    places = []
+    for done in (2, 8, 14):
+        fake.transform_to(done)
+        wait_for_text(page, ".becoming .morph", f"{done} of 16 layers")
+        page.wait_for_timeout(600)  # of its transition
+        box = page.locator(".becoming .boundary >> nth=0").bounding_box()
+        assert box is not None
+        places.append(box["x"])
+    assert places == sorted(places, reverse=True)  # the last layer goes first
+    assert page.locator(".becoming .instance").count() == 2
+    assert "degree 2" in str(page.locator(".device >> nth=1 >> .layer >> nth=15").get_attribute("aria-label"))
+
+
+def test_a_worker_that_does_not_report_has_no_numbers_instead_of_zeros(
+    fake: Fake, open_page: OpenPage
+) -> None:
+    fake.silent.add("w3")
+    page = open_page(fake.url)
+    silent = page.locator(".device", has=page.locator("h4", has_text="w3"))
+    wait_for_text(page, ".device .tag", "no report")
+    assert "busy –" in silent.inner_text()
+    assert not silent.locator("canvas").is_visible()
+
+
+def test_a_decision_tells_what_it_saw_and_what_it_came_to(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    page.locator(".row-button", has_text="swap demo@w1").focus()
+    wait_for_text(page, "#saw", "What it saw")
+    told = page.locator("#saw").inner_text()
+    assert "KV use 0.91 above 0.85" in told
+    assert re.search(r"KV usage\s+91 %", told)
+    assert re.search(r"bytes copied\s+4 MiB", told)
+    page.locator(".mark[data-glyph=resize]").hover()
+    wait_for_text(page, "#peek", "12 pages are free, 40 are needed")
+
+
+# ------------------------------------------------------------------------------------- what is done
+
+
+def test_a_swap_by_hand_is_followed_to_its_end(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    page.get_by_role("tab", name="By hand").click()
+    page.get_by_label("Layers", exact=True).fill("next 2")
+    page.get_by_role("button", name="Swap", exact=True).click()
+    wait_for_text(page, ".outcomes .chip", "running")
+    wait_for_text(page, ".outcomes .chip", "applied")
+    wait_for_text(page, ".outcomes", "98 pages freed")
+    assert fake.orders == [("instances/demo@w0/swap", {"precision": "int4", "wait_s": 5, "count": 2})]
+
+
+def test_layers_that_are_pointed_at_are_those_of_the_order(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    page.locator(".device >> nth=2 >> .layer >> nth=3").click()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Space")
+    assert page.get_by_label("Layers", exact=True).input_value() == "3, 4"
+    assert page.locator("#panel-orders select >> nth=0").input_value() == "demo@w2"
+
+
+def test_a_refusal_stands_at_the_field_that_it_is_about(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    page.get_by_role("tab", name="By hand").click()
+    layers = page.get_by_label("Layers", exact=True)
+    layers.fill("99")
+    page.get_by_role("button", name="Swap", exact=True).click()
+    wait_for_text(page, ".error", "layers names 99; demo@w0 has layers 0 to 15")
+    assert layers.get_attribute("aria-invalid") == "true"
+
+
+def test_drain_asks_before_it_is_sent(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    page.get_by_role("tab", name="By hand").click()
+    page.get_by_role("button", name="Drain", exact=True).click()
+    assert fake.orders == []
+    page.get_by_role("button", name="Yes, w0 is to leave").click()
+    wait_for_text(page, ".outcomes", "w0 finishes what it runs")
+    assert fake.orders == [("workers/w0/drain", None)]
+
+
+def test_the_policy_is_edited_and_its_limits_are_told(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    page.get_by_role("tab", name="Policy").click()
+    high = page.get_by_label("KV use above")
+    high.fill("1.5")
+    page.get_by_role("button", name="Save 1 change").click()
+    wait_for_text(page, ".error", "kv_usage_high is 1.5; it must be above 0 and at most 1")
+    high.fill("0.9")
+    page.get_by_role("radio", name="manual").check()
+    page.get_by_role("button", name="Save 2 changes").click()
+    wait_for_text(page, ".notice", "Saved as revision 4")
+    assert (fake.policy["kv_usage_high"], fake.policy["mode"]) == (0.9, "manual")
+
+
+def test_text_is_tinted_by_the_shape_that_made_it(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    page.get_by_role("button", name="Send", exact=True).click()
+    wait_for_text(page, ".shapes", "tp1-int4x2: 6 tokens")
+    spans = page.locator(".output span")
+    assert [spans.nth(i).get_attribute("data-kind") for i in range(2)] == ["full", "int4"]
+    assert spans.nth(1).inner_text().startswith("word6")
+    wait_for_text(page, ".ask-numbers", "12 tokens")
+
+
+# ------------------------------------------------------------------------------------- keys and losses
+
+
+def test_with_a_key_it_shows_nothing_until_it_has_the_key(open_page: OpenPage) -> None:
+    with Fake(key="open sesame") as fake:
+        page = open_page(fake.url)
+        shown(page, "#key-dialog[open]")
+        assert not page.locator("#main").is_visible()
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        wait_for_text(page, "#key-why", "no API key")
+        page.get_by_label("Key", exact=True).fill("open sesame")
+        page.get_by_role("button", name="Use it").click()
+        shown(page, ".device")
+        page.reload()
+        shown(page, ".device")  # the tab still has it
+        assert page.evaluate("localStorage.length") == 0
+
+
+def test_the_key_of_requests_is_another_one(open_page: OpenPage) -> None:
+    with Fake(v1_key="knock") as fake:
+        page = open_page(fake.url)
+        page.get_by_role("button", name="Send", exact=True).click()
+        wait_for_text(page, "#key-title", "/v1")
+        page.get_by_label("Key", exact=True).fill("knock")
+        page.keyboard.press("Enter")
+        wait_for_text(page, ".shapes", "tp1-full: 6 tokens")
+
+
+def test_it_survives_a_restart_and_says_since_when_the_gateway_is_gone(
+    fake: Fake, open_page: OpenPage
+) -> None:
+    page = open_page(fake.url)
+    wait_for_text(page, "#connection", "^live$")
+    fake.stop()
+    wait_for_text(page, "#connection", "gone since")
+    assert page.locator(".device >> nth=0").is_visible()  # as it was last, greyed
+    assert "grayscale" in page.locator("#devices").evaluate("one => getComputedStyle(one).filter")
+    fake.instances[0].layers[0] = "int8"
+    fake.start()
+    wait_for_text(page, "#connection", "^live$")
+    shown(page, ".layer[aria-label^='Layer 0: attention int8']")
+
+
+# ------------------------------------------------------------------------------------- for everybody
+
+
+def test_nothing_is_wider_than_a_phone(fake: Fake, open_page: OpenPage) -> None:
+    fake.transform_to(5)
+    page = open_page(fake.url, width=PHONE, height=780)
+    shown(page, ".device")
+    for tab in ("Ask", "By hand", "Policy"):
+        page.get_by_role("tab", name=tab).click()
+        page.wait_for_timeout(100)
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE
+
+
+def test_the_keyboard_reaches_everything_and_leaves_it_again(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    shown(page, ".row-button")
+    seen = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        seen.append(
+            page.evaluate(
+                "name => { const e = document.activeElement; return e.id || e.className || e.tagName }", ""
+            )
+        )
+        if seen[-1] == "BODY":
+            break
+    for wanted in ("skip", "theme", "layer", "of-instance", "mark", "row-button", "tab-ask", "primary"):
+        assert any(wanted in one for one in seen), f"{wanted} is not among {seen}"
+    assert max(seen.count(one) for one in seen if one != "layer") < 10  # one stop for each list, and no trap
+    page.get_by_role("tab", name="Ask").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#panel-orders").is_visible()
+
+
+def test_focus_is_seen_and_controls_have_names(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    shown(page, ".device")
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, textarea, [role=img], [role=option]")]
+            .filter((one) => one.type !== "hidden" && !(one.labels?.length || one.getAttribute("aria-label")
+                    || one.textContent.trim()))
+            .map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(fake: Fake, open_page: OpenPage, scheme: str) -> None:
+    page = open_page(fake.url, scheme=scheme)
+    shown(page, ".device")
+    pairs = [
+        ("text", "surface"),
+        ("muted", "surface"),
+        ("muted", "ground"),
+        ("bad", "surface"),
+        ("good", "surface"),
+    ]
+    for ink, ground in [*pairs, ("warn", "surface"), ("slo", "surface"), ("press-text", "press")]:
+        assert contrast(page, ink, ground) >= 4.5, f"{ink} on {ground}, {scheme}"
+    for data in ("full", "int8", "int4", "int3", "kv-used", "s1", "s2", "mark-note"):
+        assert contrast(page, data, "surface") >= 3, f"{data}, {scheme}"
+
+
+def contrast(page: Page, ink: str, ground: str) -> float:
+    """WCAG 2.2, relative luminance."""
+    lights = []
+    for name in (ink, ground):
+        value = page.evaluate(
+            "n => getComputedStyle(document.documentElement).getPropertyValue('--' + n)", name
+        )
+        parts = [int(value.strip()[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+def test_the_theme_is_chosen_and_kept(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    for _ in range(2):
+        page.locator("#theme").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.reload()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 19, 22)"
+
+
+def test_hours_of_feed_leave_no_more_behind_than_a_quarter_of_one(fake: Fake, open_page: OpenPage) -> None:
+    """Moments and events of 20 minutes past are dropped; what is drawn does not grow with them."""
+    page = open_page(fake.url)
+    shown(page, ".row-button")
+    old = time.time() - 1200
+    for index in range(300):
+        fake.tell_event(
+            {"kind": "worker_joined", "source": "t", "subject": f"x{index}", "reason": "", "at": old + index}
+        )
+    sizes = page.evaluate(
+        """async () => {
+            const { store } = await import("/dashboard/store.js");
+            await new Promise((resolve) => setTimeout(resolve, 800));
+            store.forget();
+            return [store.events.filter((one) => one.at < store.now() - 901).length, store.events.length];
+        }"""
+    )
+    assert sizes[0] == 0
+    assert sizes[1] <= 600

@@ -1,0 +1,136 @@
+"""The dashboard of the real service: two workers, the demo model, nothing played."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.browser.conftest import OpenPage
+from tests.faults.load import LONG_STREAM, Stream
+from tests.service import DEMO_MODEL, Service, wait_for
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.slow,
+    pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),
+]
+
+PROMPTS = (
+    "def read_lines(path):\n    ",
+    "class Queue:\n    def __init__(self",
+    "import os\n\n",
+    "def add(a, b):\n",
+)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    # Little memory, so that weights are a good part of it; mode manual, so that only this test morphs.
+    settings = {"WORKER__MEMORY_MB": "64", "WORKER__LAYERS_PER_STEP": "1", "MONITOR__INTERVAL_S": "0.25"}
+    with Service(num_workers=2, settings=settings) as running:
+        httpx.put(f"{running.url()}/admin/policy", json={"mode": "manual"}, timeout=10).raise_for_status()
+        yield running
+
+
+def wait_for_text(page: Page, where: str, words: str, within_ms: float = 30_000) -> None:
+    page.locator(where).filter(has_text=re.compile(words)).first.wait_for(state="visible", timeout=within_ms)
+
+
+def order(service: Service, path: str, body: dict[str, object]) -> dict[str, object]:
+    answer = httpx.post(f"{service.url()}/admin/{path}?wait=true", json=body, timeout=40)
+    assert answer.is_success, answer.text
+    return dict(answer.json())
+
+
+def test_it_opens_and_shows_the_workers(service: Service, open_page: OpenPage) -> None:
+    page = open_page(service.url())
+    wait_for_text(page, "#connection", "live")
+    wait_for_text(page, ".device", "w0")
+    wait_for_text(page, ".device", "w1")
+    assert page.locator(".device >> nth=0 >> .layer").count() == 8
+
+
+def test_it_streams_an_answer(service: Service, open_page: OpenPage) -> None:
+    page = open_page(service.url())
+    page.get_by_role("button", name="Send", exact=True).click()
+    wait_for_text(page, ".ask-numbers", "ended: length")
+    wait_for_text(page, ".ask-numbers", "128 tokens")
+    wait_for_text(page, ".shapes", "tp1-full: 128 tokens")
+
+
+def test_a_morph_by_hand_is_seen_in_the_picture(service: Service, open_page: OpenPage) -> None:
+    page = open_page(service.url())
+    page.get_by_role("tab", name="By hand").click()
+    page.get_by_label("Layers", exact=True).fill("2, 5")
+    page.get_by_role("button", name="Swap", exact=True).click()
+    wait_for_text(page, ".outcomes .chip", "applied")
+    page.wait_for_selector(".layer[aria-label='Layer 5: attention int4, FFN int4']")
+    wait_for_text(page, ".decisions", "swap demo@w0")
+    order(service, "instances/demo@w0/swap", {"layers": [2, 5], "precision": "full"})
+    page.wait_for_selector(".device >> nth=0 >> .layer[aria-label='Layer 5: attention full, FFN full']")
+
+
+def test_two_workers_become_one_bracket_and_part_again(service: Service, open_page: OpenPage) -> None:
+    page = open_page(service.url())
+    page.get_by_role("tab", name="By hand").click()
+    page.get_by_label("Degree").select_option("2")
+    page.get_by_role("button", name="Transform", exact=True).click()
+    wait_for_text(page, ".outcomes .chip", "applied")
+    wait_for_text(page, ".instance .degree", "TP 2")
+    assert page.locator(".instance.is-group .device").count() == 2
+    page.get_by_label("Degree").select_option("1")
+    page.get_by_role("button", name="Transform", exact=True).click()
+    wait_for_text(page, ".outcomes .chip >> nth=0", "applied")
+    page.wait_for_selector(".instance:not(.is-group) >> nth=1")
+
+
+def test_it_survives_a_restart_of_the_gateway(service: Service, open_page: OpenPage) -> None:
+    page = open_page(service.url())
+    wait_for_text(page, "#connection", "^live$")
+    service.processes["gateway0"].kill()
+    wait_for_text(page, "#connection", "gone since")
+    service.processes["gateway0"].start()
+    wait_for_text(page, "#connection", "^live$")
+    wait_for_text(page, ".device", "w1")
+
+
+def test_it_asks_for_the_key_that_is_set(open_page: OpenPage) -> None:
+    with Service(num_workers=0, settings={"GATEWAY__ADMIN_KEYS": '["let me in"]'}) as service:
+        wait_for("the gateway", lambda: _answers(service))
+        page = open_page(service.url())
+        page.wait_for_selector("#key-dialog[open]")
+        assert not page.locator("#main").is_visible()
+        page.get_by_label("Key", exact=True).fill("let me in")
+        page.keyboard.press("Enter")
+        wait_for_text(page, "#connection", "live")
+
+
+def _answers(service: Service) -> bool:
+    try:
+        return service.get("/health").is_success
+    except httpx.HTTPError:
+        return False
+
+
+def test_pictures_for_the_readme(service: Service, open_page: OpenPage, picture: Callable[..., None]) -> None:
+    """Under load, with layers swapped by hand. Written where INSTAR_SCREENSHOTS is set."""
+    page = open_page(service.url(), height=1180, device_scale_factor=1.5)
+    streams = [Stream(service, LONG_STREAM | {"max_tokens": 900}, prompt=text).start() for text in PROMPTS]
+    wait_for_text(page, ".device", "w1")
+    order(service, "instances/demo@w1/swap", {"count": 2, "precision": "int4"})
+    order(service, "instances/demo@w1/swap", {"count": 1, "precision": "int8", "parts": ["ffn"]})
+    page.get_by_role("button", name="Send", exact=True).click()
+    wait_for_text(page, ".ask-numbers", "ended")
+    picture(page, "light")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_timeout(500)
+    picture(page, "dark")
+    for stream in streams:
+        stream.thread.join(60)
