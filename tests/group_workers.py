@@ -69,7 +69,7 @@ class GroupWorker:
         max_tp: int = 4,
         page_bytes: int = 4096,
         max_num_seqs: int = 8,
-        max_num_batched_tokens: int = 24,
+        max_num_batched_tokens: int = 60,
         timeout_s: float = 20.0,
         stage_bytes: int = 1 << 14,
         host_dir: Path | None = None,

@@ -70,6 +70,21 @@ def names(plan: StepPlan) -> dict[str, int]:
     return {chunk.seq.request.id: chunk.num_tokens for chunk in plan.chunks}
 
 
+def test_planners_that_share_a_step_let_their_sequences_decode_in_turn() -> None:
+    scheduler = make(capacity=100)
+    for name in "abc":
+        scheduler.add(sequence(name, 3))
+    step(scheduler)
+    ran = []
+    for _ in range(3):
+        plan = scheduler.plan(2)
+        scheduler.commit(plan)
+        for chunk in plan.chunks:
+            chunk.seq.token_ids.append(1)
+        ran.append("".join(names(plan)))
+    assert ran == ["ab", "ca", "bc"]
+
+
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     scheduler = make(capacity=100)
     scheduler.add(sequence("short", 3))

@@ -42,6 +42,7 @@ def ready(rank: int, step: int, *, num_used: int = 0) -> Ready:
         pages=0,
         spare_pages=0,
         floor="",
+        max_tokens=64,
     )
 
 

@@ -186,10 +186,10 @@ class Instance:
         )
         return self.finish(planned, logits, began)
 
-    def plan(self) -> Planned | None:
-        """What to run next; None: nothing. A plan that is not run may be forgotten: the next one is as if it
-        had not been made."""
-        plan = self.scheduler.plan()
+    def plan(self, max_tokens: int | None = None) -> Planned | None:
+        """What to run next, of at most so many tokens; None: nothing. A plan that is not run may be
+        forgotten: the next one is as if it had not been made."""
+        plan = self.scheduler.plan(max_tokens)
         self._settle(plan)
         return Planned(plan, self.batch.build(plan)) if plan.chunks else None
 

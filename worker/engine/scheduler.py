@@ -3,8 +3,9 @@
 Continuous batching with chunked prefill, after Orca (OSDI '22, iteration-level scheduling) and
 Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budget). The rules:
 
-1.  A sequence that decodes runs in every step.
-2.  Prefills share what is left of `max_num_batched_tokens`, oldest first.
+1.  A sequence that decodes runs in every step; in a group, whose planners share a step's tokens, they take
+    turns where there are more of them than this planner may run.
+2.  Prefills share what is left of `max_num_batched_tokens`, or of this planner's part, oldest first.
 3.  Admission is first come, first served: when the head does not fit, nobody passes it. A sequence is
     admitted when there are blocks for all its known tokens and one spare block for each sequence that
     already runs; without the spares it would be thrown out again by their next tokens.
@@ -34,7 +35,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_blocks_aside = 0  # in use, and of no sequence here
         self.num_recomputed = 0  # tokens whose KV was given up, and will be computed again
-        # Every running sequence may decode at once, and a decode is never left out of a step.
+        self._turn = 0  # whose it is, where not all decodes fit into a step
+        # Every running sequence may decode at once.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
     def add(self, seq: Sequence) -> None:
@@ -48,17 +50,20 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
 
-    def plan(self) -> StepPlan:
+    def plan(self, max_tokens: int | None = None) -> StepPlan:
+        """max_tokens: of this step, where others share it; None: as many as one worker runs."""
         plan = StepPlan()
+        max_tokens = self.limits.max_num_batched_tokens if max_tokens is None else max_tokens
         self._find_blocks(plan)
-        self._run_decodes(plan)
-        self._run_prefills(plan)
-        self._admit(plan)
+        self._run_decodes(plan, max_tokens)
+        self._run_prefills(plan, max_tokens)
+        self._admit(plan, max_tokens)
         return plan
 
     def commit(self, plan: StepPlan) -> None:
         """The planned tokens are in the KV cache."""
         block_tokens = self.limits.block_tokens
+        self._turn += len(plan.chunks)
         for chunk in plan.chunks:
             chunk.seq.advance(chunk.num_tokens, block_tokens)
 
@@ -125,23 +130,26 @@ class Scheduler:
                 self.remove(seq)
                 plan.rejected.append((seq, self._too_long(seq)))
 
-    def _run_decodes(self, plan: StepPlan) -> None:
-        for seq in self.running:
-            if seq.num_remaining == 1:
-                plan.add(seq, 1)
+    def _run_decodes(self, plan: StepPlan, max_tokens: int) -> None:
+        decoding = [seq for seq in self.running if seq.num_remaining == 1]
+        if len(decoding) > max_tokens:
+            first = self._turn % len(decoding)
+            decoding = [*decoding[first:], *decoding[:first]][:max_tokens]
+        for seq in decoding:
+            plan.add(seq, 1)
 
-    def _run_prefills(self, plan: StepPlan) -> None:
+    def _run_prefills(self, plan: StepPlan, max_tokens: int) -> None:
         for seq in self.running:
             remaining = seq.num_remaining
             if remaining > 1:
-                num_tokens = min(remaining, self.limits.max_num_batched_tokens - plan.num_tokens)
+                num_tokens = min(remaining, max_tokens - plan.num_tokens)
                 if num_tokens == 0:
                     return
                 plan.add(seq, num_tokens)
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan, max_tokens: int) -> None:
         while self.waiting and len(self.running) < self._max_running:
-            budget = self.limits.max_num_batched_tokens - plan.num_tokens
+            budget = max_tokens - plan.num_tokens
             seq = self.waiting[0]
             needed = seq.num_blocks_needed(self.limits.block_tokens)
             if needed > self.blocks.capacity:

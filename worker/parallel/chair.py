@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from worker.parallel.budget import allowances, even
 from worker.parallel.share import loans
 from worker.parallel.wire import Actions, Census, Lend, Ready, Step
 
@@ -20,6 +21,7 @@ class Chair:
         self._ready: dict[int, Ready] = {}
         self._after: list[Actions] = []
         self._grants: dict[int, list[int]] = {}
+        self._allowed: list[int] = []  # tokens of each planner in the step to be called
 
     def add(self, action: Actions) -> None:
         """To be done by all after the next step."""
@@ -52,6 +54,7 @@ class Chair:
             group=self.group,
             step=self.step,
             works=[each.work for each in ready],
+            allowed=self._allow(ready),
             used=[each.used for each in ready],
             num_used=[each.num_used for each in ready],
             grants=self._grants,
@@ -63,6 +66,13 @@ class Chair:
         self._ready, self._after, self._grants = {}, [], {}
         self.step += 1
         return called
+
+    def _allow(self, ready: list[Ready]) -> list[int]:
+        max_tokens = min(each.max_tokens for each in ready)
+        ran = [each.work.num_tokens if each.work else 0 for each in ready]
+        allowed = self._allowed or [even(each.max_tokens, self.size) for each in ready]
+        self._allowed = allowances(ran, allowed, max_tokens)
+        return self._allowed
 
     def _has_news(self, ready: list[Ready]) -> bool:
         """Work; or that the last work has ended, since all tell of the blocks in use."""

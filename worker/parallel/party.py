@@ -15,6 +15,7 @@ from worker.engine.instance import Output, Planned
 from worker.engine.work import Work, merge, no_work
 from worker.memory import OutOfBlocks
 from worker.parallel.actions import boundary, cache, falling_apart, halves, parting
+from worker.parallel.budget import even
 from worker.parallel.canary import Canary
 from worker.parallel.chair import Chair
 from worker.parallel.communicator import PeerLost
@@ -76,6 +77,8 @@ class Party:
         self._outputs: list[Output] = []
         self._given: dict[int, list[int]] = {}
         self._is_counted = False
+        self._max_tokens = member.place.instance.limits.max_num_batched_tokens
+        self._allowed = even(self._max_tokens, member.formation.size)  # tokens of this planner's next step
         member.use(member.share)
 
     @property
@@ -187,7 +190,7 @@ class Party:
         instance = self.place.instance
         has_told_count = self._is_counted and self._told is not None and self._told[0] == self._step
         if self._planned is None and may_plan and instance.has_work and not has_told_count:
-            self._planned = instance.plan()
+            self._planned = instance.plan(self._allowed)
 
     def _ready(self, mine: list[Work], wanted: int) -> Ready:
         member, place, instance = self.member, self.place, self.place.instance
@@ -207,6 +210,7 @@ class Party:
             pages=place.cache.pages_per_layer,
             spare_pages=place.resizer.num_spare_pages,
             floor=instance.highest_floor(),
+            max_tokens=self._max_tokens,
             given=self._given,
         )
 
@@ -216,6 +220,7 @@ class Party:
         member = self.member
         began = member.clock()
         self._step += 1
+        self._allowed = step.allowed[self.rank]
         self._is_counted = False
         member.share.take(step.grants.get(self.rank, []))
         with_me = self.formation.ranks_of(self.formation.subgroup(self.rank))

@@ -209,6 +209,10 @@ class PackedWork(msgspec.Struct, frozen=True, kw_only=True):
     blocks: bytes
     logit_rows: bytes
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // np.dtype(np.int64).itemsize
+
 
 class Ready(Message, frozen=True, kw_only=True, tag=True):
     """To the leader: what this planner has for the step. It may come again, with more, until the step is
@@ -227,6 +231,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     pages: int  # of each layer of its cache
     spare_pages: int  # of its device, beyond the reserve
     floor: Precision | Literal[""]  # no request here may run below it
+    max_tokens: int  # of a step, that it has memory for
     given: dict[int, list[int]] = {}  # taker -> blocks, after a Lend
 
 
@@ -235,6 +240,7 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
 
     step: int
     works: list[PackedWork | None]
+    allowed: list[int]  # tokens of each planner in the next one
     used: list[list[int]]
     num_used: list[int]
     grants: dict[int, list[int]]  # taker -> blocks
