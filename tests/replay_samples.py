@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +113,7 @@ class Stub:
 
     answer: Callable[[dict[str, Any]], Answer]
     port: int = 0
+    pause_s: float = 0.0  # between two pieces
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -144,15 +146,27 @@ class Stub:
                 return
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pause_s)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
 
 @contextlib.asynccontextmanager
-async def stub(answer: Callable[[dict[str, Any]], Answer]) -> AsyncIterator[Stub]:
-    made = Stub(answer)
-    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
+async def stub(
+    answer: Callable[[dict[str, Any]], Answer], port: int = 0, pause_s: float = 0.0
+) -> AsyncIterator[Stub]:
+    made = Stub(answer, pause_s=pause_s)
+    server = await asyncio.start_server(made.serve, "127.0.0.1", port)
     made.port = server.sockets[0].getsockname()[1]
     async with server:
         yield made
+
+
+async def serve_tokens(port: int) -> None:
+    """Each 20 ms after the other, for ever."""
+    async with stub(lambda body: (200, events(body["max_tokens"])), port, pause_s=0.02):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_tokens(int(sys.argv[1])))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,12 @@ from instar.replay.generator import Generator
 from instar.replay.outcomes import NOT_SENT, UNFINISHED, outcome_of
 from instar.replay.problems import BenchProblem, ServerProblem
 from instar.replay.requests import DIALECTS, Dialect, bodies, find_dialect
+from instar.replay.statistics import LATE_S
 from instar.replay.traces import Arrival, Shaping, load
 from instar.replay.wire import Server
 from tests.gateway_harness import Gate
 from tests.replay_samples import Answer, events, flags, refused, stub
-from tests.service import free_port
+from tests.service import free_port, wait_for
 
 pytest_plugins = ["tests.gateway_fixtures"]
 
@@ -225,3 +229,43 @@ def test_settings_give_address_and_keys() -> None:
     assert (at.host, at.port, at.path, at.tls is not None) == ("host", 443, "/prefix", True)
     assert b"authorization: Bearer k\r\n" in at.head("GET", "/v1/models")
     assert Server.at(f"http://[::1]:{GatewaySettings().port}", None).name == b"[::1]:8000"
+
+
+@pytest.mark.faults
+@pytest.mark.slow  # ten seconds, and of a machine that is not busy
+def test_50_requests_a_second_are_within_5_ms_of_the_trace_at_p99(tmp_path: Path) -> None:
+    """The server is a process of its own. What the machine itself is late is measured beside it."""
+    port = free_port()
+    server = subprocess.Popen([sys.executable, "-m", "tests.replay_samples", str(port)], cwd=ROOT)
+    sleeper = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE)
+    try:
+        wait_for("the server", lambda: answers(port))
+        argv = ["bench", "replay", "gamma:50:1:10:256:64", "--url", f"http://127.0.0.1:{port}"]
+        assert main([*argv, "--out", str(tmp_path / "run"), "--no-plot"]) == 0
+        machine_late_s = float(sleeper.communicate()[0])
+    finally:
+        server.kill()
+        sleeper.kill()
+        server.wait(), sleeper.wait()
+    run = files.read(tmp_path / "run")
+    assert {one.error for one in run.outcomes} == {""}
+    assert run.summary["lateness_s"]["p99"] < max(LATE_S, 2 * machine_late_s)
+
+
+ROOT = Path(__file__).resolve().parent.parent
+# 50 times a second it sleeps until it is time, and at the end says how late it woke at P99.
+SLEEPER = """
+import time
+due, late = time.perf_counter(), []
+while len(late) < 500:
+    due += 0.02
+    time.sleep(max(0.0, due - time.perf_counter()))
+    late.append(time.perf_counter() - due)
+print(sorted(late)[495])
+"""
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False

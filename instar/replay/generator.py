@@ -6,10 +6,12 @@ Nothing is tried again. How late this process itself sent is part of what a run 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +27,7 @@ from instar.replay.traces import Arrival
 from instar.replay.wire import Exchange, Server, connect
 
 LEAD_S: Final = 1.0  # a connection is opened so long before its request is due
+PRIORITY: Final = -10  # of this thread, where the system allows it
 
 
 @dataclass(slots=True)
@@ -80,17 +83,21 @@ class Generator:
         gc.freeze()  # the prompts: to look at them takes a collection longer than an arrival may be late
         self.run.began = time.perf_counter() + min(LEAD_S, 0.2)
         self.run.began_at = time.time() + min(LEAD_S, 0.2)
-        try:
-            for outcome in self.run.outcomes:
-                await self._sleep_until(outcome.due_s - LEAD_S)
-                exchange = Exchange(self.run.count_events)
-                task = asyncio.create_task(self._serve(outcome, exchange))
-                self._open[task] = exchange
-                task.add_done_callback(self._open.pop)
-            if self._open:
-                await asyncio.wait(list(self._open), timeout=LEAD_S + self._drain_s)
-        finally:
-            await self._give_up()
+        with _priority():
+            try:
+                await self._send_all()
+            finally:
+                await self._give_up()
+
+    async def _send_all(self) -> None:
+        for outcome in self.run.outcomes:
+            await self._sleep_until(outcome.due_s - LEAD_S)
+            exchange = Exchange(self.run.count_events)
+            task = asyncio.create_task(self._serve(outcome, exchange))
+            self._open[task] = exchange
+            task.add_done_callback(self._open.pop)
+        if self._open:
+            await asyncio.wait(list(self._open), timeout=LEAD_S + self._drain_s)
 
     async def _give_up(self) -> None:
         left = list(self._open)
@@ -159,3 +166,19 @@ class Generator:
         """Loops keep milliseconds: one may wake a little early."""
         while (left := self.run.began + at_s - time.perf_counter()) > 0:  # noqa: ASYNC110 there is no event
             await asyncio.sleep(left)
+
+
+@contextlib.contextmanager
+def _priority() -> Iterator[None]:
+    """Before others, for a few per cent of a core: on the machine of the server that it keeps busy, a
+    generator that waits for its turn sends late (100 ms at P99 on two full cores, 7 ms with this)."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, min(before, PRIORITY))
+    except OSError:  # only root may
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, before)
