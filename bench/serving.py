@@ -238,7 +238,7 @@ def run_one(
 ) -> Run:
     say(f"\n{way.name}: {load.seconds:.0f} s")
     service.use(way)
-    recomputed, cpu = service.recomputed_tokens(), service.cpu_seconds()
+    before, cpu = service.given_up(), service.cpu_seconds()
     began_s = time.time()
 
     def watch(at_s: float, served: Sequence[Served]) -> None:
@@ -246,6 +246,7 @@ def run_one(
 
     served = replay(service.url(), script, load.seconds + load.drain_s, watch)
     spent, took_s = service.cpu_seconds(), time.time() - began_s
+    after = service.given_up()
     reports = service.transforms(began_s)
     compared = [one for one in served if one.is_whole and one.arrival.number in texts]
     return Run(
@@ -254,7 +255,8 @@ def run_one(
         shapes_at_first=way.shapes,
         shapes=shapes_of(reports, began_s),
         unapplied=[f"{one.state}: {one.reason}" for one in reports if one.state != "applied"],
-        recomputed_tokens=service.recomputed_tokens() - recomputed,
+        recomputed_tokens=after.tokens - before.tokens,
+        preemptions=after.preemptions - before.preemptions,
         num_samples=len(compared),
         samples_differ=[one.arrival.number for one in compared if one.text != texts[one.arrival.number]],
         others_cores=(spent.others - cpu.others) / took_s,

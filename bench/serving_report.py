@@ -13,7 +13,7 @@ from bus.messages import MorphReport
 BAR: Final = 1.26  # Gyges §6.2.4: 26.1 % to 39.2 % more throughput than both
 OURS, ROUND_ROBIN, LEAST_LOAD = "transformation-aware", "round-robin", "least-load-first"
 TTFT_LIMIT_S: Final = 10.0  # Gyges §3.1
-TPOT_LIMIT_S: Final = 0.5  # ten times the time per token of these two cores when they do nothing else
+TPOT_LIMIT_S: Final = 1.0  # ten times the paper's: two cores are slower than eight GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Run:
     shapes: list[Shape]
     unapplied: list[str]  # why transforms were not
     recomputed_tokens: int
+    preemptions: int
     num_samples: int
     samples_differ: list[int]
     others_cores: float
@@ -62,6 +63,7 @@ class Outcome:
     num_refused: int
     num_errors: int
     recomputed_tokens: int
+    num_preemptions: int  # which are what made workers compute again, where no transform failed
     num_samples: int
     num_samples_differ: int
     others_cores: float
@@ -90,6 +92,7 @@ def outcome(run: Run, load: Load) -> Outcome:
         num_refused=sum(bool(one.refused) for one in run.served),
         num_errors=sum(bool(one.error) for one in run.served),
         recomputed_tokens=run.recomputed_tokens,
+        num_preemptions=run.preemptions,
         num_samples=run.num_samples,
         num_samples_differ=len(run.samples_differ),
         others_cores=run.others_cores,
@@ -193,7 +196,7 @@ def _ratio(ours: float, other: float) -> float:
 
 HEAD: Final = (
     f"{'':<22} tokens/s  in time  TTFT P95 s: short   long  TPOT P95 ms: short   long  "
-    "up/down  ended: short     long  refused  errors  recomputed  unlike the oracle"
+    "up/down  ended: short     long  refused  errors  recomputed  preempted  unlike the oracle"
 )
 
 
@@ -204,7 +207,7 @@ def row(name: str, one: Outcome) -> str:
         f"{_number(one.short_tpot_p95_s, 1e3):>19} {_number(one.long_tpot_p95_s, 1e3):>6} "
         f"{one.num_up:>4}/{one.num_down:<4} {one.num_short_ended:>8} of {one.num_short:<4} "
         f"{one.num_long_ended:>2} of {one.num_long:<2} {one.num_refused:6} {one.num_errors:7} "
-        f"{one.recomputed_tokens:11} {one.num_samples_differ:9} of {one.num_samples}"
+        f"{one.recomputed_tokens:11} {one.num_preemptions:10} {one.num_samples_differ:9} of {one.num_samples}"
     )
 
 

@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from bus.codec import decode
-from bus.messages import InstanceCard, MorphReport, WorkerCard
+from bus.messages import InstanceCard, MorphReport, WorkerCard, WorkerTelemetry
 from bus.names import Names
 from tests.service import Process, Service, wait_for
 
@@ -28,7 +28,7 @@ SETTINGS: Final = {
     "WORKER__MAX_MODEL_LEN": "16384",
     "WORKER__DTYPE": "float32",
     "WORKER__VARIANTS": "[]",  # bits stay: this is about degrees
-    "WORKER__MAX_NUM_BATCHED_TOKENS": "128",  # of each worker: a step of four is no longer than that of 512
+    "WORKER__MAX_NUM_BATCHED_TOKENS": "128",  # four share two cores: a step of 512 would take seconds
     "WORKER__LEASE_S": "10",  # a busy machine is not a dead one
     "GATEWAY__MAX_QUEUE": "2048",
     "GATEWAY__QUEUE_TIMEOUT_S": "900",
@@ -36,6 +36,7 @@ SETTINGS: Final = {
     "LOG__LEVEL": "warning",
 }
 ORDER_TRIES: Final = 40  # half a second apart
+LAST_REPORTS: Final = 400  # some seconds of them
 START_S: Final = 600.0  # the first time kernels are compiled
 POLICY_S: Final = 3.0  # until an idle gateway has read a policy
 
@@ -64,6 +65,15 @@ class CpuSeconds:
 
     ours: float
     others: float
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """KV that was given up and computed again, in tokens: by a transform that failed, or by preemptions, of
+    which there were so many."""
+
+    tokens: int
+    preemptions: int
 
 
 class ServingService(Service):
@@ -148,8 +158,21 @@ class ServingService(Service):
         reports = [one for one in messages if isinstance(one, MorphReport)]
         return [one for one in reports if one.kind == "transform" and one.state != "running"]
 
-    def recomputed_tokens(self) -> int:
-        return int(self.metric("instar_recomputed_tokens_total"))
+    def given_up(self) -> GivenUp:
+        """As the workers reported last."""
+        last: dict[str, WorkerTelemetry] = {}
+        entries: Any = self.redis.xrevrange(Names("instar:").telemetry, count=LAST_REPORTS)
+        for _, fields in entries:
+            report = decode(fields[b"m"])
+            if isinstance(report, WorkerTelemetry):
+                last.setdefault(report.worker, report)
+        if len(last) != self.num_workers:
+            raise RuntimeError(f"of {self.num_workers} workers {sorted(last)} reported lately")
+        instances = [one for report in last.values() for one in report.instances]
+        return GivenUp(
+            tokens=sum(one.recomputed_tokens for one in instances),
+            preemptions=sum(one.preemptions for one in instances),
+        )
 
     def cpu_seconds(self) -> CpuSeconds:
         pids = [process.pid for process in self.processes.values()]

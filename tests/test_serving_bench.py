@@ -190,7 +190,7 @@ def served(at_s: float, *token_s: float, is_long: bool = False, is_whole: bool =
 
 
 def run_of(*all_served: Served, shapes: Sequence[Shape] = (), way: str = OURS) -> Run:
-    return Run(way, list(all_served), (1,) * 4, list(shapes), [], 0, 0, [], 0.0)
+    return Run(way, list(all_served), (1,) * 4, list(shapes), [], 0, 0, 0, [], 0.0)
 
 
 def outcome_of(*all_served: Served, shapes: Sequence[Shape] = ()) -> Outcome:
