@@ -71,21 +71,28 @@ def say(text: str) -> None:
 
 
 def arrivals(
-    seed: int, seconds: float, *, short_per_min: float = 60, long_output: int = costs.LONG_OUTPUT
+    seed: int,
+    seconds: float,
+    *,
+    short_per_min: float = 60,
+    long_output: int = costs.LONG_OUTPUT,
+    long_every_s: int = 60,
 ) -> list[Request]:
     rng = random.Random(seed)
     requests: list[Request] = []
     at_s = 0.0
     while (at_s := at_s + rng.expovariate(short_per_min / 60)) < seconds:
         requests.append(Request(len(requests), at_s, costs.SHORT_PROMPT, costs.SHORT_OUTPUT))
-    for at_s in range(30, int(seconds), 60):
+    for at_s in range(30, int(seconds), long_every_s):
         requests.append(Request(len(requests), float(at_s), costs.LONG_PROMPT, long_output))
     return requests
 
 
-def model(name: str, seed: int, seconds: float, **load: Any) -> tuple[Outcome, Cluster]:
-    make, shapes = SETUPS[name]
-    cluster = Cluster(make(), shapes)
+def model(
+    name: str, seed: int, seconds: float, shapes: tuple[int, ...] = (), **load: Any
+) -> tuple[Outcome, Cluster]:
+    make, usual_shapes = SETUPS[name]
+    cluster = Cluster(make(), shapes or usual_shapes)
     cluster.run(arrivals(seed, seconds, **load), seconds)
     return outcome_of(cluster, seconds), cluster
 
@@ -169,6 +176,22 @@ def sweep(lengths: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def four_workers(seconds: float) -> list[dict[str, Any]]:
+    """One group needs them all: what comes in a minute is more than it gets done, and less than four alone
+    do. Long answers are of 512 tokens, so that a long request is over before the next."""
+    say("\nfour workers, all of which a long request needs: tokens/s, TTFT P95 short, long, up/down:")
+    rows = []
+    for every_s in (180, 300):
+        for name in (OURS, ROUND_ROBIN, LEAST_LOAD):
+            one, _ = model(name, 0, seconds, (1,) * 4, long_output=512, long_every_s=every_s)
+            rows.append({"long_every_s": every_s, "scheduler": name} | asdict(one))
+            say(
+                f"  every {every_s} s  {name:22} {one.tokens_per_s:6.0f} {one.short_ttft_p95:7.1f} "
+                f"{_or_none(one.long_ttft_p95):>6} s {one.num_up:3}/{one.num_down}"
+            )
+    return rows
+
+
 def sustained(name: str, seconds: float, step: int = 5) -> tuple[int, float]:
     """The most short requests a minute within the limits at P95, and the tokens a second then. By halves."""
     low, high, tokens_per_s = 0, 32, 0.0
@@ -203,6 +226,7 @@ def main() -> int:
     lengths = sweep(
         [512, 2048, costs.LONG_OUTPUT] if quick else [512, 1024, 2048, 3072, 4096, 5120, 5879], seconds
     )
+    four = four_workers(min(seconds, 1500.0))
     say("\nshort requests a minute within the limits, beside one long one:")
     most = {name: sustained(name, min(seconds, 1200.0)) for name in (OURS, ROUND_ROBIN, LEAST_LOAD)}
     for name, (rate, tokens) in most.items():
@@ -218,6 +242,7 @@ def main() -> int:
         "outcomes": found,
         "ratios": ratios,
         "long_outputs": lengths,
+        "four_workers": four,
         "short_per_minute_within_limits": {
             name: {"rate": rate, "tokens_per_s": round(tokens, 1)} for name, (rate, tokens) in most.items()
         },

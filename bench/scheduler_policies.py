@@ -18,7 +18,16 @@ from controller.policy import Freshness
 from controller.reshape import Reshape
 from controller.scaling import hear, scale_down, scale_up
 from controller.track import State, observe, sent
-from gateway.delivery.dispatch import Candidate, NoneFits, Parting, Seat, choose, member_for, num_to_recall
+from gateway.delivery.dispatch import (
+    Candidate,
+    NoneFits,
+    Parting,
+    Seat,
+    choose,
+    crowded,
+    member_for,
+    num_to_recall,
+)
 from gateway.delivery.placement import PART_PATIENCE_S
 
 FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)
@@ -103,7 +112,7 @@ class Ours:
         self._homes: dict[str, tuple[int, int]] = {}  # worker: requests and tokens of short ones, likewise
         self._since: Counter[str] = Counter()  # by worker: requests sent since
         self._tokens_since: Counter[str] = Counter()
-        self._seated_s = 0.0  # when a short one got a seat in a group
+        self._placed_s = 0.0  # when a short one got a place last
         self._stuck_s = -1.0  # a short one found no place then, so the later ones of its size do not either
 
     def place(self, cluster: Cluster, request: Request) -> Unit | None:
@@ -114,11 +123,15 @@ class Ours:
             return None
         candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
         before = [one.num_tokens for one in waiting if one.arrives_s < request.arrives_s]
-        found = choose(candidates, request.num_tokens, "", max(before, default=0))
-        if isinstance(found, Parting):
-            since_s = max(request.arrives_s, self._seated_s)
-            found = found if cluster.now < since_s + PART_PATIENCE_S else found.candidate
+        first = waiting[0].num_tokens if waiting else 0
+        found = choose(candidates, request.num_tokens, "", max(before, default=0), first)
+        since_s = max(request.arrives_s, self._placed_s)
+        is_late = isinstance(found, Parting) and cluster.now >= since_s + PART_PATIENCE_S
+        if isinstance(found, Parting) and is_late:
+            found = found.candidate
         if isinstance(found, Candidate) and not self._is_behind(cluster, request, found):
+            if not request.is_long and not is_late:
+                self._placed_s = cluster.now
             return self._send(cluster, request, found)
         request.is_refused = isinstance(found, NoneFits) and self._shapes.policy is None
         if not request.is_long:
@@ -128,14 +141,12 @@ class Ours:
     @staticmethod
     def _is_behind(cluster: Cluster, request: Request, group: Candidate) -> bool:
         """First come, first served among those that wait for a seat."""
-        if request.is_long or request.waits or group.tp == 1 or not group.parts:
+        if request.is_long or request.waits or not group.parts:
             return False
         return any(not one.is_long for one in cluster.waiting)
 
     def _send(self, cluster: Cluster, request: Request, to: Candidate) -> Unit:
         member = member_for(to, request.num_tokens)
-        if isinstance(member, Seat) and member.is_home(request.num_tokens):
-            self._seated_s = cluster.now
         request.home = member.worker
         self._since[request.home] += 1
         self._tokens_since[request.home] += request.num_tokens
@@ -147,16 +158,19 @@ class Ours:
         self._seen = {name: (len(unit.requests), self._room_of(unit)) for name, unit in cluster.units.items()}
         self._homes = {name: _home_of(unit, name) for unit in cluster.units.values() for name in unit.workers}
         if self._shapes.policy is not None:
-            for unit in cluster.units.values():
-                self._recall(cluster, unit)
+            self._recall(cluster)
         self._shapes.window(cluster)
         self._shapes.demand(cluster, cluster.waiting_long)
 
-    def _recall(self, cluster: Cluster, unit: Unit) -> None:
-        """What waits there since its members were alone."""
-        for name in unit.workers if unit.tp > 1 else ():
-            queued = [one for one in unit.waiting if one.home == name and not one.is_long]
-            count = num_to_recall(self._seat(unit, name), [one.prompt for one in queued])
+    def _recall(self, cluster: Cluster) -> None:
+        """So that no queue is in a group."""
+        homes = {name: unit for unit in cluster.units.values() for name in unit.workers}
+        candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
+        first = next((one.num_tokens for one in cluster.waiting_long), 0)
+        for seat in crowded(candidates, first):
+            unit = homes[seat.worker]
+            queued = [one for one in unit.waiting if one.home == seat.worker and not one.is_long]
+            count = num_to_recall(seat, [one.prompt for one in queued])
             cluster.recall(unit, queued[len(queued) - count :])
 
     def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
@@ -181,7 +195,7 @@ class Ours:
             free_tokens=free - sum(self._tokens_since[name] for name in unit.workers),
             stays=self._shapes.policy is None or any(one.is_long for one in unit.requests),
             parts=self._shapes.policy is not None,
-            seats=tuple(self._seat(unit, name) for name in unit.workers),
+            seats=tuple(self._seat(unit, name) for name in unit.workers if len(unit.workers) > 1),
         )
 
     def _seat(self, unit: Unit, name: str) -> Seat:

@@ -252,6 +252,47 @@ def test_short_requests_beside_a_long_one_are_no_more_than_the_parts_will_hold()
     core.gateway.check_integrity()
 
 
+def test_no_queue_is_brought_into_a_group_that_is_to_be_made() -> None:
+    """Else the group would take it all at once, and not part before that has ended."""
+    core = Cluster("w0", "w1")
+    running = [core.ask(name, 90) for name in ("a", "b")]
+    queued = [core.ask(name, 50) for name in ("c", "d")]
+    for flight in running:
+        core.sent(flight)
+    for flight in queued:
+        core.sent(flight, begun=False)
+    assert workers_of([*running, *queued]) == ["w0", "w1", "w0", "w1"]
+    core.written()
+    core.now += 1
+    long = core.ask("long", 400)
+    core.now += 1
+    later = core.ask("later", 50)
+    core.poll()
+    assert workers_of([*running, *queued, later, long]) == ["w0", "w1", None, None, None, None]
+    assert core.cancels() == [(["c"], 1), (["d"], 1)]
+    assert [one.request_id for one in core.delivery.table.waiting.values()] == ["c", "d", "long", "later"]
+    core.deliver(running[0], [], finish="length")
+    core.poll()
+    assert workers_of([*queued, later]) == ["w0", "w0", None]  # first come, first served
+    core.gateway.check_integrity()
+    core.cluster.parts_groups = False  # nothing forms by itself: why wait
+    core.poll()
+    assert None not in workers_of([*queued, later])
+    assert (queued[0].attempt, queued[0].strikes, queued[0].deadline) == (2, 0, queued[0].arrived + 60)
+
+
+def test_what_waits_at_a_member_beyond_what_it_can_take_along_comes_back() -> None:
+    core = Cluster()
+    flights = [core.ask(str(i), 30) for i in range(20)]
+    for i, flight in enumerate(flights):
+        core.sent(flight, begun=i < 4)
+    core.group(*FOUR)
+    core.poll()  # at each 1 token of one that runs, 120 of four that wait: 100 it could take along
+    assert [one.request_id for one in core.delivery.table.for_parts] == ["16", "17", "18", "19"]
+    assert workers_of(flights[:16]) == [*FOUR] * 4 and workers_of(flights[16:]) == [None] * 4
+    core.gateway.check_integrity()
+
+
 def test_a_last_chance_is_had_alone_in_the_whole_group() -> None:
     """All members make the step that kills one."""
     core = Cluster(max_attempts=2)

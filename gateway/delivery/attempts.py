@@ -73,10 +73,23 @@ class Attempts:
 
     def place_waiting(self) -> None:
         """There may be new instances, or old ones in another shape."""
+        for model in self._cluster.known_models():
+            for flight in self._placement.to_recall(model):
+                self._recall(flight)
         for flight in list(self._table.waiting.values()):
             if self._table.has(flight):
                 flight.refused_by = frozenset()
                 self._place(flight)
+
+    def _recall(self, flight: Flight) -> None:
+        """It waits there, and is to wait here."""
+        target = flight.target
+        assert target is not None
+        self._outbox.cancel(target.worker, target.epoch, [flight.request_id], up_to_attempt=flight.attempt)
+        self._stats.of(flight.model).replays["recalled"] += 1
+        flight.was_recalled = True
+        self._table.unassign(flight)
+        self._table.wait(flight, self._table.for_parts)
 
     def below_floor(self, flight: Flight) -> None:
         """Its instance has layers below the precision it asks for, and did not begin it. Elsewhere then, or

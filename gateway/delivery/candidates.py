@@ -56,6 +56,7 @@ class Candidates:
             is_below=worker.target in refused_by,
             low_tokens=max_tokens,
             free_tokens=_free_tokens(worker, [worker], max_tokens),
+            parts=self._cluster.parts_groups and bool(card.tokens_at),
         )
         return alone if card.tp == 1 else self._group(alone, worker, refused_by)
 
@@ -76,7 +77,6 @@ class Candidates:
             low_tokens=usual_tokens,
             free_tokens=_free_tokens(leading, members, leader.max_tokens),
             stays=any(_longest(one) > usual_tokens for one in members) or not cluster.parts_groups,
-            parts=cluster.parts_groups and bool(ready.card.tokens_at),
             seats=tuple(_seat(one, usual_tokens, home_tokens) for one in members),
         )
 

@@ -23,7 +23,9 @@ rank  a short request goes to the least loaded of the first rank that is not emp
 *Room at home*: everyone plans its own in a group, too, so a request goes to one of its members (`member_for`)
 and stays with it when the group parts. While no member has more short requests than it could hold alone, the
 group can part in the moment in which its last long one ends; what is above waits here meanwhile. Without
-that a group which every worker is needed for, and which gets less done than comes, never parted again.
+that a group which every worker is needed for, and which gets less done than comes, never parted again. For
+the same reason no queue is brought into a group: while a long request waits for one to be made, short ones
+wait here for room (`Parting`), and those that wait at a worker come back (`crowded`).
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Candidate:
     low_tokens: int = 0  # what one sequence may have at the lowest degree; 0: as `max_tokens`
     free_tokens: float | None = None  # less what this gateway sent since; None: no fresh metric
     stays: bool = True  # of a group: it does not part soon (a long request, or nothing parts by itself)
-    parts: bool = True  # of a group: by itself, without a long request
+    parts: bool = True  # groups form by themselves, and part without a long request
     seats: tuple[Seat, ...] = ()  # of a group: its members that take requests
 
 
@@ -127,6 +129,7 @@ def choose(
     num_tokens: int,
     floor: Precision | Literal[""] = "",
     reserved_tokens: int = 0,
+    long_tokens: int = 0,
 ) -> Found | None:
     """The least loaded instance that can hold `num_tokens`, of the rank above for a short request, of the
     groups with room for a long one: first where another long one runs, so that other groups can part. Of
@@ -134,7 +137,7 @@ def choose(
 
     With a `floor` only those whose layers are all known to keep it, or else may keep it: a worker refuses
     what it must not run. `reserved_tokens`: what the longest request needs that came before and waits for a
-    group.
+    group; `long_tokens`: what the first needs that waits for one, whenever it came.
     """
     there = list(candidates)
     if not there:
@@ -153,7 +156,10 @@ def choose(
         is_reserved = best.tp > 1 and 0 < reserved_tokens <= best.max_tokens
         if is_reserved and not _has_room(best, num_tokens + reserved_tokens):
             return Behind()
-        return Parting(best) if _keeps_from_parting(best, num_tokens, reserved_tokens) else best
+        rank = _rank(best, num_tokens, reserved_tokens)
+        if best.tp == 1:
+            return Parting(best) if rank == 2 and _is_to_form(there, long_tokens) else best
+        return Parting(best) if best.parts and rank >= 4 else best
     roomy = [candidate for candidate in keeping if _has_room(candidate, num_tokens)]
     if not roomy:
         return NoRoom()
@@ -171,9 +177,31 @@ def member_for(chosen: Candidate, num_tokens: int) -> Candidate | Seat:
     )
 
 
+def crowded(candidates: Sequence[Candidate], long_tokens: int) -> list[Seat]:
+    """Who has more of short requests than it could take along when a group parts, or than it has KV for where
+    a group is to be made. `long_tokens`: what the first long request needs that waits; 0: none does."""
+    seats = [seat for one in candidates if one.parts for seat in one.seats]
+    if _is_to_form(candidates, long_tokens):
+        seats += [_alone(one) for one in candidates if not one.seats]
+    return [seat for seat in seats if seat.short_tokens > seat.home_tokens]
+
+
+def _alone(one: Candidate) -> Seat:
+    taken = 0.0 if one.free_tokens is None else one.max_tokens - one.free_tokens
+    return Seat(
+        one.instance,
+        one.worker,
+        one.epoch,
+        one.num_measured,
+        one.num_own,
+        one.num_own_since,
+        short_tokens=taken,
+        home_tokens=one.max_tokens,
+    )
+
+
 def num_to_recall(seat: Seat, queued_tokens: Sequence[int]) -> int:
-    """How many of the short requests that wait at this member, the latest last, must wait here instead, so
-    that it has no more than it can take along. They were sent to it when it was alone."""
+    """How many of the short requests that wait there, the latest last, must wait here instead."""
     over, count = seat.short_tokens - seat.home_tokens, 0
     for tokens in reversed(queued_tokens):
         if over <= 0:
@@ -193,8 +221,9 @@ def _rank(candidate: Candidate, num_tokens: int, reserved_tokens: int) -> int:
     return 3 if is_home else 5
 
 
-def _keeps_from_parting(candidate: Candidate, num_tokens: int, reserved_tokens: int) -> bool:
-    return candidate.tp > 1 and candidate.parts and _rank(candidate, num_tokens, reserved_tokens) >= 4
+def _is_to_form(candidates: Iterable[Candidate], long_tokens: int) -> bool:
+    """Whether a long request waits that only another group than there is now can hold."""
+    return all(one.parts and one.max_tokens < long_tokens for one in candidates)
 
 
 def _has_room(candidate: Candidate, num_tokens: int) -> bool:

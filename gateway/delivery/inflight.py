@@ -60,6 +60,7 @@ class Flight:
     waits_for_precision: bool = True  # for an instance that keeps it, until the deadline; else: a refusal
     refused_by: frozenset[Target] = frozenset()  # below min_precision, by their own word, since the last look
     misfits: int = 0  # times a worker found that its KV cache cannot hold it, whatever we believed
+    was_recalled: bool = False  # from a worker where it waited
     received: list[int] = field(default_factory=list)
     attempt: int = 0
     strikes: int = 0

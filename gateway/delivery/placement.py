@@ -22,15 +22,17 @@ from gateway.delivery.dispatch import (
     Parting,
     Seat,
     choose,
+    crowded,
     is_long,
     member_for,
+    num_to_recall,
 )
 from gateway.delivery.inflight import Flight, InFlight, Target
 from gateway.delivery.outbox import Outbox
 from gateway.errors import below_floor, too_long
 
-# Requests wait for a group to part, or for a seat in it; when so long none of them got one, the next one
-# that has waited so long goes to the group anyway.
+# Short requests wait for a group to part, or for a seat in it; where none has got a place for so long, those
+# that have waited so long go to the group anyway.
 PART_PATIENCE_S = 30.0
 
 Found = Candidate | BelowFloor | NoRoom | Parting
@@ -53,17 +55,23 @@ class Placement:
         self._table = table
         self._outbox = outbox
         self._clock = clock
-        self._seated_s: dict[str, float] = {}  # model -> when a short request got a seat in a group
+        self._placed_s: dict[str, float] = {}  # model -> when a short request got a place last
 
     def find(self, flight: Flight) -> Found | None:
         """Where it should run; None while there is nowhere. Raises ApiError: 400 where no shape of the
         cluster holds it, 503 where it would not wait for its precision and has not begun."""
         candidates = self._candidates(flight)
-        found = choose(candidates, flight.num_tokens, flight.min_precision, self._reserved_tokens(flight))
+        found = choose(
+            candidates,
+            flight.num_tokens,
+            flight.min_precision,
+            self._reserved_tokens(flight),
+            self._long_tokens(flight.model),
+        )
         if isinstance(found, Behind):
             return None
         if isinstance(found, Parting):
-            since_s = max(flight.arrived, self._seated_s.get(flight.model, flight.arrived))
+            since_s = max(flight.arrived, self._placed_s.get(flight.model, flight.arrived))
             return found if self._clock() < since_s + PART_PATIENCE_S else found.candidate
         if isinstance(found, NoneFits):
             limit = max(found.limit, self._cluster.longest_tokens(flight.model, self._clock()))
@@ -73,18 +81,31 @@ class Placement:
         is_long_here = bool(candidates) and is_long(candidates, flight.num_tokens)
         if is_long_here and self._is_behind(flight, self._table.for_room.first(flight.model)):
             return NoRoom()
-        if not is_long_here and isinstance(found, Candidate) and found.tp > 1 and found.parts:
-            first = self._table.for_parts.first(flight.model)
-            return Parting(found) if self._is_behind(flight, first) else found
+        if not is_long_here and isinstance(found, Candidate) and found.parts:
+            if self._is_behind(flight, self._table.for_parts.first(flight.model)):
+                return Parting(found)
+            self._placed_s[flight.model] = self._clock()
         if isinstance(found, BelowFloor) and not (flight.waits_for_precision or flight.was_admitted):
             raise below_floor(flight.model, flight.min_precision)
+        return found
+
+    def to_recall(self, model: str) -> list[Flight]:
+        """Short ones that wait at workers and should wait here, so that a group can part, or be made. Each
+        once: after that it is here for long, or was sent for want of patience."""
+        found = []
+        candidates = self.candidates(model)
+        for seat in crowded(candidates, self._long_tokens(model)):
+            there = self._table.at_target(_target(seat))
+            waiting = [one for one in there if one.is_sent and not one.is_running and not one.was_recalled]
+            short = [one for one in waiting if not is_long(candidates, one.num_tokens)]
+            queued = sorted(short, key=lambda one: one.arrived)
+            count = num_to_recall(seat, [one.num_tokens for one in queued])
+            found += queued[len(queued) - count :]
         return found
 
     def send(self, flight: Flight, to: Candidate) -> None:
         """A new attempt at `to`, or at a member of it."""
         place = member_for(to, flight.num_tokens)
-        if isinstance(place, Seat) and place.is_home(flight.num_tokens):
-            self._seated_s[flight.model] = self._clock()
         self._table.assign(flight, _target(place))
         self._outbox.submit(flight)
 
@@ -102,6 +123,10 @@ class Placement:
         """For those that came before it."""
         waiting = self._table.for_room.of(flight.model)
         return max((one.num_tokens for one in waiting if one.arrived < flight.arrived), default=0)
+
+    def _long_tokens(self, model: str) -> int:
+        first = self._table.for_room.first(model)
+        return first.num_tokens if first else 0
 
     @staticmethod
     def _is_behind(flight: Flight, first: Flight | None) -> bool:
