@@ -17,7 +17,7 @@ export function startAsk() {
   view.prompt = field("Prompt", h("textarea", { rows: 4, value: "def read_lines(path):\n    " }), "Ctrl Enter sends");
   view.length = field("Tokens", number({ min: 1, step: 1, value: "128" }));
   view.heat = field("Temperature", number({ min: 0, max: 2, value: "0" }));
-  view.floor = field("At least", select([["", "any precision"], ["full", "full"], ["int8", "int8"], ["int4", "int4"]]));
+  view.floor = field("At least", select([["", "any"], ["full", "full"], ["int8", "int8"], ["int4", "int4"]]));
   view.go = h("button.primary", { type: "submit" }, "Send");
   view.stop = h("button.quiet", { type: "button", hidden: true, onclick: () => view.abort?.abort() }, "Stop");
   view.told = notice();

@@ -65,7 +65,7 @@ export class Chart {
       cursor: { sync: { key: sync.key }, drag: { x: false, y: false }, y: false, points: { size: 6 } },
       scales: { x: { time: true, range: () => [this.from, this.to] }, y: { range: (_, low, high) => this.#range(high) } },
       axes: [
-        { ...common, space: 70, size: 22, gap: 2, values: (_, at) => at.map((one) => clockOf(one)) },
+        { ...common, space: 70, size: 25, gap: 7, values: (_, at) => at.map((one) => clockOf(one)) },
         { ...common, space: 28, size: 48, gap: 4, values: (_, all) => all.map((one) => this.spec.unit(one)) },
       ],
       series: [{}, ...this.spec.series.map((one) => this.#series(one))],

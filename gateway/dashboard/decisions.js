@@ -1,5 +1,7 @@
 // From a stream of events to decisions: what was decided, on what it saw, and what became of it. Pure.
 
+import { isReport } from "./store.js";
+
 const FAILED = new Set(["failed", "conflict", "stale", "deferred"]);
 const TONES = {
   worker_lost: "bad", dead_letter: "bad", bus_restarted: "bad", request_replayed: "bad", epoch_changed: "bad",
@@ -29,8 +31,6 @@ export function decisionsOf(events) {
   }
   return [...found.values()].sort((a, b) => a.at - b.at);
 }
-
-const isReport = (event) => "target" in event && "state" in event;
 
 function addReport(found, report) {
   const decision = found.get(report.id) ?? blank(report.id, report.started ?? report.at, report.target);

@@ -182,7 +182,7 @@ function drawLayers(strip, worker, instance, index, morphs) {
   const travelling = morphs.find((morph) => morph.kind === "transform" && morph.numbers?.layers);
   const travel = travelling && { done: travelling.numbers.layers_done, layers: travelling.numbers.layers };
   const at = travelling ? travelling.workers.indexOf(worker.id) : -1;
-  strip.update(instance, layersOf(instance), at >= 0 ? at : index, pending, travel, worker);
+  strip.update(instance, layersOf(instance, travelling), at >= 0 ? at : index, pending, travel, worker);
 }
 
 function drawPages(device, worker, instance) {

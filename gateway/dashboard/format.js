@@ -50,7 +50,7 @@ export function age(elapsed) {
 
 /** A number of an event or a report, by what its name says of its unit. */
 export function named(name, value) {
-  if (typeof value !== "number") return String(value);
+  if (typeof value !== "number" || /(epoch|revision)$/.test(name)) return String(value);
   if (/(_s|seconds)$/.test(name) || /seconds_p\d+$/.test(name)) return seconds(value);
   if (/bytes_per_s$/.test(name)) return `${bytes(value)}/s`;
   if (/bytes/.test(name)) return bytes(value);

@@ -4,7 +4,7 @@ import { $, attribute, h, text } from "./dom.js";
 import { age, count, seconds, share } from "./format.js";
 import { store } from "./store.js";
 
-const OLD_METRICS_S = 15; // the monitor writes every ten seconds at least
+const OLD_METRICS_S = 20; // the monitor writes every ten seconds at least
 
 const link = { isLive: false, goneSince: null, why: "", retryAt: 0 };
 
@@ -39,10 +39,11 @@ function goneWords() {
   return wait > 0 ? `${what} · trying again in ${wait} s` : `${what} · trying again`;
 }
 
-const metricsAge = () => {
-  const { metrics } = store.state ?? {};
-  return metrics?.at_ms ? store.now() - metrics.at_ms / 1000 : null;
-};
+/** Since the monitor was last heard: in the state, which is told when something changes, or by a moment. */
+function metricsAge() {
+  const told = Math.max((store.state?.metrics?.at_ms ?? 0) / 1000, store.moments.at(-1)?.at ?? 0);
+  return told ? store.now() - told : null;
+}
 
 const isOld = () => Boolean(store.state) && (metricsAge() === null || metricsAge() > OLD_METRICS_S);
 

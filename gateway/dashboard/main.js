@@ -47,8 +47,8 @@ follow({
     redraw("time");
   },
   event(event) {
-    store.addEvent(event);
-    redraw("time");
+    redraw("state");
+    if (store.addEvent(event)) redraw("time");
     if (event.target && event.state !== "running") say(`${event.kind} of ${event.target}: ${event.state} ${event.reason ?? ""}`);
   },
   live() {

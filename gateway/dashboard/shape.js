@@ -36,12 +36,16 @@ export function progressOf(morph) {
   return typeof morph.progress === "number" ? morph.progress : null;
 }
 
-/** Of every layer {attention, ffn, tp, fill: {attention, ffn}}: the fill is its share of a whole full half. */
-export function layersOf(instance) {
+/**
+ * Of every layer {attention, ffn, tp, fill: {attention, ffn}}: the fill is its share of a whole full half.
+ * travelling: a transform under way, whose last report may be newer than the instance's picture.
+ */
+export function layersOf(instance, travelling = null) {
   const sizes = instance.layer_pages ?? {};
   const ratio = (precision) => (sizes.full && sizes[precision] ? sizes[precision] / sizes.full : 1);
   return (instance.layers ?? []).map((layer, index) => {
-    const tp = instance.layer_tp?.[index] ?? instance.tp;
+    const { layers: all, layers_done: done, tp_before: before, tp_after: after } = travelling?.numbers ?? {};
+    const tp = all ? (index < all - done ? before : after) : instance.layer_tp?.[index] ?? instance.tp;
     return {
       ...layer,
       tp,

@@ -25,7 +25,8 @@ export const store = {
 
   recall(history) {
     this.moments = [...history.moments];
-    this.events = history.events.map(timed);
+    this.events = [];
+    history.events.forEach((event) => keep(timed(event)));
     this.forget();
   },
 
@@ -35,9 +36,12 @@ export const store = {
     this.forget();
   },
 
+  /** False: it only tells how far a morph is that was known to run. */
   addEvent(event) {
-    this.events.push(timed(event));
+    const isNew = keep(timed(event));
+    if (isReport(event) && event.state === "running") getOn(event);
     this.forget();
+    return isNew;
   },
 
   forget() {
@@ -48,6 +52,25 @@ export const store = {
     if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
   },
 };
+
+/** Of a morph only the last report counts. */
+function keep(event) {
+  const at = isReport(event) ? store.events.findLastIndex((one) => isReport(one) && one.id === event.id) : -1;
+  if (at < 0) store.events.push(event);
+  else store.events[at] = event;
+  return at < 0 || event.state !== "running";
+}
+
+/** Reports come as they are made, pictures twice a second at most. An end waits for the picture that shows it. */
+function getOn(report) {
+  const morphs = store.state?.morphs;
+  const at = morphs?.findIndex(({ id }) => id === report.id) ?? -1;
+  if (at < 0) {
+    if (morphs && report.kind !== "morph") morphs.push(report);
+  } else if (morphs[at].state === "running") morphs[at] = { ...morphs[at], ...report, kind: morphs[at].kind };
+}
+
+export const isReport = (event) => "target" in event && "state" in event;
 
 function drop(list, oldest) {
   let num = 0;

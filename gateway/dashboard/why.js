@@ -6,19 +6,20 @@ import { age, clock, named, seconds, words } from "./format.js";
 
 const SHOWN = 60; // rows of the list
 
-const view = { decisions: [], chosen: null, pointed: null, marks: new Map(), rows: new Map(), from: 0, to: 1, onPoint: () => {} };
+const view = { decisions: [], chosen: null, isFollowing: true, pointed: null, marks: new Map(), rows: new Map(), from: 0, to: 1, onPoint: () => {} };
 
 /** `onPoint(decision or null)`: somebody points at it, here or by keyboard. */
 export function startWhy(onPoint) {
   view.onPoint = onPoint;
-  const lane = $("lane");
-  lane.addEventListener("keydown", (event) => step(event, view.decisions, view.marks));
+  $("lane").addEventListener("keydown", (event) => step(event, view.decisions, view.marks));
   $("decisions").addEventListener("keydown", (event) => step(event, [...view.decisions].reverse(), view.rows));
+  document.addEventListener("keydown", ({ key }) => key === "Escape" && pointAt(null));
 }
 
 export function drawWhy(decisions, from, to) {
   view.decisions = decisions;
-  if (!decisions.some(({ id }) => id === view.chosen)) view.chosen = decisions.at(-1)?.id ?? null;
+  if (!decisions.some(({ id }) => id === view.chosen)) view.isFollowing = true; // it is forgotten
+  if (view.isFollowing) view.chosen = decisions.at(-1)?.id ?? null;
   if (!decisions.some(({ id }) => id === view.pointed)) view.pointed = null;
   children($("lane"), decisions.map((decision) => drawMark(decision, from, to)));
   children($("decisions"), decisions.slice(-SHOWN).reverse().map((decision) => drawRow(decision, to)));
@@ -43,6 +44,7 @@ export function pointAt(id) {
 
 function choose(id) {
   view.chosen = id;
+  view.isFollowing = id === view.decisions.at(-1)?.id;
   pointAt(id);
 }
 

@@ -314,3 +314,34 @@ def test_hours_of_feed_leave_no_more_behind_than_a_quarter_of_one(fake: Fake, op
     )
     assert sizes[0] == 0
     assert sizes[1] <= 600
+
+
+def test_pages_of_every_kind_add_up_to_the_budget(fake: Fake, open_page: OpenPage) -> None:
+    """Also where another model lies on the device, and where a worker tells of no ranges."""
+    page = open_page(fake.url)
+    worker, instance = fake.state()["workers"][0], fake.instances[0].as_json()
+    other = {
+        "owner": "else@w0",
+        "kind": "weights",
+        "layer": 0,
+        "part": "ffn",
+        "precision": "full",
+        "pages": 100,
+    }
+    with_other = worker | {
+        "ranges": [*worker["ranges"], other],
+        "pages": worker["pages"] | {"weights": worker["pages"]["weights"] + 100, "budget": 1700},
+    }
+    for told in (worker, with_other, worker | {"ranges": []}):
+        by = page.evaluate(
+            """async ([worker, instance]) => {
+                const { segments, cells } = await import("/dashboard/shape.js");
+                const list = segments(worker, instance);
+                return [list.map((one) => [one.kind, one.pages]), cells(list, 90)];
+            }""",
+            [told, instance],
+        )
+        pages = {kind: sum(num for name, num in by[0] if name == kind) for kind, _ in by[0]}
+        assert round(sum(pages.values())) == told["pages"]["budget"]
+        assert set(by[1]) == set(pages)  # what is there is seen
+        assert pages.get("other", 0) == (100 if told is with_other else 0)
