@@ -126,8 +126,12 @@ class Morphing:
 
 
 @pytest.fixture(scope="module")
-def host_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("host")
+def host_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Held by one of its own, so that the variants are made once and not for each test."""
+    folder = tmp_path_factory.mktemp("host")
+    holder = Morphing(folder)
+    yield folder
+    holder.close()
 
 
 @pytest.fixture
