@@ -86,3 +86,15 @@ def test_shapes_beat_round_robin_and_least_load_first_where_long_requests_meet()
 
     ours = tokens(Ours(Policy()))
     assert ours > 1.1 * tokens(RoundRobin(Policy())) and ours > 1.1 * tokens(LeastLoad(Policy()))
+
+
+def test_a_group_that_every_worker_is_needed_for_parts_under_load() -> None:
+    """More comes than it gets done, so it is never empty; four workers alone get more done than comes."""
+    cluster = Cluster(Ours(Policy()), (1,) * 4)
+    requests = [short(i, i * 1.0) for i in range(240)]
+    cluster.run([*requests, long(240, 20.0, 64)], 240)
+    assert cluster.num_transforms == {"up": 1, "down": 1}
+    assert [unit.tp for unit in cluster.units.values()] == [1] * 4
+    assert sum(groups for _, _, groups in cluster.rates) / len(cluster.rates) < 0.6
+    homes = [sum(one.home == f"w{i}" for one in requests) for i in range(4)]
+    assert max(homes) - min(homes) <= 12
