@@ -12,7 +12,14 @@ import pytest
 from rich.console import Console
 
 from instar.replay import files, plots
-from instar.replay.card import card, comparison, differing_loads, lateness_text, precision_text
+from instar.replay.card import (
+    card,
+    comparison,
+    differing_loads,
+    lateness_text,
+    precision_text,
+    tokens_by_precision,
+)
 from instar.replay.command import bench
 from instar.replay.files import RunFile
 from instar.replay.observer import counters
@@ -118,6 +125,14 @@ def test_the_card_says_it_all() -> None:
         assert told in shown, shown
 
 
+def test_the_server_s_own_counters_tell_tokens_by_precision() -> None:
+    name = 'instar_generation_tokens_by_precision_total{{model_name="demo",precision="{}"}}'
+    assert tokens_by_precision({name.format("full"): 30.0, name.format("int4"): 10.0, "other": 5.0}) == (
+        "full 75.0%, int4 25.0%"
+    )
+    assert tokens_by_precision({name.format("full"): 0.0}) == tokens_by_precision({}) == ""
+
+
 def test_another_s_server_has_no_queue_and_no_shape_on_its_card() -> None:
     shown = text_of(card(run_file([outcome(0, 0.0, spans=[], prompt_tokens=23)], observed=False)))
     assert "queue" not in shown and "morphs" not in shown and "precision" not in shown
@@ -144,16 +159,21 @@ def test_a_file_gives_the_numbers_of_its_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.slow  # matplotlib takes seconds
-def test_a_picture_is_the_same_whenever_it_is_drawn(tmp_path: Path) -> None:
-    files.write(tmp_path, run_file(mixed()))
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_a_picture_is_the_same_whenever_it_is_drawn(tmp_path: Path, names: str) -> None:
+    runs = [run_file(mixed(), name, observed=name != "b") for name in names]
     drawn = []
     for name in ("a.png", "b.png"):
-        plots.draw([files.read(tmp_path)], tmp_path / name)
+        plots.draw(runs, tmp_path / name)
         drawn.append((tmp_path / name).read_bytes())
     assert drawn[0] == drawn[1] and drawn[0].startswith(b"\x89PNG")
 
 
-def test_several_runs_are_laid_over_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_laid_over_one_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[list[str], Path]] = []
+    monkeypatch.setattr(plots, "draw", lambda runs, path: drawn.append(([run.name for run in runs], path)))
     for name, outcomes in {"full": mixed(), "int4": mixed()[:6], "other": mixed()}.items():
         run = run_file(outcomes, name, observed=name != "other", arrivals_sha256=name[:1])
         (tmp_path / name).mkdir()
@@ -161,7 +181,7 @@ def test_several_runs_are_laid_over_one_another(tmp_path: Path, capsys: pytest.C
     folders = [str(tmp_path / name) for name in ("full", "int4", "other")]
     assert bench(None, flags("plot", *folders, "--out", str(tmp_path))) == 0  # type: ignore[arg-type]
     told = capsys.readouterr()
-    assert (tmp_path / "compare.png").exists()
+    assert drawn == [(["full", "int4", "other"], tmp_path / "compare.png")]
     for row in ("full", "int4", "TTFT p95, s", "22.2%", "goodput, requests/s"):
         assert row in told.out
     assert "these runs had different loads" in told.err

@@ -20,10 +20,10 @@ from instar.replay import files
 from instar.replay.command import run_of
 from instar.replay.files import RunFile
 from instar.replay.generator import Generator
-from instar.replay.outcomes import NOT_SENT, UNFINISHED, outcome_of
+from instar.replay.outcomes import INTERRUPTED, NOT_SENT, UNFINISHED, outcome_of
 from instar.replay.problems import BenchProblem, ServerProblem
 from instar.replay.requests import DIALECTS, Dialect, bodies, find_dialect
-from instar.replay.statistics import LATE_S
+from instar.replay.statistics import LATE_S, Slo, summary
 from instar.replay.traces import Arrival, Shaping, load
 from instar.replay.wire import Server
 from tests.gateway_harness import Gate
@@ -49,7 +49,8 @@ async def test_a_trace_is_replayed_against_a_gateway_with_exact_lengths(gate: Ga
     assert [(one.prompt_tokens, one.output_tokens, one.finish) for one in run.outcomes] == [
         (one.prompt_tokens, one.output_tokens, "length") for one in trace.arrivals
     ]
-    sent = [len(submit.prompt_token_ids) for submit in gate.worker.submits[1:]]  # the first was a trial
+    first = [submit for submit in gate.worker.submits if submit.attempt == 1]
+    sent = [len(submit.prompt_token_ids) for submit in first[1:]]  # one was a trial
     assert sorted(sent) == sorted(one.prompt_tokens for one in trace.arrivals)
     found = run.summary
     assert found["ttft_s"]["count"] == found["queue_s"]["count"] == len(trace.arrivals)
@@ -113,17 +114,20 @@ async def test_a_server_that_went_away_is_counted() -> None:
 
 
 async def test_a_replay_that_is_cancelled_tells_of_each_request_what_became_of_it() -> None:
-    arrivals = [Arrival(at_s, 4, 4) for at_s in (0.0, 0.0, 60.0)]
-    async with stub(lambda _: (200, events(4))) as server:
+    arrivals = [Arrival(0.0, 4, 4), Arrival(0.0, 4, 4), Arrival(0.1, 4, 500), Arrival(60.0, 4, 4)]
+    async with stub(lambda body: (200, events(body["max_tokens"])), pause_s=0.01) as server:
         made = bodies(arrivals, "m", Dialect(), 0)
         generator = Generator(Server.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
         task = asyncio.create_task(generator.replay())
-        while generator.run.num_served < 2:
+        while generator.run.num_served < 2 or generator.run.num_sent < 3:
             await asyncio.sleep(0.01)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    assert [one.error for one in generator.run.outcomes] == ["", "", NOT_SENT]
+    outcomes = generator.run.outcomes
+    assert [one.error for one in outcomes] == ["", "", INTERRUPTED, NOT_SENT]
+    found = summary(outcomes, Slo(60.0, 60.0), tells_queue=False)
+    assert found["requests"] == 2 and found["violations"]["either"]["count"] == 0
 
 
 @pytest.mark.parametrize(

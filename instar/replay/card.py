@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from instar.replay.statistics import LATE_S, share_at_full
 ABSENT: Final = "-"  # not told, which is not zero
 LATENCIES: Final = {"TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s", "queue": "queue_s"}
 COLUMNS: Final = ("mean", "p50", "p95", "p99")
+_PRECISION: Final = re.compile(r'^instar_generation_tokens_by_precision_total\{.*precision="([^"]*)"')
 
 
 def card(run: RunFile) -> RenderableType:
@@ -72,6 +74,8 @@ def _lines(run: RunFile, found: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(
             ("prompts", f"{became['asked']} tokens asked for, {became['became']} as the server counts")
         )
+    if by_precision := tokens_by_precision(run.observed.get("counted", {})):
+        lines.append(("tokens", by_precision))
     return lines + [("note", note) for note in run.about.get("notes", [])]
 
 
@@ -102,6 +106,16 @@ def precision_text(tokens: dict[str, int]) -> str:
     below = [(count, layers) for layers, count in tokens.items() if layers != "0"]
     told = [f"{share_at_full(tokens):.1%} of tokens with all layers at full precision"]
     return ", ".join(told + [f"{count / total:.1%} with {layers} below" for count, layers in below])
+
+
+def tokens_by_precision(counted: dict[str, float]) -> str:
+    """Of the server's own counters: `full 91.0%, int4 9.0%`; "" where it has none, or nothing was counted."""
+    found: dict[str, float] = {}
+    for name, value in counted.items():
+        if precision := _PRECISION.search(name):
+            found[precision[1]] = found.get(precision[1], 0.0) + value
+    total = sum(found.values())
+    return ", ".join(f"{name} {value / total:.1%}" for name, value in found.items()) if total else ""
 
 
 def observed_lines(observed: dict[str, Any]) -> list[tuple[str, str]]:

@@ -111,7 +111,7 @@ async def run_of(settings: Settings, args: argparse.Namespace, trace: Trace) -> 
     models = await models_of(server)
     model = args.served or (models[0]["id"] if models else None)
     if model is None:
-        raise BenchProblem(f"{url} serves no model yet")
+        raise ServerProblem(f"{url} serves no model yet")
     ids = args.token_ids or IDS
     dialect, said = await find_dialect(server, model, ids)
     notes = [*trace.notes, *_notes(trace, dialect, said, _context_of(models, model))]
@@ -127,6 +127,10 @@ async def run_of(settings: Settings, args: argparse.Namespace, trace: Trace) -> 
     if why_blind:
         notes.append(f"of the server: {why_blind}")
     was_interrupted = await _go(generator, None if why_blind else observer, trace)
+    if was_interrupted:
+        notes.append(
+            f"interrupted after {generator.run.now_s:.1f} s; what ran then or was not due is left out"
+        )
     about = {
         "name": args.out.name if args.out else Path(trace.source).stem,
         "source": trace.source,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from instar.replay.outcomes import (
+    INTERRUPTED,
     NOT_SENT,
     UNFINISHED,
     Outcome,
@@ -75,6 +76,7 @@ class Generator:
         self._drain_s = drain_s
         self._name = name
         self._open: dict[asyncio.Task[None], Exchange] = {}
+        self._why_given_up = ""
 
     async def replay(self) -> None:
         """Returns when all have ended, or drain_s after the last was due. Cancelled it stops where it is; in
@@ -86,8 +88,10 @@ class Generator:
         with _priority():
             try:
                 await self._send_all()
-            finally:
-                await self._give_up()
+            except asyncio.CancelledError:
+                await self._give_up(INTERRUPTED)
+                raise
+            await self._give_up(UNFINISHED)
 
     async def _send_all(self) -> None:
         for outcome in self.run.outcomes:
@@ -99,7 +103,8 @@ class Generator:
         if self._open:
             await asyncio.wait(list(self._open), timeout=LEAD_S + self._drain_s)
 
-    async def _give_up(self) -> None:
+    async def _give_up(self, why: str) -> None:
+        self._why_given_up = why
         left = list(self._open)
         for task in left:
             task.cancel()
@@ -132,7 +137,7 @@ class Generator:
                 await exchange.ended
                 problem = exchange.problem
             except asyncio.CancelledError:
-                problem = UNFINISHED
+                problem = self._why_given_up
             self.run.num_open -= 1
             self._conclude(outcome, exchange, problem)
         finally:

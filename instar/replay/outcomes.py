@@ -9,7 +9,8 @@ import msgspec
 
 KEPT_BYTES: Final = 65536  # of a stream's end: finish reason, usage, error and spans of precision are there
 DIGITS: Final = 6  # of seconds, in run.json
-NOT_SENT: Final = "not sent"  # the run ended before it was due
+NOT_SENT: Final = "not sent"  # the run was interrupted before it was due
+INTERRUPTED: Final = "interrupted"  # and while it ran
 UNFINISHED: Final = "unfinished"
 CUT: Final = "stream ended early"  # without a finish reason: clients of OpenAI take that for success
 LOST: Final = "connection lost"
@@ -44,6 +45,11 @@ class Outcome:
             for name, value in asdict(self).items()
         }
         return rounded | {"spans": [list(span) for span in self.spans]}
+
+    @property
+    def counts(self) -> bool:
+        """Not what an interrupted run left: that says nothing of the server."""
+        return self.error not in (NOT_SENT, INTERRUPTED)
 
     @property
     def is_served(self) -> bool:

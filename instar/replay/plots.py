@@ -68,7 +68,7 @@ def _arrivals(axes: Any, run: RunFile, colour: str, *, is_first: bool) -> None:
         due = [one.due_s for one in run.outcomes]
         axes.hist(due, bins=range(int(max(due)) + 2), color="grey", alpha=0.6)
         axes.set_title(run.about["source"], fontsize=10)
-    lost = [one.due_s for one in run.outcomes if one.error]
+    lost = [one.due_s for one in run.outcomes if one.error and one.counts]
     axes.plot(lost, [0] * len(lost), "x", color=colour, markersize=4)
 
 
@@ -84,13 +84,12 @@ def _first_tokens(axes: Any, run: RunFile, colour: str) -> None:
 
 
 def _shares(axes: Any, run: RunFile, colour: str) -> None:
-    """Of all that were sent: a curve that ends below 1 had errors."""
-    num = len(run.outcomes)
-    for values, style in (
-        ([one.ttft_s for one in run.outcomes if one.is_served], "-"),
-        ([one.tpot_s for one in run.outcomes if one.is_served], "--"),
-    ):
-        found = sorted(value for value in values if value)
+    """Of those that had one, and those that failed: a curve that ends below 1 had errors."""
+    served = [one for one in run.outcomes if one.is_served]
+    num_failed = sum(one.counts and not one.is_served for one in run.outcomes)
+    for values, style in (([one.ttft_s for one in served], "-"), ([one.tpot_s for one in served], "--")):
+        found = sorted(value for value in values if value is not None)
+        num = len(found) + num_failed
         axes.step(found, [(i + 1) / num for i in range(len(found))], style, where="post", color=colour)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from instar.replay.outcomes import NOT_SENT, Outcome
+from instar.replay.outcomes import Outcome
 
 PERCENTS: Final = (50, 95, 99)
 LATE_S: Final = 0.005  # the bar for this process's own lateness, at P99
@@ -57,7 +57,7 @@ def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
 
 def summary(outcomes: Sequence[Outcome], slo: Slo, *, tells_queue: bool) -> dict[str, Any]:
     """`tells_queue`: the server answers when a worker begins, so that the queue can be told from prefill."""
-    sent = [one for one in outcomes if one.error != NOT_SENT]
+    sent = [one for one in outcomes if one.counts]
     served = [one for one in sent if one.is_served]
     good = [one for one in served if slo.is_met(one)]
     seconds = max((one.last_s or one.ended_s or 0.0 for one in sent), default=0.0)

@@ -72,13 +72,14 @@ def cut(name: str, source: str, rows: Iterable[Row], shaping: Shaping) -> Trace:
     begins, ends = shaping.start_s, None
     if shaping.length_s is not None:
         ends = shaping.start_s + shaping.length_s
-    first = last = None
+    first = last = after = None
     num_rows, zero_rows, notes = 0, 0, list[str]()
     found: list[Arrival] = []
     for row in rows:
         first = row.at_s if first is None else first
         at_s = row.at_s - first
         if ends is not None and at_s >= ends:
+            after = at_s
             break
         last, num_rows = at_s, num_rows + 1
         if at_s < begins:
@@ -101,7 +102,7 @@ def cut(name: str, source: str, rows: Iterable[Row], shaping: Shaping) -> Trace:
         if ends is not None and ends > last + 1.0:
             notes.append(f"the trace ends {ends - last:.1f} s before the window does")
     if not found:
-        raise BenchProblem(_nothing_left(source, begins, ends, zero_rows))
+        raise BenchProblem(_nothing_left(source, begins, ends, zero_rows, after))
     if len(found) == MAX_REQUESTS:
         notes.append(f"only the first {MAX_REQUESTS} requests: take a --window")
     whole = shaping.length_s is not None and shaping.limit is None
@@ -123,11 +124,12 @@ def scaled(tokens: int, factor: float) -> int:
     return max(1, round(tokens * factor))
 
 
-def _nothing_left(source: str, begins: float, ends: float | None, zero_rows: int) -> str:
+def _nothing_left(source: str, begins: float, ends: float | None, zero_rows: int, after: float | None) -> str:
     where = f"from {begins:g} s on" if ends is None else f"between {begins:g} and {ends:g} s"
     if zero_rows:
         return f"{source}: all {zero_rows} requests {where} have zero tokens; --keep-zero sends one for each"
-    return f"{source}: there is no request {where}"
+    following = "" if after is None else f"; the next is at {after:.1f} s"
+    return f"{source}: there is no request {where}{following}"
 
 
 def gamma_burst(source: str, seed: int) -> Iterable[Row]:
