@@ -226,7 +226,7 @@ def main() -> int:
     lengths = sweep(
         [512, 2048, costs.LONG_OUTPUT] if quick else [512, 1024, 2048, 3072, 4096, 5120, 5879], seconds
     )
-    four = four_workers(min(seconds, 1500.0))
+    four = four_workers(min(seconds, 900.0))
     say("\nshort requests a minute within the limits, beside one long one:")
     most = {name: sustained(name, min(seconds, 1200.0)) for name in (OURS, ROUND_ROBIN, LEAST_LOAD)}
     for name, (rate, tokens) in most.items():
