@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -184,3 +185,8 @@ def take(served: Served, line: str, now_s: float) -> None:
         served.text += choice["text"]
         served.token_s.append(now_s)
         served.is_whole = served.is_whole or choice["finish_reason"] == "length"
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -12,6 +12,7 @@ from bus.messages import MorphReport
 
 BAR: Final = 1.26  # Gyges §6.2.4: 26.1 % to 39.2 % more throughput than both
 OURS, ROUND_ROBIN, LEAST_LOAD = "transformation-aware", "round-robin", "least-load-first"
+MOST_OTHERS_CORES: Final = 0.2  # that other programs may take
 TTFT_LIMIT_S: Final = 10.0  # Gyges §3.1
 TPOT_LIMIT_S: Final = 1.0  # ten times the paper's: two cores are slower than eight GPUs
 
@@ -194,21 +195,31 @@ def _ratio(ours: float, other: float) -> float:
     return round(ours / max(other, 1e-9), 3)
 
 
-HEAD: Final = (
-    f"{'':<22} tokens/s  in time  TTFT P95 s: short   long  TPOT P95 ms: short   long  "
-    "up/down  ended: short     long  refused  errors  recomputed  preempted  unlike the oracle"
+Column = tuple[str, Callable[[Outcome], str]]
+COLUMNS: Final[tuple[Column, ...]] = (
+    ("tokens/s", lambda one: f"{one.tokens_per_s:.0f}"),
+    ("in time", lambda one: f"{one.in_time_tokens_per_s:.0f}"),
+    ("P95 TTFT short", lambda one: _number(one.short_ttft_p95_s, "s", 1)),
+    ("long", lambda one: _number(one.long_ttft_p95_s, "s", 1)),
+    ("P95 TPOT short", lambda one: _number(one.short_tpot_p95_s, "s", 2)),
+    ("long", lambda one: _number(one.long_tpot_p95_s, "s", 2)),
+    ("up/down", lambda one: f"{one.num_up}/{one.num_down}"),
+    ("short ended", lambda one: f"{one.num_short_ended} of {one.num_short}"),
+    ("long ended", lambda one: f"{one.num_long_ended} of {one.num_long}"),
+    ("refused", lambda one: str(one.num_refused)),
+    ("errors", lambda one: str(one.num_errors)),
+    ("recomputed", lambda one: str(one.recomputed_tokens)),
+    ("preempted", lambda one: str(one.num_preemptions)),
+    ("unlike oracle", lambda one: f"{one.num_samples_differ} of {one.num_samples}"),
+    ("others' cores", lambda one: f"{one.others_cores:.1f}"),
 )
+WIDTH: Final = 22  # of a way's name
+HEAD: Final = " " * WIDTH + "  ".join(f"{title:>10}" for title, _ in COLUMNS)
 
 
 def row(name: str, one: Outcome) -> str:
-    return (
-        f"{name:<22} {one.tokens_per_s:8.0f} {one.in_time_tokens_per_s:8.0f} "
-        f"{_number(one.short_ttft_p95_s):>18} {_number(one.long_ttft_p95_s):>6} "
-        f"{_number(one.short_tpot_p95_s, 1e3):>19} {_number(one.long_tpot_p95_s, 1e3):>6} "
-        f"{one.num_up:>4}/{one.num_down:<4} {one.num_short_ended:>8} of {one.num_short:<4} "
-        f"{one.num_long_ended:>2} of {one.num_long:<2} {one.num_refused:6} {one.num_errors:7} "
-        f"{one.recomputed_tokens:11} {one.num_preemptions:10} {one.num_samples_differ:9} of {one.num_samples}"
-    )
+    cells = [f"{tell(one):>{max(10, len(title))}}" for title, tell in COLUMNS]
+    return f"{name:<{WIDTH}}" + "  ".join(cells)
 
 
 def card(outcomes: Mapping[str, Outcome], judged: Mapping[str, Mapping[str, Any]]) -> str:
@@ -221,6 +232,9 @@ def card(outcomes: Mapping[str, Outcome], judged: Mapping[str, Mapping[str, Any]
         f"{one['in_time_tokens_per_s']:.2f} times in time"
         for name, one in ratios(outcomes).items()
     ]
+    busy = max(one.others_cores for one in outcomes.values())
+    if busy > MOST_OTHERS_CORES:
+        ends.append(f"other programs took up to {busy:.1f} cores: what was measured is theirs, too")
     return "\n".join([HEAD, *(row(name, one) for name, one in outcomes.items()), *compared, *ends])
 
 
@@ -251,5 +265,5 @@ def _rounded(value: float | None) -> float | None:
     return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
 
 
-def _number(value: float | None, factor: float = 1.0) -> str:
-    return "-" if value is None else f"{value * factor:.{0 if factor > 1 else 1}f}"
+def _number(value: float | None, unit: str, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f} {unit}"

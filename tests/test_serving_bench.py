@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from bench import serving
+from bench import serving, serving_setup
 from bench.serving_gateway import PICKS, Group, Orders, RoundRobin, Unaware, least_load
 from bench.serving_load import Arrival, Load, Served, arrivals, take
 from bench.serving_report import (
@@ -62,15 +62,15 @@ def test_the_same_seed_asks_for_the_same_and_so_much_as_the_rate_says() -> None:
 
 def test_a_full_run_has_three_long_requests_in_its_window_and_a_quick_one_is_short() -> None:
     held = {1: 1856, 2: 7936, 4: 16384}
-    load = serving.make_load(held, 32, is_quick=False)
+    load = serving_setup.make_load(held, 32, is_quick=False)
     long = [one for one in arrivals(load, 0) if one.is_long]
     assert len([one for one in long if load.warm_up_s <= one.at_s < load.seconds]) >= 3
     assert load.seconds - load.warm_up_s >= 180
     assert load.short_output / (load.short_prompt + load.short_output) == pytest.approx(0.103, abs=0.002)
     assert held[2] < load.long_tokens <= held[4] / 2
-    assert serving.make_load(held, 32, is_quick=True).seconds < 90
+    assert serving_setup.make_load(held, 32, is_quick=True).seconds < 90
     with pytest.raises(RuntimeError, match="TP4"):
-        serving.make_load({1: 1856, 2: 16384, 4: 16384}, 32, is_quick=False)
+        serving_setup.make_load({1: 1856, 2: 16384, 4: 16384}, 32, is_quick=False)
 
 
 @pytest.mark.parametrize("num_workers", [4, 8])
