@@ -155,17 +155,20 @@ def test_a_worker_that_is_about_to_leave_lets_its_group_part_first(
         assert all(worker.instance.scheduler.num_recomputed == 0 for worker in each)
 
 
-def test_a_request_that_only_a_group_can_hold_gets_the_blocks_of_all(folder: Path, model: Any) -> None:
+@pytest.mark.parametrize("taker", [0, pytest.param(1, marks=SLOW)])
+def test_a_request_that_only_a_group_can_hold_gets_the_blocks_of_all(
+    folder: Path, model: Any, taker: int
+) -> None:
     with workers(folder, 2, megabytes=1.2) as each:
         alone = each[0].instance.scheduler.blocks.capacity * BLOCK_TOKENS
         assert transformed(each, 2).state == "applied"
         long = prompt(1, alone + 40)
-        each[0].submit("long", long, 20)
-        each[1].submit("short", prompt(2, 9), 20)
-        each[0].wait_ends("long")
-        each[1].wait_ends("short")
-        assert each[0].tokens["long"] == oracle(model, long, 20)
-        assert each[1].tokens["short"] == oracle(model, prompt(2, 9), 20)
+        each[taker].submit("long", long, 20)
+        each[1 - taker].submit("short", prompt(2, 9), 20)
+        each[taker].wait_ends("long")
+        each[1 - taker].wait_ends("short")
+        assert each[taker].tokens["long"] == oracle(model, long, 20)
+        assert each[1 - taker].tokens["short"] == oracle(model, prompt(2, 9), 20)
         assert transformed(each, 1).state == "applied"
 
 
