@@ -34,11 +34,11 @@ CONFIGS: dict[str, dict[str, int]] = {
         "intermediate_size": 1408,
         "vocab_size": 4096,
     },
-    "60M": {  # 30M with more layers: as many tokens fit beside a layer's weights
+    "50M": {  # layers of 30M with a KV head for every head, and more of them
         "hidden_size": 512,
-        "num_hidden_layers": 20,
+        "num_hidden_layers": 14,
         "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": 8,
         "intermediate_size": 1408,
         "vocab_size": 4096,
     },

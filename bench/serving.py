@@ -4,15 +4,16 @@ against others. Real processes, real transforms, times by the clock.
     python -m bench.serving [--quick] [--ways ours,round-robin] [--workers 4]      (make bench-serving)
 
 The setting of Gyges §6.2.4, with lengths scaled to the devices: 60 short requests a minute at random, one
-long one every minute. A worker is a process whose page budget holds the weights and some 1900 tokens of KV.
-Two in a group hold four times that, and the long request is 2 % longer; four hold two of it. A short one is
-no longer than what fits a worker 3.4 times, as in the paper (3.75K for 1K and its answer). All workers share
-the cores of this machine, so nothing is gained by spreading work over more devices; as on GPUs a group gets
-less done than its workers do alone, here since they wait for each other.
+long one every minute. A worker is a process whose page budget holds the weights and 1440 tokens of KV. Two in
+a group hold 4992, and the long request is 2 % longer: 3.5 times what a worker holds; four hold two of it. All
+workers share the cores of this machine, so nothing is gained by spreading work over more devices; as on GPUs
+a group gets less done than its workers do alone, here since they wait for each other.
 
 So the load is measured first: how many tokens a second the workers get through alone, and in a group. Short
 requests are made so long (10.3 % of it output, §5) that a minute asks for 1.35 times what a group gets done
-(`LOAD`). So who stays a group for ever falls behind; whoever is one only for a long request need not.
+(`LOAD`): who stays a group for ever falls behind, and whoever is one only for a long request need not. They
+are no longer than fits a worker 2.5 times (3.4 in the paper): a long prompt has about a quarter of a busy
+group's steps, and longer ones beside shorter ones are not through before the next comes.
 
 Ways have the same requests at the same moments. The unaware gateways are the service's own with another
 choice (`bench.serving_gateway`); groups part by the same rules for all. Static ways never change, and refuse

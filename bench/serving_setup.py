@@ -13,11 +13,11 @@ from bench.serving_load import OUTPUT_SHARE, Arrival, Load, Served, arrivals, re
 from bench.serving_service import ServingService, Way
 
 TOKENIZER: Final = Path(__file__).parent.parent / "models" / "demo"
-MODELS: Final = {False: ("60M", 315), True: ("4M", 22)}  # quick?: size, MB that hold it and KV
+MODELS: Final = {False: ("50M", 268), True: ("4M", 22)}  # quick?: size, MB that hold it and KV
 MAX_LEN: Final = 16384
 GROUP: Final = 4  # workers that a long request needs
 LONG_SHARE: Final = 1.02  # of what half a group holds, so that it needs all of it
-SHORT_SHARE: Final = 1 / 3.4  # of what a worker holds, at most
+SHORT_SHARE: Final = 0.4  # of what a worker holds, at most
 LOAD: Final = 1.35  # as in the model of eight GPUs: 2063 tokens/s are asked of two groups of 767 each
 NUM_SAMPLES: Final = 8  # short requests that are compared with the oracle, beside the first long one
 NUM_SATURATING, SATURATING_PROMPT, SATURATING_OUTPUT = 24, 256, 29
