@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bus.settings import GatewaySettings, Settings
+from bus.settings import GatewaySettings, RedisSettings, Settings
 from instar.cli import main
 from instar.replay import files
 from instar.replay.command import run_of
@@ -25,8 +25,8 @@ from instar.replay.problems import BenchProblem, ServerProblem
 from instar.replay.requests import DIALECTS, Dialect, bodies, find_dialect
 from instar.replay.statistics import LATE_S, Slo, summary
 from instar.replay.traces import Arrival, Shaping, load
-from instar.replay.wire import Server
-from tests.gateway_harness import Gate
+from instar.replay.wire import Exchange, Server
+from tests.gateway_harness import Gate, running
 from tests.replay_samples import Answer, events, flags, refused, stub
 from tests.service import free_port, wait_for
 
@@ -157,6 +157,27 @@ async def test_another_s_server_is_replayed_against_as_well() -> None:
     assert {body["model"] for body in server.bodies} == {"m"}
     assert run.observed == {} and run.summary["queue_s"] is None and run.slo.ttft_s == 0.5
     assert "it is no Instar" in run.about["notes"][-1]
+
+
+async def test_events_are_counted_wherever_a_read_cuts_them() -> None:
+    data = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    data += b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in events(3)) + b"0\r\n\r\n"
+    for size in (1, 7, 50, len(data)):
+        exchange = Exchange()
+        for at in range(0, len(data), size):
+            exchange.data_received(data[at : at + size])
+        assert exchange.num_events == 4 and exchange.ended.done() and exchange.problem == ""  # with the usage
+
+
+async def test_without_its_admin_key_a_gateway_is_replayed_against_unseen(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    async with running(redis_settings, folder, admin_keys=["hush"]) as gate:
+        few = Shaping(limit=2, rate=8.0, lengths=0.02)
+        blind = await replayed(gate.url, shaping=few)
+        seeing = await replayed(gate.url, "--admin-key", "hush", shaping=few)
+    assert blind.about["notes"] == ["of the server: its state needs a key: --admin-key"]
+    assert blind.observed == {} and seeing.observed["samples"]
 
 
 async def test_requests_longer_than_the_context_are_told_of() -> None:

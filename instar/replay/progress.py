@@ -34,10 +34,11 @@ async def follow(run: Run, trace: Trace) -> None:
 
 def line(run: Run, trace: Trace) -> str:
     ends_s = trace.arrivals[-1].at_s
-    at_s = min(max(run.now_s, 0.0), ends_s)
+    at_s = max(run.now_s, 0.0)
+    where = f"{at_s:.0f} of {ends_s:.0f} s" if at_s <= ends_s else f"{at_s - ends_s:.0f} s after the last"
     tokens = run.events_in[int(run.now_s) - 1]
     told = (
-        f"{at_s:.0f} of {ends_s:.0f} s: {run.num_sent} of {len(trace.arrivals)} sent, {run.num_open} open, "
+        f"{where}: {run.num_sent} of {len(trace.arrivals)} sent, {run.num_open} open, "
         f"{run.num_served} served, {tokens} tokens/s"
     )
     if run.errors:
