@@ -84,7 +84,7 @@ async function stream(began) {
     method: "POST", body: JSON.stringify(asked), signal: view.abort.signal,
     headers: { "content-type": "application/json" },
   });
-  const seen = { first: null, pieces: 0, usage: null, began };
+  const seen = { first: null, pieces: 0, usage: null, finish: null, last: 0, began };
   for await (const { data } of events(answer)) {
     if (!data || data === "[DONE]") continue;
     const chunk = JSON.parse(data);
@@ -104,12 +104,14 @@ function take(chunk, seen) {
     seen.pieces += 1;
     write(piece, chunk.system_fingerprint);
   }
+  seen.finish = choice?.finish_reason ?? seen.finish;
   if (choice?.precision) drawShapes(choice.precision);
-  const elapsed = performance.now() - (seen.first ?? performance.now());
+  seen.last = piece ? performance.now() : seen.last;
+  const elapsed = seen.last - seen.first;
   const num = seen.usage?.completion_tokens ?? seen.pieces;
   const rate = num > 1 && elapsed > 0 ? `${count(((num - 1) * 1000) / elapsed)} tokens/s` : "";
   const first = seen.first === null ? "" : `first after ${seconds((seen.first - seen.began) / 1000)}`;
-  text(view.numbers, [`${num} tokens`, first, rate, choice?.finish_reason && `ended: ${choice.finish_reason}`].filter(Boolean).join(" · "));
+  text(view.numbers, [`${num} tokens`, first, rate, seen.finish && `ended: ${seen.finish}`].filter(Boolean).join(" · "));
 }
 
 /** To the last piece where the shape is the same, so that a long answer is few elements. */

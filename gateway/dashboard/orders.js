@@ -9,14 +9,13 @@ import { progressOf } from "./shape.js";
 import { store } from "./store.js";
 import { chip } from "./why.js";
 
-const KEPT = 6; // outcomes on the page
+const KEPT = 2; // outcomes under each form
 
-const view = { orders: [], rows: new Map(), forms: {} };
+const view = { orders: [], rows: new Map(), forms: {}, lists: new Map() };
 
 export function startOrders() {
   view.forms = { swap: swapForm(), resize: resizeForm(), transform: transformForm(), drain: drainForm() };
-  view.list = h("ol.outcomes", { "aria-label": "What became of orders", "aria-live": "polite" });
-  $("panel-orders").append(...Object.values(view.forms).map(({ element }) => element), view.list);
+  $("panel-orders").append(...Object.values(view.forms).map(({ element }) => element));
 }
 
 /** Layers that were chosen in a picture. */
@@ -145,9 +144,11 @@ function drainForm() {
 function order(title, hint, fields, make, byParam) {
   const go = h("button.primary", { type: "submit" }, title);
   const told = notice();
+  const list = h("ol.outcomes", { "aria-label": `What became of it: ${title}`, "aria-live": "polite" });
+  view.lists.set(title, list);
   const element = h("form.order", { noValidate: true, "aria-label": title },
     h("h3", {}, title, h("span.fine", {}, hint)),
-    h("div.fields", {}, ...fields.map((one) => one.element)), h("div.row", {}, go), told.element);
+    h("div.fields", {}, ...fields.map((one) => one.element)), h("div.row", {}, go), told.element, list);
   element.addEventListener("submit", async (event) => {
     event.preventDefault();
     const made = make();
@@ -181,12 +182,15 @@ async function send(title, { path, body }) {
   const answer = await call("POST", path, body);
   const isMorph = "kind" in answer;
   view.orders.unshift({ id: answer.id, title, morph: isMorph ? answer : null, worker: answer.worker, at: store.now() });
-  view.orders.length = Math.min(view.orders.length, KEPT);
+  const same = view.orders.filter((order) => order.title === title).slice(KEPT);
+  view.orders = view.orders.filter((order) => !same.includes(order));
   drawOutcomes();
 }
 
 function drawOutcomes() {
-  children(view.list, view.orders.map(drawOutcome));
+  for (const [title, list] of view.lists) {
+    children(list, view.orders.filter((order) => order.title === title).map(drawOutcome));
+  }
   for (const id of view.rows.keys()) if (!view.orders.some((order) => order.id === id)) view.rows.delete(id);
 }
 
@@ -225,7 +229,7 @@ function outcomeRow(made) {
   row.cancel = h("button.quiet", { type: "button", hidden: true, onclick: () => cancel(made, row) }, "Give up");
   attribute(row.bar, "aria-label", `progress of ${made.title}`);
   const what = made.morph?.decided?.replace("ordered by hand: ", "") ?? made.worker;
-  row.element = h("li", {}, h("div.row", {}, h("b", {}, made.title), h("span.fine", {}, what), row.chip, row.cancel), row.bar, row.words);
+  row.element = h("li", {}, h("div.row", {}, h("span", {}, what), row.chip, row.cancel), row.bar, row.words);
   return row;
 }
 

@@ -160,7 +160,7 @@ def test_text_is_tinted_by_the_shape_that_made_it(fake: Fake, open_page: OpenPag
     spans = page.locator(".output span")
     assert [spans.nth(i).get_attribute("data-kind") for i in range(2)] == ["full", "int4"]
     assert spans.nth(1).inner_text().startswith("word6")
-    wait_for_text(page, ".ask-numbers", "12 tokens")
+    wait_for_text(page, ".ask-numbers", "12 tokens .* ended: length")
 
 
 # ------------------------------------------------------------------------------------- keys and losses

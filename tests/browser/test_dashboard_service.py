@@ -80,12 +80,12 @@ def test_a_morph_by_hand_is_seen_in_the_picture(service: Service, open_page: Ope
 def test_two_workers_become_one_bracket_and_part_again(service: Service, open_page: OpenPage) -> None:
     page = open_page(service.url())
     page.get_by_role("tab", name="By hand").click()
-    page.get_by_label("Degree").select_option("2")
+    page.get_by_label("Degree", exact=True).select_option("2")
     page.get_by_role("button", name="Transform", exact=True).click()
     wait_for_text(page, ".outcomes .chip", "applied")
     wait_for_text(page, ".instance .degree", "TP 2")
     assert page.locator(".instance.is-group .device").count() == 2
-    page.get_by_label("Degree").select_option("1")
+    page.get_by_label("Degree", exact=True).select_option("1")
     page.get_by_role("button", name="Transform", exact=True).click()
     wait_for_text(page, ".outcomes .chip >> nth=0", "applied")
     page.wait_for_selector(".instance:not(.is-group) >> nth=1")
