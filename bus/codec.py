@@ -31,6 +31,7 @@ MESSAGE_TYPES: Final[tuple[type, ...]] = (
     messages.WorkerCard,
     messages.WorkerTelemetry,
     messages.Metrics,
+    messages.Moment,
     messages.Demand,
     messages.Event,
     messages.DeadLetter,

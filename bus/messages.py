@@ -234,6 +234,7 @@ class InstanceCard:
     order_name: str = ""  # "profile", "front-to-back", "back-to-front", "random"
     min_blocks: int = 0  # a resize below it is refused: the longest sequence must fit
     layer_pages: dict[Precision, int] = field(default_factory=dict)  # of its largest layer in each variant
+    attention_pages: dict[Precision, int] = field(default_factory=dict)  # the same of its attention alone
     kv_heads: int = 0  # 0: not told
     degrees: list[int] = field(default_factory=lambda: [1])  # that its weights are padded for
     tokens_at: dict[int, int] = field(default_factory=dict)  # degree: the longest sequence its KV could hold
@@ -297,6 +298,9 @@ class InstanceTelemetry:
     recomputed_tokens: int = 0  # whose KV was lost or given away, and was made again
     longest_tokens: int = 0  # prompt and output that the longest request here may come to, running or waiting
     kv_own: int = 0  # of `kv_used`: blocks of its own requests, which stay with it when its group parts
+    workers: list[str] = field(
+        default_factory=list
+    )  # of its group, in the order of their shards; none: alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +368,30 @@ class Metrics:
     window_seconds: float
     workers: list[WorkerMetrics]
     instances: list[InstanceMetrics]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceMoment:
+    """One instance at one time: what a chart shows. Of a group all members together."""
+
+    running: float
+    waiting: float
+    queue_delay_s: float
+    ttft_p95_s: float | None  # None: no first token in the window
+    tpot_p95_s: float | None
+    kv_blocks: int
+    kv_used: float
+    layers_below_full: int
+    tp: int
+    tokens_per_s: float  # generated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """`moments`: the monitor's history, a quarter of an hour at least, for whoever looks back."""
+
+    at: float  # seconds since 1970
+    instances: dict[str, InstanceMoment]
 
 
 # --------------------------------------------------------------------------- policy and morphs

@@ -36,6 +36,10 @@ class Names:
         return f"{self.prefix}metrics"
 
     @property
+    def moments(self) -> str:
+        return f"{self.prefix}moments"
+
+    @property
     def demand(self) -> str:
         return f"{self.prefix}demand"
 
@@ -79,11 +83,13 @@ class Names:
         return LIMITS.get(kind)
 
 
-# Of the streams that are read as they grow: enough for the slowest reader's pause, not for history.
+# Of the streams that are read as they grow: enough for the slowest reader's pause. Two are history, too:
+# `moments` of 15 minutes under load, `events` of as long while they are fewer than ten a second.
 LIMITS = {
     "control": 4096,
     "telemetry": 2048,
     "metrics": 16,
+    "moments": 450,
     "demand": 256,
     "events": 10_000,
     "dead-letters": 256,

@@ -203,6 +203,13 @@ class WorkerSettings(Section):
         return value
 
 
+class SloSettings(Section):
+    """What requests should be served within; for those who watch, nothing is decided by it."""
+
+    ttft_s: float = Field(2.0, gt=0, description="from a request's arrival to its first token")
+    tpot_s: float = Field(0.1, gt=0, description="from token to token after it, on the average of a request")
+
+
 class ServeSettings(Section):
     """`instar serve`: the processes of one machine."""
 
@@ -227,6 +234,7 @@ class Settings(Section):
     monitor: MonitorSettings = MonitorSettings()
     controller: ControllerSettings = ControllerSettings()
     worker: WorkerSettings = WorkerSettings()
+    slo: SloSettings = SloSettings()
     serve: ServeSettings = ServeSettings()
     log: LogSettings = LogSettings()
 

@@ -61,6 +61,7 @@ class Loops:
             self._tick(),
             self._gateway.outbox.run(),
             self._gateway.streams.run(),
+            self._gateway.live.run(),
             self._warm_up(),
         ]
         async with asyncio.TaskGroup() as tasks:
@@ -112,6 +113,7 @@ class Loops:
             async for batch in reader:
                 self._gateway.cluster.add_metrics(batch[-1][1], time.monotonic())
                 self._delivery.table.metrics_arrived()
+                self._gateway.live.changed()
                 if self._delivery.table.waiting:  # for a precision, perhaps
                     self._delivery.attempts.place_waiting()
                     self._delivery.flush()
@@ -141,8 +143,11 @@ class Loops:
         if isinstance(told, Event):
             self._gateway.morphs.on_event(told)
             self._gateway.events.publish(told)
+            self._gateway.live.tell(told, is_history=is_history)
         else:
-            self._gateway.events.publish_morph(self._gateway.morphs.on_report(told, is_history=is_history))
+            entry = self._gateway.morphs.on_report(told, is_history=is_history)
+            self._gateway.events.publish_morph(entry)
+            self._gateway.live.tell_morph(entry)
             if told.kind == "transform" and told.state != "running":
                 self._poll_now.set()  # the cards tell of another shape
 
@@ -210,6 +215,7 @@ class Loops:
         self._watch.on_poll()
         self._gateway.morphs.sweep(self._gateway.cluster.workers, 2 * self._gateway.settings.worker.lease_s)
         await self._poll_policy()
+        self._gateway.live.changed()
 
     async def _poll_policy(self) -> None:
         """What Redis lost is written again: a policy that was set to manual must not become the default."""

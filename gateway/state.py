@@ -24,6 +24,7 @@ from gateway.http.streams import Streams
 from gateway.openai.intake import Intake
 from gateway.openai.models import Models
 from gateway.operations.broadcast import Broadcast
+from gateway.operations.live import Live
 from gateway.operations.morphs import Morphs
 from gateway.operations.requests import EndedRequests
 from gateway.operations.stats import Stats
@@ -82,6 +83,7 @@ class Gateway:
         self.outbox.on_sent = self.delivery.on_sent
         self.outbox.on_full = self.delivery.on_bus_full
         self.outbox.on_unsendable = self.delivery.on_unsendable
+        self.live = Live(self)
         self.told: deque[Told] = deque()
         self.has_told = asyncio.Event()
         self.is_draining = False
@@ -132,3 +134,4 @@ class Gateway:
             await asyncio.sleep(0.3)  # the endings reach their sockets, the cancellations the bus
         self.events.close()
         self.ended.close()
+        self.live.close()

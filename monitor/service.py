@@ -1,5 +1,6 @@
-"""Follow telemetry, publish metrics. What is known lives in memory only: after a restart the telemetry
-that is still in the stream brings it back, and nothing that serves depends on the monitor being there."""
+"""Follow telemetry, publish metrics, and now and then a moment for the history. What is known lives in
+memory only: after a restart the telemetry that is still in the stream brings it back, and nothing that serves
+depends on the monitor being there."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from bus.clock import MessageClock
 from bus.messages import Metrics, WorkerTelemetry
 from bus.service import run_until
 from bus.settings import MonitorSettings, Settings
+from monitor.moments import Rhythm, moment_of
 from monitor.smoothing import Smoother
 
 log = logging.getLogger("monitor")
@@ -32,6 +34,7 @@ class Monitor:
         self._settings = settings
         self._bus = bus
         self._load = asyncio.Event()
+        self._rhythm = Rhythm()
         self._start_afresh()
         bus.on_restart(self._restarted)
 
@@ -69,8 +72,12 @@ class Monitor:
             await self._publish(self._smoother.metrics(self._now(), time.time_ns() // 1_000_000))
 
     async def _publish(self, metrics: Metrics) -> None:
+        names, batch = self._bus.names, self._bus.batch()
+        batch.publish(names.metrics, metrics)
+        if self._rhythm.is_due(time.monotonic(), self._smoother.has_load(self._now())):
+            batch.publish(names.moments, moment_of(metrics))
         try:
-            await self._bus.publish(self._bus.names.metrics, metrics)
+            await batch.send()
         except BusUnavailable:
             await self._bus.wait_up()
         except BusFull as full:  # readers see the last metrics grow old, and hold

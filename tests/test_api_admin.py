@@ -120,8 +120,3 @@ async def test_gauges_of_instances_are_absent_until_reported_and_routers_find_th
     assert found["instar_num_preemptions_total"] == [(label, 3.0)]
     assert found["vllm:cache_config_info"][0][0]["num_gpu_blocks"] == "64"
     assert "process_resident_memory_bytes" in found
-
-
-async def test_the_root_points_to_the_api(gate: Gate) -> None:
-    async with gate.http() as http:
-        assert "/v1/completions" in (await http.get("/")).json()["endpoints"]

@@ -47,6 +47,13 @@ async def events(gateway: Here) -> StreamingResponse:
     return StreamingResponse(gateway.events.listen(), media_type="text/event-stream", headers=headers)
 
 
+@router.get("/live")
+async def live(gateway: Here) -> StreamingResponse:
+    """Server-sent events for the dashboard: hello, history, state, and what happens from then on."""
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(gateway.live.listen(), media_type="text/event-stream", headers=headers)
+
+
 @router.get("/requests")
 async def requests(gateway: Here, prompts: bool = False) -> StreamingResponse:
     """Server-sent events: each request as it ends, with its prompt's token ids if `prompts`."""

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import InstanceCard, InstanceTelemetry, WorkerCard
 from gateway.delivery.precision import layers_below_full
 from gateway.operations.transforms import layer_degrees
-from gateway.state import Gateway
+
+if TYPE_CHECKING:
+    from gateway.state import Gateway
 
 SHOWN_MORPHS: Final = 32
 
 
-def picture(gateway: Gateway) -> dict[str, Any]:
+def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str, Any]:
+    """metrics: to be shown instead of all that the monitor says."""
     cluster = gateway.cluster
     return {
         "workers": [_worker(gateway, card) for card in cluster.workers.values()],
         "instances": [_instance(gateway, worker, card) for worker, card in cluster.instances()],
-        "metrics": _metrics(gateway),
+        "metrics": _metrics(gateway) if metrics is None else metrics,
         "policy": asdict(gateway.policy),
         "deployments": [],
         "morphs": [entry.as_json() for entry in gateway.morphs.recent(SHOWN_MORPHS)],

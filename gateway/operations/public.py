@@ -1,13 +1,15 @@
-"""The small endpoints: models, probes, metrics, and the page at the root."""
+"""The small endpoints: models, probes, metrics, and the dashboard at the root."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from gateway.errors import no_such_model
+from gateway.http.pages import Pages
 from gateway.operations.admin import Here
 from gateway.operations.metrics import CONTENT_TYPE, exposition
 
@@ -21,6 +23,7 @@ ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/h
 ADMIN_ENDPOINTS: Final = (
     "/admin/state",
     "/admin/events",
+    "/admin/live",
     "/admin/requests",
     "/admin/policy",
     "/admin/instances/transform",
@@ -29,6 +32,8 @@ ADMIN_ENDPOINTS: Final = (
     "/admin/morphs/{morph}",
     "/admin/workers/{worker}/drain",
 )
+
+PAGES: Final = Pages()
 
 router = APIRouter()
 Keyed = Annotated[None, Depends(with_key)]
@@ -71,14 +76,23 @@ async def metrics(gateway: Here) -> Response:
     return Response(exposition(gateway), media_type=CONTENT_TYPE)
 
 
-@router.get("/")
-async def root() -> dict[str, Any]:
-    return {
-        "name": "instar",
-        "endpoints": ENDPOINTS,
-        "admin": ADMIN_ENDPOINTS,
-        "docs": "docs/ and README.md of the project",
-    }
+@router.api_route("/", methods=["GET", "HEAD"])
+async def root(request: Request) -> Response:
+    """The dashboard. It shows nothing that /admin would not, so it needs no key itself."""
+    return _page(request, "index.html")
+
+
+@router.api_route("/dashboard/{name:path}", methods=["GET", "HEAD"])
+async def dashboard(request: Request, name: str) -> Response:
+    return _page(request, name)
+
+
+def _page(request: Request, name: str) -> Response:
+    """Raises HTTPException 404."""
+    answer = PAGES.answer(request, name)
+    if answer is None:
+        raise HTTPException(404)
+    return answer
 
 
 def _model(name: str, max_model_len: int, epoch_ms: int) -> dict[str, Any]:

@@ -51,11 +51,11 @@ class Variants(Protocol):
         """At the end: nothing runs on them any more."""
 
 
-def layer_pages(variants: Variants, num_layers: int) -> dict[Precision, int]:
-    """Pages of the largest layer, both halves, in each precision."""
+def layer_pages(variants: Variants, num_layers: int, parts: Sequence[Part] = PARTS) -> dict[Precision, int]:
+    """Pages of the largest layer, both halves or one, in each precision."""
     return {
         precision: max(
-            sum(variants.pages(layer, part, precision) for part in PARTS) for layer in range(num_layers)
+            sum(variants.pages(layer, part, precision) for part in parts) for layer in range(num_layers)
         )
         for precision in variants.precisions
     }

@@ -162,4 +162,5 @@ def _card(
         degrees=possible,
         tokens_at={tp: grouping.place.tokens_at(tp) for tp in possible} if grouping else {},
         layer_pages=layer_pages(target.variants, model.config.num_layers),
+        attention_pages=layer_pages(target.variants, model.config.num_layers, ["attention"]),
     )

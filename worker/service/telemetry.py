@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from bus.client import Bus, BusFull, BusUnavailable
 from bus.messages import WorkerTelemetry
@@ -27,6 +28,7 @@ class Reporter:
     ) -> None:
         self._bus, self._worker, self._epoch, self._thread = bus, worker, epoch, thread
         self._busy_interval_s, self._idle_interval_s = busy_interval_s, idle_interval_s
+        self.group: tuple[str, ...] = ()  # whose shape the next report tells of
         self._snapshot: Snapshot | None = None
         self._is_new = asyncio.Event()
         self._reported_at, self._reported_busy_s = time.monotonic(), 0.0
@@ -56,6 +58,6 @@ class Reporter:
             at_ms=time.time_ns() // 1_000_000,
             busy=min(1.0, max(0.0, busy)),
             pages=snapshot.pages,
-            instances=snapshot.instances,
+            instances=[replace(one, workers=list(self.group)) for one in snapshot.instances],
             steps=snapshot.steps,
         )

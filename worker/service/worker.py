@@ -237,6 +237,7 @@ class Serving:
     async def _show_group(self, members: tuple[str, ...], why: str) -> None:
         """The leader's card is the group's; the other members' say whom they follow."""
         worker = self._membership.card.id
+        self._reporter.group = members
         cards = [
             replace(card, tp=max(1, len(members)), workers=list(members) or [worker])
             for card in self._membership.card.instances

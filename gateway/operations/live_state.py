@@ -1,0 +1,117 @@
+"""The state as the dashboard draws it: what /admin/state shows, what lies in each worker's pages, and how far
+its morphs are; without what nobody sees (histograms) and what changes without meaning anything (digits)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
+
+from bus.messages import (
+    PARTS,
+    InstanceCard,
+    InstanceMetrics,
+    LayerShape,
+    Metrics,
+    Part,
+    Precision,
+    WorkerCard,
+)
+from gateway.operations.morphs import Entry
+from gateway.operations.picture import SHOWN_MORPHS, picture
+from gateway.operations.transforms import layer_degrees
+
+if TYPE_CHECKING:
+    from gateway.state import Gateway
+
+MEASURED: Final = [field.name for field in fields(InstanceMetrics) if field.name != "last"]
+DIGITS: Final = 4
+
+
+def live_state(gateway: Gateway) -> dict[str, Any]:
+    """As JSON. `metrics` has `at_ms` and `instances` only."""
+    state = picture(gateway, metrics=_metrics(gateway.cluster.metrics))
+    for worker in state["workers"]:
+        card = gateway.cluster.workers[worker["id"]]
+        worker["busy"] = _short(worker["busy"])
+        worker["ranges"] = ranges(gateway, card, worker["pages"])
+    state["morphs"] = [_morph(entry) for entry in gateway.morphs.recent(SHOWN_MORPHS)]
+    return state
+
+
+def _metrics(metrics: Metrics | None) -> dict[str, Any]:
+    if metrics is None:
+        return {"instances": []}
+    instances = [{name: _short(getattr(one, name)) for name in MEASURED} for one in metrics.instances]
+    return {"at_ms": metrics.at_ms, "instances": instances}
+
+
+def _short(value: Any) -> Any:
+    return round(value, DIGITS) if isinstance(value, float) else value
+
+
+def _morph(entry: Entry) -> dict[str, Any]:
+    """`progress` of a running one: 0 to 1, null where its worker does not tell."""
+    shown = entry.as_json()
+    return shown | {"progress": progress_of(entry)} if entry.is_running else shown
+
+
+def progress_of(entry: Entry) -> float | None:
+    told = entry.numbers
+    for done, of in (("layers_done", "layers"), ("halves_applied", "halves")):
+        if told.get(of):
+            return round(told.get(done, 0) / told[of], DIGITS)
+    return None
+
+
+# ------------------------------------------------------------------------------------- pages
+
+
+def ranges(gateway: Gateway, worker: WorkerCard, pages: dict[str, int] | None) -> list[dict[str, Any]]:
+    """What lies in a worker's pages; [] without a fresh report. Of weights the size of the largest layer is
+    taken for each: they differ by a page or two. Several models share the pages of the KV as they share the
+    blocks, which is exact where their layers are alike."""
+    now = time.monotonic()
+    metrics = [
+        (card, gateway.cluster.instance_metrics(card.id, worker.epoch, now)) for card in worker.instances
+    ]
+    known = [(card, one.last) for card, one in metrics if one is not None]
+    if pages is None or len(known) < len(worker.instances):
+        return []
+    travelling = gateway.morphs.transform_of(worker.id)
+    num_blocks = sum(last.kv_blocks for _, last in known)
+    found: list[dict[str, Any]] = []
+    for card, last in known:
+        found += _weights(card, last.layers, layer_degrees(card, travelling))
+        kv_pages = pages["kv"] * last.kv_blocks // num_blocks if num_blocks else 0
+        found.append(_range(card.id, "kv", None, "", "full", kv_pages))
+    return found
+
+
+def _weights(card: InstanceCard, layers: list[LayerShape], degrees: list[int]) -> Iterator[dict[str, Any]]:
+    """Attention is whole at every member of a group; of the FFN each keeps its rows."""
+    for number, (layer, tp) in enumerate(zip(layers, degrees, strict=False)):
+        for part in PARTS:
+            precision = layer.attention if part == "attention" else layer.ffn
+            pages = _pages(card, part, precision)
+            kept = pages if part == "attention" else -(-pages // tp)
+            yield _range(card.id, "weights", number, part, precision, kept)
+
+
+def _pages(card: InstanceCard, part: Part, precision: Precision) -> int:
+    attention = card.attention_pages.get(precision, 0)
+    return attention if part == "attention" else card.layer_pages.get(precision, 0) - attention
+
+
+def _range(
+    owner: str, kind: str, layer: int | None, part: str, precision: Precision, pages: int
+) -> dict[str, Any]:
+    return {
+        "owner": owner,
+        "kind": kind,
+        "layer": layer,
+        "part": part,
+        "precision": precision,
+        "pages": pages,
+    }
