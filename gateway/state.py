@@ -13,7 +13,7 @@ from bus.messages import Policy
 from bus.settings import Settings
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.delivery import Delivery
-from gateway.delivery.inflight import InFlight
+from gateway.delivery.inflight import Flight, InFlight
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Placement
 from gateway.delivery.watch import Watch
@@ -27,6 +27,7 @@ from gateway.operations.broadcast import Broadcast
 from gateway.operations.live import Live
 from gateway.operations.morphs import Morphs
 from gateway.operations.requests import EndedRequests
+from gateway.operations.slo import Slos
 from gateway.operations.stats import Stats
 
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
@@ -79,7 +80,8 @@ class Gateway:
             lease_s=settings.worker.lease_s,
             queue_timeout_s=section.queue_timeout_s,
         )
-        self.delivery.endings.on_ended = self.ended.tell
+        self.slos = Slos(settings.slo, self.stats)
+        self.delivery.endings.on_ended = self._on_ended
         self.outbox.on_sent = self.delivery.on_sent
         self.outbox.on_full = self.delivery.on_bus_full
         self.outbox.on_unsendable = self.delivery.on_unsendable
@@ -110,6 +112,10 @@ class Gateway:
         """Whether a request would be served now."""
         ready = self.cluster.ready_models().values()
         return not self.is_draining and self.bus.up and any(self.models.is_loaded(one.card) for one in ready)
+
+    def _on_ended(self, flight: Flight, how: str) -> None:
+        self.slos.count(flight, how)
+        self.ended.tell(flight, how)
 
     def tell(self, kind: str, subject: str, reason: str, numbers: dict[str, float]) -> None:
         """Puts an event where the publisher finds it; beyond a bound they are not kept."""

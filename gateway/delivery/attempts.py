@@ -107,7 +107,7 @@ class Attempts:
         self._stats.of(flight.model).replays["kv_capacity"] += 1
         if flight.misfits >= self._max_attempts:
             limit = self._cluster.longest_tokens(flight.model, self._clock())
-            log.warning("%s was sent back %d times: %s", flight.request_id, flight.misfits, reason)
+            log.warning("sent back %d times: %s", flight.misfits, reason, extra=flight.log_ids)
             self._endings.fail(flight, errors.refused_capacity(reason, limit))
             return
         self._table.unassign(flight)
@@ -162,8 +162,7 @@ class Attempts:
     def _replay(self, flight: Flight, reason: str, detail: str, is_strike: bool) -> None:
         # One that had not begun counts, too: what kills a worker in its first step never begins.
         flight.strikes += is_strike and flight.is_sent
-        names = f"{flight.request_id} ({flight.trace_id})"
-        log.info("%s: attempt %d is void (%s): %s", names, flight.attempt, reason, detail)
+        log.info("attempt %d is void (%s): %s", flight.attempt, reason, detail, extra=flight.log_ids)
         if (finish := flight.missed_finish()) is not None:
             self._finish(flight, finish)
             return

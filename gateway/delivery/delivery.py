@@ -152,6 +152,7 @@ class Delivery:
         flight.is_running = True
         if not flight.was_admitted:
             flight.was_admitted = True
+            flight.began = now
             self.stats.of(flight.model).request_queue_time.observe(now - flight.arrived)
             flight.sink.on_admitted()
 
@@ -161,6 +162,7 @@ class Delivery:
             stats.inter_token_latency.observe((now - flight.last_token) / num_tokens)
         else:
             stats.time_to_first_token.observe(now - flight.arrived)
+            flight.first_token = now
         stats.generation_tokens += num_tokens
         flight.last_token = now
 

@@ -70,6 +70,9 @@ class Flight:
     was_admitted: bool = False  # a worker of any attempt began
     last_sign: float = 0.0  # of life: sent, admitted, or a token
     last_token: float = 0.0
+    began: float = 0.0  # when the first of its workers did; 0: none has
+    first_token: float = 0.0  # 0: none came
+    ended: str = ""  # how: stop, length, abort, the code of its error
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +83,16 @@ class Flight:
     def num_known_tokens(self) -> int:
         """Prompt, and output so far."""
         return len(self.prompt_token_ids) + len(self.received)
+
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """`extra` of a line in the log: the client's id of its call, and ours of this sequence."""
+        return {"request_id": self.trace_id, "sequence": self.request_id}
+
+    def tpot_s(self) -> float | None:
+        """Mean seconds from token to token, after the first; None with fewer than two."""
+        gaps = len(self.received) - 1
+        return (self.last_token - self.first_token) / gaps if gaps > 0 else None
 
     def missed_finish(self) -> FinishReason | None:
         """How it ended, if all its tokens are here though nobody said that it was over."""

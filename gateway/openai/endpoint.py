@@ -20,6 +20,7 @@ from gateway.http.limits import Slot
 from gateway.http.sse import HEADERS, EventStream
 from gateway.openai.call import Call, StreamCall, WholeCall
 from gateway.openai.choice import Choice, Echo
+from gateway.openai.ended import CLIENT_LEFT, Ended
 from gateway.openai.formats import CHAT, COMPLETION, Envelope, Format
 from gateway.openai.intake import Order, Prompt
 from gateway.openai.params import ChatBody, CompletionBody, SamplingBody
@@ -78,23 +79,37 @@ class Endpoint:
         arrived = time.monotonic()
         if scope["method"] != "POST":
             raise wrong_method(scope["method"], scope["path"], "POST")
+        ended = Ended(scope["state"]["request_id"], scope["path"], arrived)
         try:
             key = gateway.keys.check(scope["headers"])
             gateway.refuse_if_closed()
             with gateway.rate.enter(key) as rate_headers:
                 slot = gateway.admission.reserve()
                 try:
-                    await self._serve(scope, receive, send, slot, arrived, rate_headers)
+                    await self._serve(scope, receive, send, slot, arrived, rate_headers, ended)
                 finally:
                     slot.release()
         except ClientLeft:
-            pass
+            ended.status = CLIENT_LEFT
         except ApiError as error:
             gateway.stats.rejections[error.code or "other"] += 1
+            ended.refused(error)
             raise
+        except Exception:
+            ended.status = 500
+            raise
+        finally:
+            ended.log()
 
     async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, slot: Slot, arrived: float, extra: dict[str, str]
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        slot: Slot,
+        arrived: float,
+        extra: dict[str, str],
+        ended: Ended,
     ) -> None:
         gateway = self._gateway
         settings = gateway.settings.gateway
@@ -106,6 +121,7 @@ class Endpoint:
         link: Link = scope["extensions"][EXTENSION]
         call = self._call(body, order, tokenizer, slot, link)
         self._fill(call, body, order, tokenizer, arrived, scope["state"]["request_id"])
+        ended.call = call
         headers = [(name.encode(), value.encode()) for name, value in extra.items()]
         if link.is_lost:  # while the prompt was tokenised
             raise ClientLeft

@@ -8,7 +8,7 @@ idle one. `metrics_compat = "vllm"` repeats the names that routers read under `v
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,6 +61,7 @@ class _Page(Collector):
         yield from _own("instar_", self._gateway)
         yield from _morphs("instar_", self._gateway.morphs)
         yield from _models("instar_", self._gateway.stats.models)
+        yield from _slos("instar_", self._gateway.stats.models)
         instances = list(_fresh(self._gateway))
         yield from _instances("instar_", instances)
         if self._gateway.settings.gateway.metrics_compat == "vllm":
@@ -152,6 +153,27 @@ def _models(prefix: str, models: dict[str, ModelStats]) -> Iterator[Metric]:
         for model, stats in models.items():
             distribution: Distribution = getattr(stats, field)
             family.add_metric([model], _buckets(distribution), distribution.total)
+        yield family
+
+
+def _slos(prefix: str, models: dict[str, ModelStats]) -> Iterator[Metric]:
+    """A violation of both counts in both; requests = within + those that violated any."""
+    told: dict[str, tuple[str, Callable[[ModelStats], int]]] = {
+        "slo_requests": ("Sequences that ended and can be judged by the SLOs.", lambda one: one.slo_requests),
+        "slo_ttft_violations": (
+            "Of those, first token later than slo.ttft_s, or never.",
+            lambda one: one.slo_ttft_violations,
+        ),
+        "slo_tpot_violations": (
+            "Of those, slower from token to token than slo.tpot_s, or failed.",
+            lambda one: one.slo_tpot_violations,
+        ),
+        "requests_within_slo": ("Of those, within both.", lambda one: one.within_slo),
+    }
+    for name, (text, value) in told.items():
+        family = CounterMetricFamily(f"{prefix}{name}", text, labels=["model_name"])
+        for model, stats in models.items():
+            family.add_metric([model], value(stats))
         yield family
 
 

@@ -54,6 +54,10 @@ class ModelStats:
     finished: Counter[str] = field(default_factory=Counter)  # by reason: stop, length, abort
     failures: Counter[str] = field(default_factory=Counter)  # accepted and failed, by error code
     replays: Counter[str] = field(default_factory=Counter)  # by reason
+    slo_requests: int = 0  # that ended and can be judged
+    slo_ttft_violations: int = 0
+    slo_tpot_violations: int = 0
+    within_slo: int = 0
     time_to_first_token: Distribution = field(default_factory=partial(Distribution, TTFT))
     inter_token_latency: Distribution = field(default_factory=partial(Distribution, PER_TOKEN))
     e2e_request_latency: Distribution = field(default_factory=partial(Distribution, LATENCY))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from bus.messages import StepOutput
+import logging
+
+from bus.messages import KV_CAPACITY, PRECISION_FLOOR, Delta, StepOutput
 from bus.names import Names
 from worker.engine.engine import StepResult
-from worker.service.ledger import Ledger
+from worker.service.ledger import Ledger, Ticket
 from worker.service.outbox import Outbox, Parcel
+
+log = logging.getLogger(__name__)
 
 
 class Dispatch:
@@ -29,6 +33,7 @@ class Dispatch:
             parcel.output.deltas.append(delta)
             if delta.finish_reason:
                 self._ledger.end(delta.request_id, delta.attempt)
+                _log(ticket, delta)
                 parcel.acks.append((self._names.requests(ticket.instance), ticket.entry_id))
         for parcel in parcels.values():
             self._outbox.put(parcel)
@@ -45,3 +50,13 @@ class Dispatch:
             layers_below_full=result.layers_below_full,
         )
         return Parcel(output, self._names.tokens(gateway))
+
+
+def _log(ticket: Ticket, delta: Delta) -> None:
+    """An error is told here, too: the gateway may try again elsewhere, and its client never hear of it."""
+    ids = ticket.log_ids | {"attempt": ticket.attempt}
+    if delta.error is not None:
+        is_elsewhere = delta.error.startswith((PRECISION_FLOOR, KV_CAPACITY))
+        log.log(logging.INFO if is_elsewhere else logging.WARNING, "not served: %s", delta.error, extra=ids)
+    else:
+        log.debug("ended: %s", delta.finish_reason, extra=ids)

@@ -13,7 +13,7 @@ from bus.names import consumer
 from worker.core import Request
 from worker.parallel.wire import Peer
 from worker.service.engine_thread import EngineThread
-from worker.service.ledger import Ledger, Ticket
+from worker.service.ledger import Ledger, Ticket, log_ids
 from worker.service.outbox import Outbox
 from worker.service.tasks import end
 
@@ -82,13 +82,14 @@ class Intake:
     def _offer(self, submit: Submit, instance: str, stream: str, entry_id: str, epoch: int) -> None:
         verdict = self._ledger.offer(submit, instance, entry_id, epoch)
         if not verdict.run:
-            log.info("not run: %s", verdict.reason, extra={"request_id": submit.request_id})
+            log.info("not run: %s", verdict.reason, extra=log_ids(submit.trace_id, submit.request_id))
             if not verdict.is_in_use:
                 self._outbox.ack(stream, entry_id)
             return
         if verdict.replaced:
             self._thread.cancel([submit.request_id])
             self._outbox.ack(self._bus.names.requests(verdict.replaced.instance), verdict.replaced.entry_id)
+        log.debug("begun", extra=log_ids(submit.trace_id, submit.request_id) | {"attempt": submit.attempt})
         self._thread.submit(instance, _request(submit))
 
     # ----------------------------------------------------------------------------- commands
@@ -162,6 +163,7 @@ class Intake:
 
     def _stop(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
+            log.debug("stopped", extra=ticket.log_ids | {"attempt": ticket.attempt})
             self._outbox.ack(self._bus.names.requests(ticket.instance), ticket.entry_id)
         self._thread.cancel([ticket.request_id for ticket in tickets])
 

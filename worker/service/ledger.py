@@ -26,6 +26,17 @@ class Ticket:
     gateway: str
     instance: str
     entry_id: str
+    trace_id: str = ""  # the client's id of its call, for the log
+
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """`extra` of a line in the log: the ids that the gateway's lines have, too."""
+        return log_ids(self.trace_id, self.request_id)
+
+
+def log_ids(trace_id: str, request_id: str) -> dict[str, str]:
+    """request_id: of one sequence; a call of a client has several where it asks for several choices."""
+    return {"request_id": trace_id, "sequence": request_id}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,7 @@ class Ledger:
             reason, is_in_use = f"attempt {known.attempt} runs already", known.entry_id == entry_id
             return Verdict(run=False, reason=reason, is_in_use=is_in_use)
         self._tickets[submit.request_id] = Ticket(
-            submit.request_id, submit.attempt, submit.gateway, instance, entry_id
+            submit.request_id, submit.attempt, submit.gateway, instance, entry_id, submit.trace_id
         )
         return Verdict(run=True, replaced=known)
 
