@@ -111,7 +111,8 @@ function take(chunk, seen) {
   const num = seen.usage?.completion_tokens ?? seen.pieces;
   const rate = num > 1 && elapsed > 0 ? `${count(((num - 1) * 1000) / elapsed)} tokens/s` : "";
   const first = seen.first === null ? "" : `first after ${seconds((seen.first - seen.began) / 1000)}`;
-  text(view.numbers, [`${num} tokens`, first, rate, seen.finish && `ended: ${seen.finish}`].filter(Boolean).join(" · "));
+  const parts = [`${num} tokens`, first, rate, seen.finish && `ended: ${seen.finish}`];
+  text(view.numbers, parts.filter(Boolean).join(" · "));
 }
 
 /** To the last piece where the shape is the same, so that a long answer is few elements. */
@@ -119,9 +120,13 @@ function write(piece, fingerprint) {
   const last = view.output.lastElementChild;
   const isNear = view.output.scrollHeight - view.output.scrollTop - view.output.clientHeight < 40;
   if (last?.dataset.shape === fingerprint) last.firstChild.appendData(piece);
-  else view.output.append(h("span", { "data-shape": fingerprint, "data-kind": kindOf(fingerprint), "data-depth": depthOf(fingerprint), title: fingerprint }, piece));
+  else view.output.append(tinted(piece, fingerprint));
   if (isNear) view.output.scrollTop = view.output.scrollHeight;
 }
+
+const tinted = (piece, fingerprint) => h("span", {
+  "data-shape": fingerprint, "data-kind": kindOf(fingerprint), "data-depth": depthOf(fingerprint), title: fingerprint,
+}, piece);
 
 /** The coarsest precision in a fingerprint such as tp1-int8x1-int4x2.5; "full" where there is none. */
 const kindOf = (fingerprint) => COARSEST.find((name) => fingerprint?.includes(name)) ?? "full";
@@ -146,7 +151,10 @@ function refuse(error) {
     view.told.show("", "Stopped.");
     return;
   }
-  const fields = { model: view.model, prompt: view.prompt, messages: view.prompt, max_tokens: view.length, temperature: view.heat, min_precision: view.floor };
+  const fields = {
+    model: view.model, prompt: view.prompt, messages: view.prompt,
+    max_tokens: view.length, temperature: view.heat, min_precision: view.floor,
+  };
   const message = error instanceof Refused ? error.message : "the gateway does not answer";
   const at = error instanceof Refused && fields[error.param];
   if (at) at.fail(message);

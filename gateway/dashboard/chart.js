@@ -2,6 +2,7 @@
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { attribute, h, text } from "./dom.js";
+import { clock } from "./format.js";
 
 const HEIGHT = 118;
 const NEAR_PX = 6;
@@ -65,7 +66,7 @@ export class Chart {
       cursor: { sync: { key: sync.key }, drag: { x: false, y: false }, y: false, points: { size: 6 } },
       scales: { x: { time: true, range: () => [this.from, this.to] }, y: { range: (_, low, high) => this.#range(high) } },
       axes: [
-        { ...common, space: 70, size: 25, gap: 7, values: (_, at) => at.map((one) => clockOf(one)) },
+        { ...common, space: 70, size: 25, gap: 7, values: (_, at) => at.map((one) => clock(one).slice(0, at[1] - at[0] < 60 ? 8 : 5)) },
         { ...common, space: 28, size: 48, gap: 4, values: (_, all) => all.map((one) => this.spec.unit(one)) },
       ],
       series: [{}, ...this.spec.series.map((one) => this.#series(one))],
@@ -135,11 +136,6 @@ export class Chart {
       .sort((a, b) => a.away - b.away);
     this.onPoint(near[0]?.id ?? null);
   }
-}
-
-function clockOf(at) {
-  const date = new Date(at * 1000);
-  return `${String(date.getHours()).padStart(2, "0")}:${String(date.getMinutes()).padStart(2, "0")}`;
 }
 
 function line(ctx, x0, y0, x1, y1, colour, width, alpha, dash) {

@@ -51,14 +51,14 @@ export function age(elapsed) {
 /** A number of an event or a report, by what its name says of its unit. */
 export function named(name, value) {
   if (typeof value !== "number" || /(epoch|revision)$/.test(name)) return String(value);
+  if (/_per_(s|second)$/.test(name)) return `${/bytes/.test(name) ? bytes(value) : trimmed(value, 2)}/s`;
   if (/(_s|seconds)$/.test(name) || /seconds_p\d+$/.test(name)) return seconds(value);
-  if (/bytes_per_s$/.test(name)) return `${bytes(value)}/s`;
   if (/bytes/.test(name)) return bytes(value);
   if (/(usage|usage_after|share|free)$/.test(name) && value >= 0 && value <= 1) return share(value);
   return Number.isInteger(value) ? value.toLocaleString("en") : trimmed(value, 3);
 }
 
-export const words = (name) => name.replaceAll("_", " ").replace(/\bkv\b/, "KV").replace(/\btp\b/, "TP");
+export const words = (name) => name.replace(/_per_s(econd)?$/, "").replaceAll("_", " ").replace(/\bkv\b/, "KV").replace(/\btp\b/, "TP");
 
 function trimmed(value, digits) {
   return String(Number(value.toFixed(digits)));

@@ -11,7 +11,7 @@ import { drawPolicy, startPolicy } from "./policy.js";
 import { store } from "./store.js";
 import { showTab, startTabs } from "./tabs.js";
 import { startTheme } from "./theme.js";
-import { drawTimelines, highlight, repaintTimelines, startTimelines } from "./timelines.js";
+import { drawTimelines, highlight, repaintTimelines, spanNow, startTimelines } from "./timelines.js";
 import { drawWhy, pointAt, startWhy } from "./why.js";
 
 const stale = { state: false, time: false }; // what must be drawn
@@ -82,8 +82,8 @@ function draw() {
   }
   if (stale.time || isFirst) {
     store.forget();
-    const [from, to] = [store.now() - store.historyS, store.now()];
-    const decisions = decisionsOf(store.events).filter(({ at }) => at >= from);
+    const [from, to] = spanNow();
+    const decisions = decisionsOf(store.events);
     drawTimelines(decisions, from, to);
     drawWhy(decisions, from, to);
   }

@@ -50,7 +50,7 @@ function swapForm() {
   const form = order("Swap", "Hold layers in another precision", [instance, layers, precision, part], () => {
     const body = { precision: precision.input.value, wait_s: 5, ...whichLayers(layers.input.value || "next 2") };
     if (part.input.value) body.parts = [part.input.value];
-    return { path: `/admin/instances/${encodeURI(instance.input.value)}/swap`, body };
+    return { path: `/admin/instances/${encodeURIComponent(instance.input.value)}/swap`, body };
   }, { layers, count: layers, precision, parts: part, instance });
   layers.input.addEventListener("input", () => {
     const { layers: numbers } = whichLayers(layers.input.value);
@@ -83,7 +83,7 @@ function resizeForm() {
   const instance = field("Instance", select());
   const blocks = field("KV blocks", number({ min: 1, step: 1 }));
   const form = order("Resize", "Give pages to the KV cache, or take them back", [instance, blocks], () => ({
-    path: `/admin/instances/${encodeURI(instance.input.value)}/resize`,
+    path: `/admin/instances/${encodeURIComponent(instance.input.value)}/resize`,
     body: { blocks: blocks.input.valueAsNumber || 0, wait_s: 5 },
   }), { blocks, instance });
   return { ...form, instance, draw() {

@@ -1,6 +1,6 @@
 // The last 15 minutes of all instances together or of one, in small charts with one cursor.
 
-import { $, options } from "./dom.js";
+import { $, options, text } from "./dom.js";
 import { Chart } from "./chart.js";
 import { glyphOf } from "./decisions.js";
 import { count, seconds } from "./format.js";
@@ -37,6 +37,14 @@ export function startTimelines(onPoint, onSelect) {
   charts = SPECS.map((spec) => new Chart(spec, onPoint));
   $("charts").append(...charts.map(({ element }) => element));
   $("of-instance").addEventListener("change", onSelect);
+  $("span").addEventListener("change", onSelect);
+}
+
+/** [from, to] in seconds since 1970: what is looked at. */
+export function spanNow() {
+  const spanS = Math.min(store.historyS, Number($("span").value));
+  text($("time-title"), `The last ${Math.round(spanS / 60)} minutes`);
+  return [store.now() - spanS, store.now()];
 }
 
 export function drawTimelines(decisions, from, to) {

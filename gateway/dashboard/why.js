@@ -5,13 +5,25 @@ import { glyphOf } from "./decisions.js";
 import { age, clock, named, seconds, words } from "./format.js";
 
 const SHOWN = 60; // rows of the list
+const STEPS_S = [30, 60, 180, 300]; // between times on the lane
 
-const view = { decisions: [], chosen: null, isFollowing: true, pointed: null, marks: new Map(), rows: new Map(), from: 0, to: 1, onPoint: () => {} };
+const view = {
+  decisions: [], // the oldest first
+  onLane: [], // those of the time that is shown
+  from: 0,
+  to: 1,
+  chosen: null, // ids
+  pointed: null,
+  isFollowing: true, // the latest is chosen, until somebody chooses
+  marks: new Map(),
+  rows: new Map(),
+  onPoint: () => {},
+};
 
 /** `onPoint(decision or null)`: somebody points at it, here or by keyboard. */
 export function startWhy(onPoint) {
   view.onPoint = onPoint;
-  $("lane").addEventListener("keydown", (event) => step(event, view.decisions, view.marks));
+  $("lane").addEventListener("keydown", (event) => step(event, view.onLane, view.marks));
   $("decisions").addEventListener("keydown", (event) => step(event, [...view.decisions].reverse(), view.rows));
   document.addEventListener("keydown", ({ key }) => key === "Escape" && pointAt(null));
 }
@@ -21,7 +33,8 @@ export function drawWhy(decisions, from, to) {
   if (!decisions.some(({ id }) => id === view.chosen)) view.isFollowing = true; // it is forgotten
   if (view.isFollowing) view.chosen = decisions.at(-1)?.id ?? null;
   if (!decisions.some(({ id }) => id === view.pointed)) view.pointed = null;
-  children($("lane"), decisions.map((decision) => drawMark(decision, from, to)));
+  view.onLane = decisions.filter(({ at }) => at >= from);
+  children($("lane"), view.onLane.map((decision) => drawMark(decision, from, to)));
   children($("decisions"), decisions.slice(-SHOWN).reverse().map((decision) => drawRow(decision, to)));
   for (const shown of [view.marks, view.rows]) {
     for (const id of shown.keys()) if (!decisions.some((decision) => decision.id === id)) shown.delete(id);
@@ -76,12 +89,13 @@ function drawMark(decision, from, to) {
 
 function drawTimes(from, to) {
   const minutes = [];
-  for (let at = Math.ceil(from / 180) * 180; at < to; at += 180) minutes.push(at);
+  const every = STEPS_S.find((one) => (to - from) / one <= 6) ?? STEPS_S.at(-1);
+  for (let at = Math.ceil(from / every) * every; at < to; at += every) minutes.push(at);
   const times = $("lane-times");
   const wanted = minutes.map((at) => at).join();
   if (times.dataset.wanted !== wanted) {
     times.dataset.wanted = wanted;
-    times.replaceChildren(...minutes.map((at) => h("span", {}, clock(at).slice(0, 5))));
+    times.replaceChildren(...minutes.map((at) => h("span", {}, clock(at).slice(0, every < 60 ? 8 : 5))));
   }
   minutes.forEach((at, index) => { times.children[index].style.left = `${(100 * (at - from)) / (to - from)}%`; });
 }
@@ -116,9 +130,11 @@ export function chip(element, state) {
 
 const titleOf = ({ kind, subject, times }) => `${words(kind)} ${subject}${times > 1 ? ` ×${times}` : ""}`;
 
-/** One tab stop for each list: the chosen one. Arrow keys reach the others. */
+/** One tab stop for each list: the chosen one, or the latest where that is not shown. Arrow keys reach the others. */
 function tabStop(element, id) {
-  element.tabIndex = id === view.chosen ? 0 : -1;
+  const shown = element.role === "option" ? view.onLane : view.decisions.slice(-SHOWN);
+  const stop = shown.some((one) => one.id === view.chosen) ? view.chosen : shown.at(-1)?.id;
+  element.tabIndex = id === stop ? 0 : -1;
   attribute(element, "aria-selected", element.role === "option" ? id === view.chosen : null);
   attribute(element, "aria-current", element.role === "option" ? null : id === view.chosen ? "true" : null);
 }
@@ -168,16 +184,24 @@ function drawPeek(decision) {
 }
 
 function inFull(decision) {
-  const { outcome } = decision;
-  const chipped = h("span.chip");
-  if (outcome) chip(chipped, outcome.state);
+  const { outcome, at, source, reason, saw } = decision;
+  const glyph = h("i.glyph", { "data-glyph": glyphOf(decision), "data-tone": decision.tone });
+  const took = outcome?.took ?? null;
+  const facts = [clock(at), source && `by ${source}`, took !== null && `took ${seconds(took)}`];
   return [
-    h("h3", {}, h("i.glyph", { "data-glyph": glyphOf(decision), "data-tone": decision.tone }), titleOf(decision), ...(outcome ? [chipped] : [])),
-    h("p.fine", {}, [clock(decision.at), decision.source && `by ${decision.source}`, outcome?.took != null && `took ${seconds(outcome.took)}`].filter(Boolean).join(" · ")),
-    h("p", {}, decision.reason || "no reason was told"),
-    ...numbers("What it saw", decision.saw),
-    ...(outcome ? [...(outcome.reason ? [h("p.outcome", {}, outcome.reason)] : []), ...numbers("What it came to", outcome.numbers)] : []),
+    h("h3", {}, glyph, titleOf(decision), outcome && chipped(outcome.state)),
+    h("p.fine", {}, facts.filter(Boolean).join(" · ")),
+    h("p", {}, reason || "no reason was told"),
+    ...numbers("What it saw", saw),
+    ...(outcome?.reason ? [h("p.outcome", {}, outcome.reason)] : []),
+    ...numbers("What it came to", outcome?.numbers ?? {}),
   ];
+}
+
+function chipped(state) {
+  const element = h("span.chip");
+  chip(element, state);
+  return element;
 }
 
 /** A titled list, or nothing where there are none. */

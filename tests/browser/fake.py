@@ -22,7 +22,7 @@ from tests.browser.picture import NUM_LAYERS, Instance, policy, worker
 from tests.service import free_port
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "gateway" / "dashboard"
-CSP = {"content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"}
+CSP = {"content-security-policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"}
 HISTORY_S = 900
 Handler = Callable[[Request], Awaitable[Response]]
 

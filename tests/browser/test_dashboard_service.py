@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from tests.browser.conftest import OpenPage
-from tests.faults.load import LONG_STREAM, Stream
 from tests.service import DEMO_MODEL, Service, wait_for
 
 if TYPE_CHECKING:
@@ -117,20 +116,3 @@ def _answers(service: Service) -> bool:
         return service.get("/health").is_success
     except httpx.HTTPError:
         return False
-
-
-def test_pictures_for_the_readme(service: Service, open_page: OpenPage, picture: Callable[..., None]) -> None:
-    """Under load, with layers swapped by hand. Written where INSTAR_SCREENSHOTS is set."""
-    page = open_page(service.url(), height=1180, device_scale_factor=1.5)
-    streams = [Stream(service, LONG_STREAM | {"max_tokens": 900}, prompt=text).start() for text in PROMPTS]
-    wait_for_text(page, ".device", "w1")
-    order(service, "instances/demo@w1/swap", {"count": 2, "precision": "int4"})
-    order(service, "instances/demo@w1/swap", {"count": 1, "precision": "int8", "parts": ["ffn"]})
-    page.get_by_role("button", name="Send", exact=True).click()
-    wait_for_text(page, ".ask-numbers", "ended")
-    picture(page, "light")
-    page.emulate_media(color_scheme="dark")
-    page.wait_for_timeout(500)
-    picture(page, "dark")
-    for stream in streams:
-        stream.thread.join(60)
