@@ -7,14 +7,17 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from bus.messages import InstanceMoment, LayerShape, Moment, MorphReport
+from bus.messages import InstanceMoment, LayerShape, Moment, MorphReport, Precision
 from gateway.operations import live as live_module
 from gateway.operations.live import MAX_PENDING, Live, _Viewer
+from gateway.operations.live_state import live_state
 from gateway.state import Gateway
+from tests import metrics_samples
 from tests.gateway_core import Core
 from tests.gateway_harness import Gate, metrics_of
 
@@ -106,10 +109,10 @@ async def test_what_happens_is_told_to_all_who_watch(gate: Gate) -> None:
     async with viewer(gate) as first, viewer(gate) as second:
         for stream in (first, second):
             await next_of(stream, "state")
-        at = time.time()
-        await gate.bus.publish(gate.bus.names.moments, moment(at, running=7.0))
+        await gate.bus.publish(gate.bus.names.moments, moment(time.time(), running=7.0))
+        running = replace(report("m2", halves=4, halves_applied=1), epoch=gate.worker.epoch)
         await gate.bus.event("worker_lost", "w7", "its lease ran out")
-        await gate.bus.publish(gate.bus.names.events, report("m2", halves=4, halves_applied=1))
+        await gate.bus.publish(gate.bus.names.events, running)
         for stream in (first, second):
             found: dict[str, list[Any]] = {"moment": [], "event": [], "state": []}
             async with asyncio.timeout(8):
@@ -184,6 +187,27 @@ async def test_unwatched_it_reads_nothing_and_keeps_no_moment(gate: Gate) -> Non
             assert len(history["moments"]) == 1
             assert is_reading()
         await gate.until("the viewer's end", lambda: not is_reading())
+
+
+def test_of_the_ffn_each_member_of_a_group_has_its_rows_and_of_attention_all() -> None:
+    core = Core()
+    core.worker("w0")
+    (card,) = core.cards["w0"].instances
+    pages: dict[Precision, int] = {"full": 31, "int4": 10}
+    shape: dict[str, Any] = {"tp": 2, "workers": ["w0", "w1"], "num_layers": 3}
+    shape |= {"layer_pages": pages, "attention_pages": {"full": 10, "int4": 3}}
+    core.cards["w0"] = replace(core.cards["w0"], instances=[replace(card, **shape)])
+    core.poll()
+    layers = [LayerShape(), LayerShape(attention="int4"), LayerShape(ffn="int4")]
+    core.report(metrics_samples.metrics_of("m@w0", layers=layers))
+    told = {"layers": 3, "layers_done": 1, "tp_before": 2, "tp_after": 1}
+    on_its_way = replace(report("t1", **told), kind="transform", workers=["w0", "w1"])
+    for morph, sizes in ((None, [(10, 11), (3, 11), (10, 4)]), (on_its_way, [(10, 11), (3, 11), (10, 7)])):
+        if morph:
+            core.gateway.morphs.on_report(morph)
+        (worker,) = live_state(core.gateway)["workers"]
+        found = [one["pages"] for one in worker["ranges"] if one["kind"] == "weights"]
+        assert list(zip(found[::2], found[1::2], strict=True)) == sizes
 
 
 async def test_a_viewer_that_does_not_read_is_sent_away_and_gets_one_state_for_many() -> None:

@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.client import BusUnavailable
@@ -141,15 +142,18 @@ class Live:
         try:
             yield viewer
         finally:
-            del self._viewers[viewer]
-            if not self._viewers:
-                self._any.clear()
-                self._none.set()
+            self._leave(viewer)
+
+    def _leave(self, viewer: _Viewer) -> None:
+        self._viewers.pop(viewer, None)
+        if not self._viewers:
+            self._any.clear()
+            self._none.set()
 
     def _hello(self) -> dict[str, Any]:
         slo = self._gateway.settings.slo
         return {
-            "version": version("instar"),
+            "version": _version(),
             "gateway": self._gateway.id,
             "now": time.time(),
             "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
@@ -231,12 +235,24 @@ class Live:
 
     def _put(self, kind: str, body: object) -> None:
         data = _sse(kind, body)
-        for viewer in self._viewers:
+        for viewer in list(self._viewers):
             viewer.put(data)
+            if viewer.is_sent_away:  # its connection may stay for long: nothing is drawn for it
+                self._leave(viewer)
 
     def _send_away(self) -> None:
-        for viewer in self._viewers:
+        for viewer in list(self._viewers):
             viewer.send_away()
+            self._leave(viewer)
+
+
+@cache
+def _version() -> str:
+    """Empty in a copy that was not installed."""
+    try:
+        return version("instar")
+    except PackageNotFoundError:
+        return ""
 
 
 def _event(event: Event) -> dict[str, Any]:
