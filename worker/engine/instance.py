@@ -151,9 +151,16 @@ class Instance:
     def longest_tokens(self) -> int:
         """Prompt and output that the longest request here may come to; 0 without requests. Any shape that is
         to come must hold its KV."""
-        seqs = self._sequences.values()
-        longest = max((seq.num_prompt + seq.request.sampling.max_tokens for seq in seqs), default=0)
-        return min(longest, self.limits.max_model_len)
+        return max(map(self._most_tokens, self._sequences.values()), default=0)
+
+    def most_remaining(self, above: int) -> int:
+        """Tokens to compute, the most of all sequences that run and may come to more than `above` tokens; 1:
+        they only decode; 0: there is none."""
+        seqs = (seq for seq in self.scheduler.running if self._most_tokens(seq) > above)
+        return max((seq.num_remaining for seq in seqs), default=0)
+
+    def _most_tokens(self, seq: Sequence) -> int:
+        return min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
 
     def reset(self) -> None:
         """Forget all requests and all numbers."""

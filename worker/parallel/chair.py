@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.parallel.budget import allowances, even
+from worker.parallel.budget import Need, allowances, even
 from worker.parallel.share import loans
 from worker.parallel.wire import Actions, Census, Lend, Ready, Step
 
@@ -69,9 +69,12 @@ class Chair:
 
     def _allow(self, ready: list[Ready]) -> list[int]:
         max_tokens = min(each.max_tokens for each in ready)
-        ran = [each.work.num_tokens if each.work else 0 for each in ready]
         allowed = self._allowed or [even(each.max_tokens, self.size) for each in ready]
-        self._allowed = allowances(ran, allowed, max_tokens)
+        needs = [
+            Need(each.work.num_tokens if each.work else 0, limit, each.running, each.long_remaining)
+            for each, limit in zip(ready, allowed, strict=True)
+        ]
+        self._allowed = allowances(needs, max_tokens)
         return self._allowed
 
     def _has_news(self, ready: list[Ready]) -> bool:

@@ -58,6 +58,11 @@ class Member:
         return self.swap is not None and self.swap.is_ready
 
     def use(self, share: BlockShare) -> None:
+    @property
+    def tokens_alone(self) -> int:
+        """KV of this worker where it is in no group."""
+        return self.place.blocks_in(self.pages_alone, 1) * self.place.cache.block_tokens
+
         """This planner allocates from it from here on."""
         self.share = self.place.instance.scheduler.blocks = share
 

@@ -210,6 +210,8 @@ class Party:
             pages=place.cache.pages_per_layer,
             spare_pages=place.resizer.num_spare_pages,
             floor=instance.highest_floor(),
+            running=len(instance.scheduler.running),
+            long_remaining=instance.most_remaining(member.tokens_alone),
             max_tokens=self._max_tokens,
             given=self._given,
         )

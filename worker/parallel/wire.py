@@ -233,6 +233,8 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     floor: Precision | Literal[""]  # no request here may run below it
     max_tokens: int  # of a step, that it has memory for
     given: dict[int, list[int]] = {}  # taker -> blocks, after a Lend
+    running: int = 0  # sequences
+    long_remaining: int = 0  # tokens to compute of one that no worker alone could hold; 1: it decodes
 
 
 class Step(Message, frozen=True, kw_only=True, tag=True):
