@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from bus.messages import Precision
 from tests.group_workers import GroupWorker, model_fixtures, swap, transform, workers
 from tests.test_exchange import Member, together
 from tests.test_parallel_workers import oracle, prompt
+from worker.model.shard import Shard
 from worker.morph.checked_pages import CheckedPages
 from worker.morph.host_copy import Span
 from worker.morph.rate import Rate
@@ -327,3 +329,22 @@ def test_rows_that_do_not_come_leave_each_alone_with_those_of_its_host(
                 assert found.equal(wanted)
             worker.wait_ends("runs through")
             assert worker.tokens["runs through"] == oracle(model, prompt(7, 30), 100)
+
+
+def test_layers_that_take_their_rows_between_the_same_two_steps_are_no_hang(
+    folder: Path, take: Callable[[str], None]
+) -> None:
+    take("peers")
+    with workers(folder, 2) as each:
+        applied(each[0], each, 2)
+        thread, weights = each[0].thread, each[0].grouping.place.weights
+        widen, since_progress = weights.widen, list[float]()
+
+        def slow(layer: int, shard: Shard) -> None:
+            since_progress.append(thread.step_seconds())
+            time.sleep(0.2)
+            widen(layer, shard)
+
+        weights.widen = slow  # type: ignore[method-assign]
+        applied(each[0], each, 1, per_step=LAYERS)
+        assert len(since_progress) == LAYERS and since_progress[-1] < 0.4

@@ -113,7 +113,7 @@ class Assembly:
             link.send(Dismiss(group=gathering.group, reason=reason))
             if name not in known:
                 link.close()
-        self._forget_parting()
+        self._forget_parting(gathering.group, reason)
 
     # ----------------------------------------------------------------------------- what others say
 
@@ -137,12 +137,16 @@ class Assembly:
                 self._come_to(message)
             case Dismiss() if self.is_standing_by(link, message.group):
                 self._standing_by = None
-                self._forget_parting()
+                self._forget_parting(message.group, message.reason)
+            case Dismiss() if link is self._parting.leader:
+                self._parting.leader = None
 
-    def follow(self, link: Link) -> None:
-        """Over it the leader of the smaller group will speak; that may be here before the invitation."""
-        self._parting.leader = link
-        self._tell_met()
+    def follow(self, link: Link, group: str) -> None:
+        """Over it the leader of the smaller group will speak; that may be here before the invitation, or
+        after another one."""
+        if self._standing_by is None or self._standing_by.invite.group == group:
+            self._parting.leader = link
+            self._tell_met()
 
     def met(self, meeting: str, reason: str) -> None:
         """It has ended, well or not."""
@@ -300,8 +304,11 @@ class Assembly:
                 links[name] = self._links.connect(peer.address, peer.key)
             links[name].send(Follow(group=invite.group))
 
-    def _forget_parting(self) -> None:
-        """What was made ahead for smaller groups: the next order may be for others."""
+    def _forget_parting(self, group: str, reason: str) -> None:
+        """What was made ahead for smaller groups: the next order may be for others. Who was to follow is told
+        over the same link: it may hear of its end before it hears of the leader's, or of this link only
+        afterwards, and would take that for the loss of a member."""
+        self._parting.tell_others(Dismiss(group=group, reason=reason))
         self._parting.close()
         self._parting = Ties()
         if party := self._now()[0]:

@@ -238,7 +238,9 @@ class Grouping:
         rank = to.formation.members.index(self.worker)
         party = Party(
             to.group,
-            Member(to.formation, rank, self.place, high, low, share, pages_alone, self._clock),
+            Member(
+                to.formation, rank, self.place, high, low, share, pages_alone, self._clock, self.on_progress
+            ),
             send=to.ties.tell_leader,
             broadcast=to.ties.tell_others,
             on_settled=lambda: self.on_regrouped(to.formation.members, "all layers have their new degree"),
@@ -259,7 +261,7 @@ class Grouping:
         before.say_bye(reason)
         self._assembly.decline(reason)
         self._leave(before)
-        before.party.fall_apart(self.on_progress)
+        before.party.fall_apart()
         self.on_regrouped((), f"the group fell apart: {reason}")
 
     def _leave(self, before: Present) -> None:
@@ -281,7 +283,7 @@ class Grouping:
             case Enter() if assembly.is_standing_by(link, message.group):
                 self._enter(message.blocks)
             case Follow() if present:  # it may be here before the invitation
-                assembly.follow(link)
+                assembly.follow(link, message.group)
             case Ready() if present and present.party.chair and present.party.group == message.group:
                 present.party.chair.take(message)
             case Ready():

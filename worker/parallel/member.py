@@ -42,6 +42,7 @@ class Member:
     share: BlockShare
     pages_alone: int
     clock: Callable[[], float] = time.monotonic
+    on_progress: Callable[[], None] = lambda: None  # in the middle of what takes long, and is no hang
     next_low: Communicator | None = None  # of the subgroup that it will part into
     rows: Rows | None = None  # of layers that go back to the low degree
     swap: HalfSwap | None = None
@@ -57,12 +58,12 @@ class Member:
     def is_swap_ready(self) -> bool:
         return self.swap is not None and self.swap.is_ready
 
-    def use(self, share: BlockShare) -> None:
     @property
     def tokens_alone(self) -> int:
         """KV of this worker where it is in no group."""
         return self.place.blocks_in(self.pages_alone, 1) * self.place.cache.block_tokens
 
+    def use(self, share: BlockShare) -> None:
         """This planner allocates from it from here on."""
         self.share = self.place.instance.scheduler.blocks = share
 

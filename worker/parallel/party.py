@@ -121,11 +121,10 @@ class Party:
         self.heard = None
         return True
 
-    def fall_apart(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Alone again, whatever the others do. Raises what makes the worker useless. on_progress: called
-        again and again, since all weights of a large model take long."""
+    def fall_apart(self) -> None:
+        """Alone again, whatever the others do. Raises what makes the worker useless."""
         self.has_fallen = True
-        falling_apart.fall_apart(self.member, on_progress)
+        falling_apart.fall_apart(self.member)
 
     def check_integrity(self) -> None:
         """Raises BrokenInvariant and AssertionError."""
@@ -210,9 +209,9 @@ class Party:
             pages=place.cache.pages_per_layer,
             spare_pages=place.resizer.num_spare_pages,
             floor=instance.highest_floor(),
+            max_tokens=self._max_tokens,
             running=len(instance.scheduler.running),
             long_remaining=instance.most_remaining(member.tokens_alone),
-            max_tokens=self._max_tokens,
             given=self._given,
         )
 

@@ -86,7 +86,8 @@ class Follow(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Dismiss(Message, frozen=True, kw_only=True, tag=True):
-    """From the leader: it does not come about. The old shape serves on."""
+    """From the leader: it does not come about. The old shape serves on. From who would have led a subgroup:
+    it will not speak over this link."""
 
     reason: str
 
@@ -232,9 +233,9 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     spare_pages: int  # of its device, beyond the reserve
     floor: Precision | Literal[""]  # no request here may run below it
     max_tokens: int  # of a step, that it has memory for
-    given: dict[int, list[int]] = {}  # taker -> blocks, after a Lend
     running: int = 0  # sequences
     long_remaining: int = 0  # tokens to compute of one that no worker alone could hold; 1: it decodes
+    given: dict[int, list[int]] = {}  # taker -> blocks, after a Lend
 
 
 class Step(Message, frozen=True, kw_only=True, tag=True):

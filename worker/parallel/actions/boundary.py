@@ -25,6 +25,7 @@ def move(member: Member, to: int, used: Sequence[Sequence[int]]) -> None:
                 if member.rows:
                     member.rows.finish(layer)
                 weights.widen(layer, formation.low_shard(member.rank))
+            member.on_progress()  # all may go between two steps, each with a GiB of rows from its peers
         member.formation = formation.moved(to)
 
 

@@ -10,9 +10,9 @@ from worker.parallel.member import Member
 from worker.parallel.place import ALONE, Place
 
 
-def fall_apart(member: Member, on_progress: Callable[[], None]) -> None:
-    """With all weights and as many KV pages as before, as far as there are; what ran is computed anew.
-    on_progress: called with each part of the weights. Raises what makes the worker useless."""
+def fall_apart(member: Member) -> None:
+    """With all weights and as many KV pages as before, as far as there are; what ran is computed anew. All
+    weights of a large model take long. Raises what makes the worker useless."""
     member.is_over = True
     member.close()
     if member.rows:
@@ -23,7 +23,7 @@ def fall_apart(member: Member, on_progress: Callable[[], None]) -> None:
     cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
     place.instance.recompute_all(cache.allocator)
     cache.shrink(max(0, cache.pages_per_layer - member.pages_alone))
-    _have_all_weights(place, on_progress)
+    _have_all_weights(place, member.on_progress)
     cache.grow(max(0, min(member.pages_alone - cache.pages_per_layer, cache.growable_pages)))
     place.resizer.settle()
     member.reshaped(1)

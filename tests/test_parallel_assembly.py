@@ -1,0 +1,81 @@
+"""A parting into groups of two that is called off: no member is lost by it, in whatever order they hear."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from worker.parallel.assembly import Assembly
+from worker.parallel.formation import Formation
+from worker.parallel.gathering import StandingBy
+from worker.parallel.ties import Ties
+from worker.parallel.wire import Dismiss, Follow, Invite, Messages, Peer
+
+MEMBERS = ["w0", "w1", "w2", "w3"]  # as pairs: w0 w2 and w1 w3
+
+
+class Recorded:
+    """A link to somebody; what was sent before it closed."""
+
+    def __init__(self, *_: Any) -> None:
+        self.sent: list[Messages] = []
+        self.is_closed = False
+
+    def send(self, message: Messages) -> None:
+        assert not self.is_closed
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def asked(worker: str, to_leader: Any) -> Any:
+    """It stands by for the parting that w0 leads."""
+    party = SimpleNamespace(member=SimpleNamespace(drop_next_low=lambda: None))
+    place: Any = SimpleNamespace(name="m", num_layers=2)
+    links: Any = SimpleNamespace(connect=Recorded)
+    meetings: Any = SimpleNamespace()
+    assembly = Assembly(worker, place, links, meetings, lambda: (party, Ties()), lambda: "")  # type: ignore[arg-type,return-value]
+    formation = Formation(tuple(MEMBERS), 2, 2, grows=False)
+    peers = {name: Peer(name, 1, "127.0.0.1:1", b"") for name in MEMBERS}
+    invite = Invite(
+        group="g", leader="w0", model="m", members=MEMBERS, low=2, grows=False, peers=peers, shape=[]
+    )
+    assembly._standing_by = StandingBy(invite, formation, to_leader)
+    assembly._prepare_to_lead(invite, formation)
+    return assembly
+
+
+@pytest.mark.parametrize("hears_leader_first", [True, False])
+def test_who_was_to_lead_a_pair_and_closes_its_link_is_no_loss_to_who_was_to_follow(
+    hears_leader_first: bool,
+) -> None:
+    ends = {name: Recorded() for name in ("w1", "w3")}
+    leads, follows = (asked(name, ends[name]) for name in ends)
+    link = leads._parting.others["w3"]
+    leads.take(ends["w1"], Dismiss(group="g", reason="no room"))
+    assert link.is_closed
+    assert [type(message) for message in link.sent] == [Follow, Dismiss]
+
+    def its_words() -> None:
+        follows.follow(link, "g")
+        follows.take(link, link.sent[1])
+        assert not follows.has_tie(link)  # its end means nothing from here on
+
+    def leaders_word() -> None:
+        follows.take(ends["w3"], Dismiss(group="g", reason="no room"))
+
+    for hear in (leaders_word, its_words) if hears_leader_first else (its_words, leaders_word):
+        hear()
+    assert not follows.has_tie(link)
+    assert not follows.is_under_way
+
+
+def test_who_leads_a_pair_of_a_parting_that_was_called_off_does_not_lead_that_of_the_next() -> None:
+    follows = asked("w3", Recorded())
+    ahead, late = Recorded(), Recorded()
+    follows.follow(ahead, "g")
+    follows.follow(late, "of before")
+    assert follows.has_tie(ahead) and not follows.has_tie(late)
