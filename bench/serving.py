@@ -104,7 +104,9 @@ def main() -> int:
     began_s = time.monotonic()
     size, budget_mb = MODELS[args.quick]
     with model_folder(size) as folder, running(folder, args.workers, budget_mb) as service:
-        load = make_load(service.card().tokens_at, args.long_output, is_quick=args.quick)
+        card = service.card()
+        held = {tp: min(card.max_model_len, tokens) for tp, tokens in card.tokens_at.items()}
+        load = make_load(held, args.long_output, is_quick=args.quick)
         load = replace(load, short_per_minute=args.short_per_minute)
         load, capacity = calibrate(service, load, args.short_tokens)
         script = arrivals(load, SEED)

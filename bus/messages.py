@@ -237,7 +237,7 @@ class InstanceCard:
     attention_pages: dict[Precision, int] = field(default_factory=dict)  # the same of its attention alone
     kv_heads: int = 0  # 0: not told
     degrees: list[int] = field(default_factory=lambda: [1])  # that its weights are padded for
-    tokens_at: dict[int, int] = field(default_factory=dict)  # degree: the longest sequence its KV could hold
+    tokens_at: dict[int, int] = field(default_factory=dict)  # degree: tokens of KV it would have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

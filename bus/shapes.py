@@ -13,12 +13,17 @@ from collections.abc import Iterable
 from bus.messages import InstanceCard, WorkerCard
 
 
-def capacity_at(worker: WorkerCard, card: InstanceCard, degree: int) -> int:
-    """Tokens, prompt and output, that a sequence may have where this worker is one of `degree`, as its memory
-    was when it loaded; 0: it takes no part in such a group."""
+def kv_tokens_at(worker: WorkerCard, card: InstanceCard, degree: int) -> int:
+    """Tokens whose KV there is room for where this worker is one of `degree`, as its memory was when it
+    loaded; 0: it takes no part in such a group."""
     if degree not in card.degrees or (degree > 1 and not worker.link):
         return 0
-    return min(card.max_model_len, card.tokens_at.get(degree, 0))
+    return card.tokens_at.get(degree, 0)
+
+
+def capacity_at(worker: WorkerCard, card: InstanceCard, degree: int) -> int:
+    """Tokens, prompt and output, that a single sequence may have there."""
+    return min(card.max_model_len, kv_tokens_at(worker, card, degree))
 
 
 def longest_tokens(workers: Iterable[WorkerCard], model: str, max_tp: int = 0) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from bus.client import LiveWorker
 from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, WorkerCard
-from bus.shapes import capacity_at
+from bus.shapes import kv_tokens_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,9 @@ class Group:
     epochs: tuple[int, ...]
     tp: int
     tokens_at: Mapping[int, int] = field(default_factory=dict)  # degree -> what one sequence may have there
-    max_tokens: int  # the same, as it is now
+    kv_tokens_at: Mapping[int, int] = field(default_factory=dict)  # what all have, if that is not the same
+    max_tokens: int  # of one sequence, as it is now
+    kv_tokens: int = 0  # of all, if that is not the same
     used_tokens: int = 0
     own_tokens: tuple[int, ...] = ()  # by member: of its own requests, with a spare block for each that runs
     layers: tuple[LayerShape, ...] = ()  # their precisions, the same at all members
@@ -44,7 +46,12 @@ class Group:
 
     @property
     def usage(self) -> float:
-        return self.used_tokens / self.max_tokens if self.max_tokens else 1.0
+        there = self.kv_tokens or self.max_tokens
+        return self.used_tokens / there if there else 1.0
+
+    def kv_at(self, tp: int) -> int:
+        """Tokens of KV at a degree of `tokens_at`; one sequence may have no more than these say."""
+        return self.kv_tokens_at.get(tp, self.tokens_at[tp])
 
 
 Member = tuple[WorkerCard, InstanceCard]
@@ -85,9 +92,12 @@ def _members(worker: WorkerCard, card: InstanceCard, cards: Mapping[str, WorkerC
 def _group(members: list[Member], told: list[InstanceMetrics], age_s: float) -> Group:
     worker, card = members[0]
     last = told[0].last
+    longest, kv_tokens = min(one.max_model_len for _, one in members), last.kv_blocks * card.block_tokens
     degrees = set.intersection(*({1, *one.degrees} for _, one in members))
-    tokens_at = {
-        degree: min(capacity_at(*member, degree) for member in members) for degree in sorted(degrees)
+    kv_at = {
+        degree: tokens
+        for degree in sorted(degrees)
+        if (tokens := min(kv_tokens_at(*member, degree) for member in members))
     }
     return Group(
         model=card.model,
@@ -96,8 +106,10 @@ def _group(members: list[Member], told: list[InstanceMetrics], age_s: float) -> 
         instances=tuple(one.id for _, one in members),
         epochs=tuple(member.epoch for member, _ in members),
         tp=card.tp,
-        tokens_at={degree: tokens for degree, tokens in tokens_at.items() if tokens},
-        max_tokens=min(card.max_model_len, last.kv_blocks * card.block_tokens),
+        tokens_at={degree: min(longest, tokens) for degree, tokens in kv_at.items()},
+        kv_tokens_at=kv_at,
+        max_tokens=min(card.max_model_len, kv_tokens),
+        kv_tokens=kv_tokens,
         used_tokens=last.kv_used * card.block_tokens,
         own_tokens=tuple((one.last.kv_own + one.last.running) * card.block_tokens for one in told),
         layers=tuple(last.layers),

@@ -34,6 +34,11 @@ class Merge:
         """What one sequence may have there."""
         return min(group.tokens_at[self.tp] for group in self.groups)
 
+    def has_room(self, num_tokens: int) -> bool:
+        """For a sequence of so many beside what they have in their caches."""
+        kv_tokens = min(group.kv_at(self.tp) for group in self.groups)
+        return num_tokens <= self.tokens_after and self.used_tokens + num_tokens <= kv_tokens
+
 
 def decide_scale_up(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -> Merge | None:
     """Makes room for a request of `num_tokens` that no instance holds: the lowest degree that does, on
@@ -51,7 +56,7 @@ def decide_scale_up(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -
             for alike in _alike(there, kind_of)
             for tp in _degrees_for(alike, num_tokens, max_tp)
             for merge in _merges(alike, tp, places)
-            if merge.used_tokens + num_tokens <= merge.tokens_after
+            if merge.has_room(num_tokens)
         ]
         if merges:
             return min(merges, key=_cost)
@@ -70,7 +75,7 @@ def decide_scale_down(group: Group, free_share: float) -> int | None:
         if tp < group.tp
         and group.tp % tp == 0
         and group.longest_tokens <= tokens
-        and max(_tokens_of_parts(group, tp)) <= tokens
+        and max(_tokens_of_parts(group, tp)) <= group.kv_at(tp)
     ]
     return min(fitting, default=None)
 

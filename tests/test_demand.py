@@ -252,6 +252,16 @@ def test_short_requests_beside_a_long_one_are_no_more_than_the_parts_will_hold()
     core.gateway.check_integrity()
 
 
+def test_the_room_at_home_is_of_the_cache_and_not_of_a_context_that_ends_before_it() -> None:
+    core = Cluster()
+    core.cards = {name: worker_card(name, FOUR, max_model_len=150) for name in FOUR}
+    core.look()
+    core.sent(core.ask("long", 140))
+    core.look()
+    core.delivery.table.metrics_arrived()
+    assert workers_of([core.ask(str(i), 40) for i in range(9)]).count(None) == 1
+
+
 def test_no_queue_is_brought_into_a_group_that_is_to_be_made() -> None:
     """Else the group would take it all at once, and not part before that has ended."""
     core = Cluster("w0", "w1")

@@ -167,6 +167,19 @@ def test_a_group_is_one_instance_with_the_load_of_all_its_members() -> None:
     assert (alone.workers, alone.max_tokens, alone.load) == (("w1",), 100, 2)
 
 
+def test_a_context_that_ends_before_the_cache_bounds_one_request_and_not_all_together() -> None:
+    members = ("w0", "w1")
+    cards = [worker_card(name, members, max_model_len=150) for name in members]
+    (both,) = groups_of(metrics_for(*cards, used=180, longest=90), live(*cards))
+    assert (both.max_tokens, both.usage) == (150, 180 / 400)
+    assert decide_scale_down(both, 0.5) == 1
+    cards = [worker_card(name, max_model_len=150) for name in members]
+    apart = groups_of(metrics_for(*cards, used=90), live(*cards))
+    assert decide_scale_up(apart, 160) is None
+    merge = decide_scale_up(apart, 140)
+    assert merge is not None and (merge.tp, merge.tokens_after) == (2, 150)
+
+
 @pytest.mark.parametrize(
     "other", [{"state": "draining"}, {"epoch": 2}, {"tp": 1}, {"workers": ["w1"]}, {"model": "x"}]
 )

@@ -55,7 +55,7 @@ class Candidates:
             precision=lowest(worker.metrics.last.layers) if worker.metrics else None,
             is_below=worker.target in refused_by,
             low_tokens=max_tokens,
-            free_tokens=_free_tokens(worker, [worker], max_tokens),
+            free_tokens=_free_tokens(worker, [worker]),
             parts=self._cluster.parts_groups and bool(card.tokens_at),
         )
         return alone if card.tp == 1 else self._group(alone, worker, refused_by)
@@ -66,7 +66,10 @@ class Candidates:
         members = [self._worker(one) for one in cluster.seats(ready)]
         usual_tokens = cluster.usual_tokens(ready, self._now)
         measured = [one.num_measured for one in members if one.num_measured is not None]
-        home_tokens = min(usual_tokens, (1 - cluster.free_share) * leader.max_tokens / ready.card.tp)
+        kv_tokens = _kv_tokens(leading) or leader.max_tokens
+        home_tokens = min(
+            ready.card.tokens_at.get(1, usual_tokens), (1 - cluster.free_share) * kv_tokens / ready.card.tp
+        )
         return replace(
             leader,
             num_measured=sum(measured) if measured else None,
@@ -75,7 +78,7 @@ class Candidates:
             is_below=any(one.target in refused_by for one in members),
             tp=ready.card.tp,
             low_tokens=usual_tokens,
-            free_tokens=_free_tokens(leading, members, leader.max_tokens),
+            free_tokens=_free_tokens(leading, members),
             stays=any(_longest(one) > usual_tokens for one in members) or not cluster.parts_groups,
             seats=tuple(_seat(one, usual_tokens, home_tokens) for one in members),
         )
@@ -95,16 +98,24 @@ class Candidates:
 _NOBODY = Place()
 
 
-def _free_tokens(leading: _Worker, members: Sequence[_Worker], max_tokens: int) -> float | None:
+def _free_tokens(leading: _Worker, members: Sequence[_Worker]) -> float | None:
     """Of KV, less the queues and what is on its way. Without metrics of this shape, less what this gateway
     has there."""
     card = leading.ready.card
     if leading.of_shape is None:
         on_their_way = sum(one.place.num_tokens for one in members)
-        return max_tokens - on_their_way if card.tp in card.tokens_at else None
+        return _kv_tokens(leading) - on_their_way if card.tp in card.tokens_at else None
     last = leading.of_shape.last
     free_blocks = last.kv_blocks - last.kv_used
     return free_blocks * card.block_tokens - sum(map(_coming_tokens, members))
+
+
+def _kv_tokens(leading: _Worker) -> int:
+    """Of all, which may be more than one sequence may have; 0: unknown."""
+    card = leading.ready.card
+    if leading.of_shape is None:
+        return card.tokens_at.get(card.tp, 0)
+    return leading.of_shape.last.kv_blocks * card.block_tokens
 
 
 def _coming_tokens(worker: _Worker) -> int:

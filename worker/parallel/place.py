@@ -105,12 +105,11 @@ class Place:
         )
 
     def tokens_at(self, degree: int) -> int:
-        """The longest sequence whose KV fits in a group of `degree` workers like this one."""
+        """KV of a group of `degree` workers like this one; a sequence ends with its context."""
         blocks = int(self.numbers(Shard(0, degree))["blocks_after"])
         if degree == 1:
             blocks = self.cache.num_blocks
-        longest = self.instance.limits.max_model_len
-        return min(longest, blocks * self.cache.block_tokens)
+        return blocks * self.cache.block_tokens
 
     def blocks_in(self, pages_per_layer: int, degree: int) -> int:
         """Blocks that a group of `degree` has in so many pages of each layer of every member."""
