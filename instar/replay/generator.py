@@ -176,7 +176,8 @@ class Generator:
 @contextlib.contextmanager
 def _priority() -> Iterator[None]:
     """Before others, for a few per cent of a core: on the machine of the server that it keeps busy, a
-    generator that waits for its turn sends late (100 ms at P99 on two full cores, 7 ms with this)."""
+    generator that waits for its turn sends late. It helps, and is no remedy for a machine that is full
+    (bench/LOG.md)."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     try:
         os.setpriority(os.PRIO_PROCESS, 0, min(before, PRIORITY))
