@@ -18,6 +18,7 @@ from bus.messages import (
     KV_CAPACITY,
     Demand,
     Event,
+    LayerShape,
     Metrics,
     MorphReport,
     PageCounts,
@@ -260,6 +261,29 @@ def test_the_room_at_home_is_of_the_cache_and_not_of_a_context_that_ends_before_
     core.look()
     core.delivery.table.metrics_arrived()
     assert workers_of([core.ask(str(i), 40) for i in range(9)]).count(None) == 1
+
+
+def test_who_waits_for_a_group_with_its_precision_holds_nobody_up_that_goes_elsewhere() -> None:
+    core = Cluster("w0", "w1", "w2")
+    core.group("w0", "w1")
+    core.poll()
+    both = metrics_for(core.cards["w0"], core.cards["w1"], used=160)  # 80 each of the 100 to take along
+    alone = metrics_for(core.cards["w2"])
+    (coarse,) = alone.instances
+    coarse = replace(coarse, last=replace(coarse.last, layers=[LayerShape(ffn="int8")]))
+    core.report(
+        replace(both, workers=both.workers + alone.workers, instances=[*both.instances, coarse]),
+    )
+    exact = core.flight("exact", max_tokens=39)
+    exact.min_precision = "full"
+    core.delivery.submit(exact)
+    core.now += 1
+    assert workers_of([exact, core.ask("any", 40)]) == [None, "w2"]
+    core.now += PART_PATIENCE_S - 1  # and who passes it does not make it wait for longer
+    core.cluster.metrics_at = core.now
+    core.delivery.attempts.place_waiting()
+    assert workers_of([exact]) == ["w0"]
+    core.gateway.check_integrity()
 
 
 def test_no_queue_is_brought_into_a_group_that_is_to_be_made() -> None:

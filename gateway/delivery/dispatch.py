@@ -145,7 +145,7 @@ def choose(
     fitting = [candidate for candidate in there if num_tokens <= candidate.max_tokens]
     if not fitting:
         return NoneFits(max(candidate.max_tokens for candidate in there))
-    keeping = [candidate for candidate in fitting if _may_keep(candidate, floor)]
+    keeping = [candidate for candidate in fitting if may_keep(candidate, floor)]
     if not keeping:
         return BelowFloor()
     if not is_long(there, num_tokens):
@@ -239,7 +239,8 @@ def _is_doubtful(candidate: Candidate, floor: Precision | Literal[""]) -> bool:
     return bool(floor) and candidate.precision is None
 
 
-def _may_keep(candidate: Candidate, floor: Precision | Literal[""]) -> bool:
+def may_keep(candidate: Candidate, floor: Precision | Literal[""]) -> bool:
+    """As far as is known."""
     if candidate.is_below:
         return False
     return not floor or candidate.precision is None or keeps(candidate.precision, floor)

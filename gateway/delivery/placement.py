@@ -24,6 +24,7 @@ from gateway.delivery.dispatch import (
     choose,
     crowded,
     is_long,
+    may_keep,
     member_for,
     num_to_recall,
 )
@@ -82,9 +83,13 @@ class Placement:
         if is_long_here and self._is_behind(flight, self._table.for_room.first(flight.model)):
             return NoRoom()
         if not is_long_here and isinstance(found, Candidate) and found.parts:
-            if self._is_behind(flight, self._table.for_parts.first(flight.model)):
+            waiting = self._table.for_parts.of(flight.model)
+            # Who waits for a precision that this one has not is held up by nobody who goes there.
+            for_this = (one for one in waiting if may_keep(found, one.min_precision))
+            if self._is_behind(flight, next(for_this, None)):
                 return Parting(found)
-            self._placed_s[flight.model] = self._clock()
+            if not self._is_behind(flight, next(iter(waiting), None)):
+                self._placed_s[flight.model] = self._clock()
         if isinstance(found, BelowFloor) and not (flight.waits_for_precision or flight.was_admitted):
             raise below_floor(flight.model, flight.min_precision)
         return found
