@@ -327,6 +327,31 @@ def test_what_waits_at_a_member_beyond_what_it_can_take_along_comes_back() -> No
     core.gateway.check_integrity()
 
 
+def test_no_more_come_back_than_are_too_many_though_the_last_metrics_still_count_them() -> None:
+    core = Cluster("w0", "w1")
+    core.cluster.parts_groups = False
+    core.group("w0", "w1")
+    core.look()
+    flights = [core.flight(str(i), max_tokens=1) for i in range(12)]
+    for flight in flights:
+        flight.prompt_token_ids = [1] * 29
+        core.delivery.submit(flight)
+        core.sent(flight, begun=False)
+    told = metrics_for(*core.cards.values())
+    queued = [
+        replace(one, last=replace(one.last, waiting=6, waiting_tokens=6 * 29)) for one in told.instances
+    ]
+    core.report(replace(told, instances=queued))
+    core.delivery.table.metrics_arrived()
+    core.cluster.parts_groups = True
+    attempts = [list[int](), list[int]()]
+    for each in attempts:
+        core.delivery.attempts.place_waiting()
+        each += [i for i, flight in enumerate(flights) if flight.was_recalled]
+    assert attempts[0] == attempts[1] == [6, 7, 8, 9, 10, 11]
+    core.gateway.check_integrity()
+
+
 def test_a_last_chance_is_had_alone_in_the_whole_group() -> None:
     """All members make the step that kills one."""
     core = Cluster(max_attempts=2)

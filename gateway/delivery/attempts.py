@@ -88,8 +88,7 @@ class Attempts:
         self._outbox.cancel(target.worker, target.epoch, [flight.request_id], up_to_attempt=flight.attempt)
         self._stats.of(flight.model).replays["recalled"] += 1
         flight.was_recalled = True
-        self._table.unassign(flight)
-        self._table.wait(flight, self._table.for_parts)
+        self._table.recall(flight)
 
     def below_floor(self, flight: Flight) -> None:
         """Its instance has layers below the precision it asks for, and did not begin it. Elsewhere then, or

@@ -104,12 +104,13 @@ class Flight:
 @dataclass(slots=True)
 class Place:
     """One incarnation of an instance, with our flights there, of `num_tokens` in all. `num_since` were sent
-    since the last metric, of `tokens_since` tokens."""
+    since the last metric, of `tokens_since` tokens, less those of what was taken back from its queue."""
 
     flights: dict[str, Flight] = field(default_factory=dict)
     num_since: int = 0
     tokens_since: int = 0
     num_tokens: int = 0
+    _since: set[str] = field(default_factory=set)
     _longest: int | None = 0
 
     @property
@@ -120,14 +121,25 @@ class Place:
 
     def add(self, flight: Flight) -> None:
         self.flights[flight.request_id] = flight
+        self._since.add(flight.request_id)
         self.num_since += 1
         self.tokens_since += flight.num_tokens
         self.num_tokens += flight.num_tokens
         if self._longest is not None:
             self._longest = max(self._longest, flight.num_tokens)
 
+    def take_back(self, flight: Flight) -> None:
+        """From its queue: of what the last metric tells, or of what was sent since."""
+        is_new = flight.request_id in self._since
+        self.tokens_since -= flight.num_tokens if is_new else flight.num_known_tokens
+
+    def metrics_arrived(self) -> None:
+        self.num_since = self.tokens_since = 0
+        self._since.clear()
+
     def remove(self, flight: Flight) -> None:
         del self.flights[flight.request_id]
+        self._since.discard(flight.request_id)
         self.num_tokens -= flight.num_tokens
         if flight.num_tokens == self._longest:
             self._longest = None
@@ -164,6 +176,13 @@ class InFlight:
         self._leave_place(flight)
         flight.is_sent = flight.is_running = False
         self.waiting = in_order(self.waiting, flight)
+
+    def recall(self, flight: Flight) -> None:
+        """From a worker's queue, which is shorter from here on, whatever its last metric says."""
+        if flight.target is not None:
+            self.places[flight.target].take_back(flight)
+        self.unassign(flight)
+        self.wait(flight, self.for_parts)
 
     def remove(self, flight: Flight) -> None:
         del self.flights[flight.request_id]
@@ -202,7 +221,7 @@ class InFlight:
 
     def metrics_arrived(self) -> None:
         for place in self.places.values():
-            place.num_since = place.tokens_since = 0
+            place.metrics_arrived()
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
