@@ -94,6 +94,7 @@ class Core:
         for part in (*parts, self.delivery.attempts, self.delivery.endings):
             part._clock = lambda: self.now
         self.cards: dict[str, WorkerCard] = {}
+        self.fingerprint = ""  # of the shape that makes what is delivered
 
     def worker(self, name: str = "w0", epoch: int = 1, pid: int = 1, max_model_len: int = 100) -> None:
         """Registers; the gateway sees it at the next `poll`."""
@@ -167,7 +168,7 @@ class Core:
             instance=flight.target.instance,
             step=1,
             born_ns=0,
-            fingerprint="",
+            fingerprint=self.fingerprint,
             deltas=[delta],
         )
         self.delivery.on_step(step, step.deltas)

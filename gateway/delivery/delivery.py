@@ -18,6 +18,7 @@ from gateway.delivery.endings import Endings
 from gateway.delivery.inflight import Flight, InFlight
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Placement
+from gateway.delivery.precision import lowest_named
 from gateway.errors import ApiError
 from gateway.operations.stats import Stats
 
@@ -133,7 +134,7 @@ class Delivery:
         token_ids = delta.token_ids[skip:] if skip else delta.token_ids
         is_enough = False
         if token_ids:
-            self._count(flight, len(token_ids), now)
+            self._count(flight, len(token_ids), step, now)
             received.extend(token_ids)
             is_enough = flight.sink.on_tokens(token_ids, delta, skip, step)
         self.endings.touch(flight.sink)
@@ -156,7 +157,7 @@ class Delivery:
             self.stats.of(flight.model).request_queue_time.observe(now - flight.arrived)
             flight.sink.on_admitted()
 
-    def _count(self, flight: Flight, num_tokens: int, now: float) -> None:
+    def _count(self, flight: Flight, num_tokens: int, step: StepOutput, now: float) -> None:
         stats = self.stats.of(flight.model)
         if flight.received:
             stats.inter_token_latency.observe((now - flight.last_token) / num_tokens)
@@ -164,6 +165,7 @@ class Delivery:
             stats.time_to_first_token.observe(now - flight.arrived)
             flight.first_token = now
         stats.generation_tokens += num_tokens
+        stats.tokens_by_precision[lowest_named(step.fingerprint)] += num_tokens
         flight.last_token = now
 
     def _stray(self, step: StepOutput, delta: Delta, now: float) -> None:

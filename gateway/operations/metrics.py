@@ -8,8 +8,10 @@ idle one. `metrics_compat = "vllm"` repeats the names that routers read under `v
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -17,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.messages import InstanceCard, InstanceMetrics
+from bus.messages import KIND_OF, PRECISIONS, InstanceCard, InstanceMetrics, LayerShape, MorphOutcome
 from gateway.delivery.precision import layers_below_full
 from gateway.operations.morphs import Morphs
 from gateway.operations.stats import Distribution, ModelStats
@@ -25,6 +27,7 @@ from gateway.state import Gateway
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE: Final = ["model_name", "engine"]
+OUTCOMES: Final[tuple[MorphOutcome, ...]] = ("applied", "deferred", "stale", "conflict", "failed")
 
 DISTRIBUTIONS: Final = {
     "time_to_first_token_seconds": ("time_to_first_token", "From a request's arrival to its first token."),
@@ -62,6 +65,7 @@ class _Page(Collector):
         yield from _morphs("instar_", self._gateway.morphs)
         yield from _models("instar_", self._gateway.stats.models)
         yield from _slos("instar_", self._gateway.stats.models)
+        yield _by_precision("instar_", self._gateway.stats.models)
         instances = list(_fresh(self._gateway))
         yield from _instances("instar_", instances)
         if self._gateway.settings.gateway.metrics_compat == "vllm":
@@ -109,12 +113,13 @@ def _own(prefix: str, gateway: Gateway) -> Iterator[Metric]:
 
 
 def _morphs(prefix: str, morphs: Morphs) -> Iterator[Metric]:
-    """Of the whole cluster, as reported while this gateway listened: each gateway says the same."""
+    """Of the whole cluster, as reported while this gateway listened: each gateway says the same. Told from
+    0 on, since `increase` sees nothing of a counter that begins with its first event."""
     ended = CounterMetricFamily(
         f"{prefix}morphs", "Morphs that ended, by outcome.", labels=["kind", "outcome"]
     )
-    for (kind, outcome), count in sorted(morphs.outcomes.items()):
-        ended.add_metric([kind, outcome], count)
+    for kind, outcome in product(KIND_OF.values(), OUTCOMES):
+        ended.add_metric([kind, outcome], morphs.outcomes[kind, outcome])
     seconds = HistogramMetricFamily(
         f"{prefix}morph_seconds", "From a morph's start to its end, whatever the outcome.", labels=["kind"]
     )
@@ -177,6 +182,18 @@ def _slos(prefix: str, models: dict[str, ModelStats]) -> Iterator[Metric]:
         yield family
 
 
+def _by_precision(prefix: str, models: dict[str, ModelStats]) -> Metric:
+    family = CounterMetricFamily(
+        f"{prefix}generation_tokens_by_precision",
+        "Tokens received, by the lowest precision of any layer in the step that made them.",
+        labels=["model_name", "precision"],
+    )
+    for model, stats in models.items():
+        for precision, count in sorted(stats.tokens_by_precision.items()):
+            family.add_metric([model, precision], count)
+    return family
+
+
 def _instances(prefix: str, instances: Iterable[Fresh]) -> Iterator[Metric]:
     """Of the workers' last reports, unsmoothed."""
     running = GaugeMetricFamily(f"{prefix}num_requests_running", "Sequences in the batch.", labels=ENGINE)
@@ -188,6 +205,11 @@ def _instances(prefix: str, instances: Iterable[Fresh]) -> Iterator[Metric]:
     used = GaugeMetricFamily(f"{prefix}kv_blocks_used", "KV blocks in use.", labels=ENGINE)
     below = GaugeMetricFamily(
         f"{prefix}layers_below_full", "Layers of which a half is below full precision.", labels=ENGINE
+    )
+    layers = GaugeMetricFamily(
+        f"{prefix}layers",
+        "Layers by precision; attention and FFN count a half each.",
+        labels=[*ENGINE, "precision"],
     )
     config = GaugeMetricFamily(
         f"{prefix}cache_config_info", "As now.", labels=[*ENGINE, "block_size", "num_gpu_blocks"]
@@ -212,8 +234,16 @@ def _instances(prefix: str, instances: Iterable[Fresh]) -> Iterator[Metric]:
         total.add_metric(labels, last.kv_blocks)
         used.add_metric(labels, last.kv_used)
         below.add_metric(labels, layers_below_full(last.layers))
+        for precision, count in _layers(last.layers).items():
+            layers.add_metric([*labels, precision], count)
         config.add_metric([*labels, str(instance.card.block_tokens), str(last.kv_blocks)], 1)
-    yield from (running, waiting, usage, total, used, below, config, preemptions, recomputed, degree)
+    yield from (running, waiting, usage, total, used, below, layers, config, preemptions, recomputed, degree)
+
+
+def _layers(shape: Iterable[LayerShape]) -> dict[str, float]:
+    """How many are in each precision, those in none too."""
+    halves = Counter(half for layer in shape for half in (layer.attention, layer.ffn))
+    return {precision: halves[precision] / 2 for precision in PRECISIONS}
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

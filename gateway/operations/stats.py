@@ -51,6 +51,7 @@ class ModelStats:
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    tokens_by_precision: Counter[str] = field(default_factory=Counter)  # the lowest of any layer in its step
     finished: Counter[str] = field(default_factory=Counter)  # by reason: stop, length, abort
     failures: Counter[str] = field(default_factory=Counter)  # accepted and failed, by error code
     replays: Counter[str] = field(default_factory=Counter)  # by reason
