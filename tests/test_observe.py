@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from bus.messages import LayerShape
@@ -11,6 +18,9 @@ from gateway.operations.metrics import exposition
 from tests.gateway_core import Core
 from tests.metrics_samples import metrics_of
 
+ROOT: Final = Path(__file__).parent.parent
+OBSERVE: Final = ROOT / "docker" / "observe"
+NAME: Final = re.compile(r"\b(?:\w+:)?instar_\w+(?::\w+)?|\bup\b")
 SHAPE = [LayerShape(), LayerShape(ffn="int4"), LayerShape(attention="int8", ffn="int4")]
 
 
@@ -58,3 +68,82 @@ def test_layers_are_told_by_precision_each_half_for_itself(core: Core) -> None:
 def test_morphs_count_from_zero_so_that_the_first_is_seen(core: Core) -> None:
     counted = samples(core)["instar_morphs_total"]
     assert len(counted) == 15 and {value for _, value in counted} == {0}
+
+
+# --------------------------------------------------------------------------- the files
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in read(OBSERVE / "rules.yml")["groups"] for rule in group["rules"]]
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((OBSERVE / "grafana" / "dashboards" / "instar.json").read_text())
+    return found
+
+
+def shown() -> Iterator[str]:
+    board = dashboard()
+    for panel in board["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", ()))
+    yield from (one["expr"] for one in board["annotations"]["list"] if "expr" in one)
+
+
+def test_every_metric_of_the_rules_and_the_dashboard_is_told_or_recorded(core: Core) -> None:
+    text = exposition(core.gateway).decode()
+    told = set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
+    told |= {f"{name}_{part}" for name in told for part in ("bucket", "sum", "count")}
+    told |= {rule["record"] for rule in rules() if "record" in rule} | {"up"}
+    used = [*(rule["expr"] for rule in rules()), *shown()]
+    assert {name for expr in used for name in NAME.findall(expr)} - told == set()
+
+
+def test_every_alert_says_what_it_is_and_what_to_do() -> None:
+    headings = re.findall(r"^### (\w+)$", (ROOT / "docs" / "observe.md").read_text(), re.MULTILINE)
+    alerts = [rule for rule in rules() if "alert" in rule]
+    assert [rule["alert"] for rule in alerts] == headings
+    for rule in alerts:
+        assert rule["labels"]["severity"] in ("critical", "warning") and rule["annotations"]["summary"]
+        assert rule["annotations"]["runbook"] == f"docs/observe.md#{rule['alert'].lower()}"
+
+
+def test_the_dashboard_lets_choose_data_source_and_model_and_its_panels_do_not_overlap() -> None:
+    board = dashboard()
+    assert [one["name"] for one in board["templating"]["list"]] == ["DS_PROMETHEUS", "model_name"]
+    assert board["refresh"] == "10s"
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for place in (panel["gridPos"] for panel in panels):
+        columns = range(place["x"], place["x"] + place["w"])
+        cells = {(x, y) for x in columns for y in range(place["y"], place["y"] + place["h"])}
+        assert not cells & taken and columns.stop <= 24
+        taken |= cells
+
+
+def test_the_profile_adds_two_services_for_this_machine_alone_and_away_from_the_bus() -> None:
+    services = read(ROOT / "compose.yaml")["services"]
+    added = {name: service for name, service in services.items() if "observe" in service.get("profiles", ())}
+    assert set(added) == {"prometheus", "grafana"}
+    for service in added.values():
+        assert service["networks"] == ["front"] and service["read_only"] and service["cap_drop"] == ["ALL"]
+        assert re.fullmatch(r"127\.0\.0\.1:\$\{INSTAR_\w+_PORT:-(\d+)\}:\1", *service["ports"])
+        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+        mounted = [ROOT / volume.partition(":")[0] for volume in service["volumes"] if volume[0] == "."]
+        assert mounted and all(path.exists() for path in mounted)
+
+
+def test_prometheus_and_grafana_find_what_they_are_given() -> None:
+    scraped = read(OBSERVE / "prometheus.yml")
+    assert scraped["scrape_configs"][0]["static_configs"] == [{"targets": ["gateway:8000"]}]
+    assert scraped["rule_files"] == ["/etc/prometheus/rules.yml"]
+    provisioning = OBSERVE / "grafana" / "provisioning"
+    (source,) = read(provisioning / "datasources" / "prometheus.yml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = read(provisioning / "dashboards" / "instar.yml")["providers"]
+    volumes = read(ROOT / "compose.yaml")["services"]["grafana"]["volumes"]
+    assert any(volume.endswith(f":{provider['options']['path']}:ro") for volume in volumes)
