@@ -27,7 +27,7 @@ RATE = {1: 448.0, 2: 670.0, 4: 767.0}
 NUM_LAYERS = 64
 TRANSFORM_SLOWDOWN = 1.01
 SHORTEST_TRANSFORM_STEP_S = 2.240 / NUM_LAYERS
-CHUNK_TOKENS = 512  # of one member in one step: its decodes, and of prompts what is left
+CHUNK_TOKENS = 512  # in one step of an instance: its decodes, and of prompts what is left
 
 SHORT_PROMPT, SHORT_OUTPUT = 1 * K, 118  # output: 10.3 % of the whole, §5
 LONG_PROMPT, LONG_OUTPUT = 50 * K, 4096  # a minute in a group of 4: the next one meets it, as in Figure 13

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bench import scheduler_costs as costs
+from worker.parallel.budget import Need, allowances, even
 
 WINDOW_S = 0.5
 
@@ -62,6 +63,7 @@ class Unit:
     transform: Transform | None = None
     is_stepping: bool = False
     is_held: bool = False  # it takes no further step: others of its transform are still in one
+    needs: list[Need] = field(default_factory=list)  # of the members, after the last step
 
     @property
     def leader(self) -> str:
@@ -130,14 +132,32 @@ class Unit:
         self.waiting = left
 
     def plan(self) -> list[tuple[Request, int]]:
-        """Tokens of each that run in the next step: every member plans its own."""
+        """Tokens of each that run in the next step: every member plans its own, as many as the engine lets
+        it."""
+        allowed = self._allowed()
         chunks = [(one, 1) for one in self.running if one.computed == one.prompt]
         planned = Counter(one.home for one, _ in chunks)
         for one in self.running:
-            if (left := one.prompt - one.computed) and (budget := costs.CHUNK_TOKENS - planned[one.home]) > 0:
+            if (left := one.prompt - one.computed) and (budget := allowed[one.home] - planned[one.home]) > 0:
                 chunks.append((one, min(left, budget)))
                 planned[one.home] += min(left, budget)
+        self.needs = [self._need(name, planned[name], allowed[name]) for name in self.workers]
         return chunks
+
+    def _allowed(self) -> dict[str, int]:
+        size = len(self.workers)
+        if size == 1:
+            tokens = [costs.CHUNK_TOKENS]
+        elif len(self.needs) == size:
+            tokens = allowances(self.needs, costs.CHUNK_TOKENS)
+        else:
+            tokens = [even(costs.CHUNK_TOKENS, size)] * size
+        return dict(zip(self.workers, tokens, strict=True))
+
+    def _need(self, name: str, ran: int, allowed: int) -> Need:
+        own = [one for one in self.running if one.home == name]
+        long = [max(1, one.prompt - one.computed) for one in own if one.is_long]
+        return Need(ran, allowed, len(own), max(long, default=0))
 
 
 class Scheduler(Protocol):
