@@ -47,6 +47,7 @@ def group_of(unit: Unit) -> Group:
         own_tokens=tuple(unit.used_by(name) for name in unit.workers),
         longest_tokens=max((one.num_tokens for one in unit.requests), default=0),
         load=len(unit.requests),
+        waiting=len(unit.waiting),
     )
 
 

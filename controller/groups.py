@@ -34,6 +34,7 @@ class Group:
     layers: tuple[LayerShape, ...] = ()  # their precisions, the same at all members
     longest_tokens: int = 0  # of the requests that run or wait here
     load: float = 0.0  # sequences that run or wait
+    waiting: float = 0.0  # of these
     age_s: float = 0.0  # of the oldest report of its members
 
     @property
@@ -115,5 +116,6 @@ def _group(members: list[Member], told: list[InstanceMetrics], age_s: float) -> 
         layers=tuple(last.layers),
         longest_tokens=max(one.last.longest_tokens for one in told),
         load=sum(one.running + one.waiting for one in told),
+        waiting=sum(one.waiting for one in told),
         age_s=age_s,
     )

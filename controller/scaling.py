@@ -5,7 +5,8 @@ in a row count as the windows of other morphs do. A group that could hold the re
 `long_patience_s` to empty; another one beside it leaves short requests an instance of their own, since groups
 get less done. Of one model, one group is made in a cool-down: the next telling may not know yet.
 A group parts after so many windows in which `controller.parallelism` would let it and nothing waits for one;
-where the last group had parted a moment before the next was needed, whichever it was, it stays longer.
+where the last group had parted a moment before the next was needed, whichever it was, it stays longer, unless
+requests queue in it: its workers get more done alone, so that parting pays within seconds.
 Whatever has a morph in flight, cools down, or was refused lately is left alone.
 """
 
@@ -166,7 +167,7 @@ def _counted(track: Track, could_part: bool, at_s: float, gap_s: float) -> Track
 
 def _may_part(state: State, group: Group, track: Track, rules: Rules, at_s: float) -> bool:
     regret = state.regrets.get(group.model)
-    if regret is None or not regret.is_in_a_row(at_s):
+    if regret is None or not regret.is_in_a_row(at_s) or group.waiting >= 1:
         return True
     return at_s >= track.parting_since_s + regret.rest_s(rules.cooldown_s)
 

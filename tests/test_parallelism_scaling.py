@@ -221,21 +221,34 @@ def test_a_group_stays_through_a_gap_of_the_metrics_and_in_manual_mode() -> None
     assert Hand(group(*FOUR, age_s=6.0)).window(9) is None
 
 
-def test_a_group_that_parted_too_early_is_kept_longer_the_next_time() -> None:
-    """A long request every 20 s, that runs for 5: the shape does not swing with it for ever."""
+def swings(num_waiting: float) -> Hand:
+    """A long request every 20 s, that runs for 5; so many short ones queue in the group after it."""
     hand = Hand(*singles(*range(4)), windows=2, cooldown_s=2.0)
     for _ in range(30):
         if len(hand.groups) == 4 and hand.demand(1000, times=4):
             hand.answer()
         hand.groups = [replace(one, longest_tokens=1000 if one.tp > 1 else 0) for one in hand.groups]
         hand.window(10)
-        hand.groups = [replace(one, longest_tokens=0) for one in hand.groups]
+        hand.groups = [replace(one, longest_tokens=0, waiting=num_waiting) for one in hand.groups]
         for _ in range(30):
             if hand.window():
                 hand.answer()
+    return hand
+
+
+def test_a_group_that_parted_too_early_is_kept_longer_the_next_time() -> None:
+    """The shape does not swing with the long requests for ever."""
+    hand = swings(num_waiting=0)
     assert 4 <= len(hand.decisions) <= 30  # of 60
     pauses = [later - earlier for (earlier, _), (later, _) in pairwise(hand.decisions)]
     assert all(pause >= 2.0 for pause in pauses)
+
+
+def test_a_group_in_which_requests_queue_parts_however_soon_the_next_is_needed() -> None:
+    hand = swings(num_waiting=3)
+    assert len(hand.decisions) == 60
+    pauses = [later - earlier for (earlier, _), (later, _) in pairwise(hand.decisions)]
+    assert all(pause >= 2.0 for pause in pauses), "cool-downs hold"
 
 
 def test_regret_is_the_models_and_not_the_instances() -> None:
