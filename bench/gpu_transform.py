@@ -30,7 +30,7 @@ import torch
 from bench import gpu_transform_workers, transform_kv
 from bench.gpu_transform_workers import Workers
 from bench.transform_ranks import run_ranks
-from kernels import AttentionPlan, reference
+from kernels import reference
 from tests.kernel_checks import AttentionCase, assert_close, plan_of
 from worker.engine.build import make_pool
 from worker.memory import KVCache, PagePool, VirtualRange
@@ -177,7 +177,7 @@ def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype, degree: i
     tokens = int(plan.cu_seqlens_q[-1])
     q = torch.randn(tokens, case.num_heads, case.head_dim, generator=generator).to(dtype)
     scale = case.head_dim**-0.5
-    moved, moved_q, out = _on(plan, device), q.to(device), torch.empty(q.shape, dtype=dtype, device=device)
+    moved, moved_q, out = plan.to(device), q.to(device), torch.empty(q.shape, dtype=dtype, device=device)
 
     def calls(number: int) -> None:
         for _ in range(number):
@@ -208,18 +208,6 @@ def _cache(device: torch.device, sizes: Sizes, dtype: torch.dtype, blocks: int) 
     )
     cache.grow(pages)
     return pool, cache
-
-
-def _on(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
-    return AttentionPlan(
-        plan.cu_seqlens_q.to(device),
-        plan.context_lens.to(device),
-        plan.block_table.to(device),
-        plan.slot_mapping.to(device),
-        plan.positions.to(device),
-        plan.max_q_len,
-        plan.max_context_len,
-    )
 
 
 # --------------------------------------------------------------------------- exchange

@@ -35,3 +35,15 @@ class AttentionPlan:
     max_context_len: int
     # What a face derives from the plan for all layers of the step (its work list), by the face's own key.
     derived: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
+
+    def to(self, device: torch.device | str) -> AttentionPlan:
+        """The same on another device; what faces derived stays behind."""
+        return AttentionPlan(
+            self.cu_seqlens_q.to(device),
+            self.context_lens.to(device),
+            self.block_table.to(device),
+            self.slot_mapping.to(device),
+            self.positions.to(device),
+            self.max_q_len,
+            self.max_context_len,
+        )

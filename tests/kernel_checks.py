@@ -105,7 +105,7 @@ def check_attention(face: str, device: str, case: AttentionCase, dtype: torch.dt
         result = kernels.paged_attention(
             q.to(device),
             _moved(kv, device),
-            _plan_on(plan, device),
+            plan.to(device),
             scale,
             out=out,
             sliding_window=case.window,
@@ -274,18 +274,6 @@ def _randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """To the device with its strides, which `to` may not keep."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
-
-
-def _plan_on(plan: AttentionPlan, device: str) -> AttentionPlan:
-    return AttentionPlan(
-        plan.cu_seqlens_q.to(device),
-        plan.context_lens.to(device),
-        plan.block_table.to(device),
-        plan.slot_mapping.to(device),
-        plan.positions.to(device),
-        plan.max_q_len,
-        plan.max_context_len,
-    )
 
 
 def failures(face: str, device: str, part: str = "all") -> Iterator[tuple[str, str | None]]:
