@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, overload
 
 import msgspec
 
-from bus import messages
+from bus import deployments, messages
 from bus.messages import SCHEMA_VERSION
 
 M = TypeVar("M")
@@ -35,6 +35,18 @@ MESSAGE_TYPES: Final[tuple[type, ...]] = (
     messages.Demand,
     messages.Event,
     messages.DeadLetter,
+    deployments.Profile,
+    deployments.ModelCard,
+    deployments.Deployment,
+    deployments.RegisterModel,
+    deployments.RemoveModel,
+    deployments.PlanModel,
+    deployments.DeployModel,
+    deployments.RetireModel,
+    deployments.Answer,
+    deployments.Deploy,
+    deployments.Retire,
+    deployments.Measure,
 )
 
 _NAMES: Final[dict[type, str]] = {kind: kind.__name__ for kind in MESSAGE_TYPES}

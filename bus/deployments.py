@@ -1,0 +1,274 @@
+"""Messages of deploying by intent: what is asked for, what was measured, what is expected, what is ordered.
+
+The controller owns registered models and deployments (keys of the registry); gateways order and read, workers
+measure, load and retire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bus.messages import Precision
+
+Objective = Literal["latency", "cost", "memory", "gpu_hours"]
+CostModel = Literal["memory_seconds", "memory", "gpu_hours"]
+Basis = Literal["measured", "extrapolated", "assumed"]
+ModelState = Literal["registered", "profiling", "profiled", "failed"]
+DeploymentState = Literal["waiting", "loading", "serving", "retiring", "retired", "failed"]
+
+
+# --------------------------------------------------------------------------- what is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """What the owner of a deployment wants (iServe §4.1). At most one of the two SLOs; the other quantity is
+    then minimised, else `minimise` is. Latency is that of one request of `prompt_tokens` and `output_tokens`
+    in batches of `batch_size`."""
+
+    minimise: Objective = "cost"
+    cost: CostModel = "memory_seconds"  # byte seconds of a request, bytes, or device hours of a request
+    max_latency_s: float | None = None
+    max_cost: float | None = None
+    max_loss: float | None = None  # a floor of quality under any: 0.01 is one per cent of perplexity more
+    prompt_tokens: int = 256
+    output_tokens: int = 64
+    batch_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One way to serve a model: pp stages of tp workers each, all layers in one precision."""
+
+    tp: int = 1
+    pp: int = 1
+    precision: Precision = "full"
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp
+
+
+# --------------------------------------------------------------------------- what was measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencySample:
+    """Dummy requests to a fingerprint: `seconds` of each repetition, from the submission of a batch of equal
+    requests to the last token of all of them."""
+
+    num_layers: int  # hidden layers of what was measured: 1 or 2, or all
+    configuration: Configuration
+    prompt_tokens: int
+    output_tokens: int
+    batch_size: int
+    seconds: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """All devices of the configuration together; bytes of whole pages for the weights."""
+
+    num_layers: int
+    configuration: Configuration
+    weight_bytes: int
+    activation_bytes: int  # the most that a step had at once beside weights and KV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """`profile:{model}:{device kind}`, and a file beside the model: what its fingerprints told."""
+
+    model: str  # registered name
+    digest: str  # of the checkpoint: config and the files' names, sizes and times
+    device: str  # kind: "cpu", or a GPU's name
+    version: str  # of the program that measured
+    num_layers: int  # of the whole model
+    block_bytes_per_layer: int  # of the KV of one block in one layer
+    block_tokens: int
+    latency: list[LatencySample]
+    memory: list[MemorySample]
+    loss: dict[Precision, float] = field(default_factory=dict)  # share of perplexity more; none: not known
+    device_seconds: float = 0.0  # that measuring took
+    peak_bytes: int = 0  # that it had at once
+    ended_ms: int = 0
+
+
+# --------------------------------------------------------------------------- what is expected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """low <= value <= high; all three alike where nothing is known of the spread."""
+
+    value: float
+    low: float
+    high: float
+    basis: Basis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """One row of the configuration map (iServe §4.2). Seconds, bytes, and the unit of the intent's cost."""
+
+    configuration: Configuration
+    memory_bytes: Quantity  # of all devices together, KV of the intent's batch included
+    ttft_s: Quantity
+    tpot_s: Quantity
+    latency_s: Quantity
+    cost: Quantity
+    gpu_hours: Quantity  # per request: devices times latency
+    loss: Quantity | None = None  # share of perplexity more than at full precision; None: not known
+    refusal: str = ""  # why it cannot be had here now; "": it can
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers [first, end) on these workers, in the order of their shards; the first stage's first leads."""
+
+    workers: list[str]
+    first: int
+    end: int
+
+
+# --------------------------------------------------------------------------- registry: keys, no streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """`model:{name}`: a registered model."""
+
+    name: str
+    path: str
+    digest: str
+    num_layers: int
+    state: ModelState
+    reason: str = ""
+    progress: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """`deployment:{id}`: a model that is to be served as its intent says."""
+
+    id: str
+    model: str
+    intent: Intent
+    state: DeploymentState
+    reason: str = ""  # of its state: what failed, what would have to go, what is waited for
+    configuration: Configuration | None = None
+    stages: list[Stage] = field(default_factory=list)
+    expected: Estimate | None = None
+    instance: str = ""  # that serves it
+    since_ms: int = 0
+    attempts: int = 0
+
+
+# --------------------------------------------------------------------------- gateway -> controller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterModel:
+    """`orders`. Answered by an Answer with this id, as the next ones."""
+
+    id: str
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveModel:
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanModel:
+    """What would be chosen for this intent, and everything else; nothing is done."""
+
+    id: str
+    name: str
+    intent: Intent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployModel:
+    id: str
+    name: str
+    intent: Intent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetireModel:
+    """A deployment, by its id."""
+
+    id: str
+    deployment: str
+
+
+Order = RegisterModel | RemoveModel | PlanModel | DeployModel | RetireModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """`answer:{order id}`, for a minute. `status` as of HTTP; `error` with 400 and above."""
+
+    id: str
+    status: int
+    error: str = ""
+    model: ModelCard | None = None
+    deployment: Deployment | None = None
+    estimates: list[Estimate] = field(default_factory=list)  # best first
+
+
+# --------------------------------------------------------------------------- controller -> worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deploy:
+    """`control:{worker}`: load these layers of a model and serve them: a morph of kind "deploy".
+
+    Sent to the worker of every stage; the first stage's worker leads and gets requests. With one stage the
+    worker serves alone. `blocks`: KV blocks to have at least; the rest of the room is shared as fair_shares
+    says. Other models' idle KV makes room. Answered by MorphReports with this `id`."""
+
+    id: str
+    epoch: int
+    instance: str  # its id: the leader's is "{model}@{worker}"
+    model: str
+    path: str
+    stages: list[Stage]
+    stage: int = 0  # which of them this worker is
+    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of all stages
+    precision: Precision = "full"
+    blocks: int = 0
+    max_model_len: int = 0
+    digest: str = ""  # of the checkpoint that was planned with; another one is refused
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """`control:{worker}`: take nothing new for this instance, finish what runs, give every page back."""
+
+    id: str
+    epoch: int
+    instance: str
+    wait_s: float = 30.0  # for requests to end; then they go on elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """`control:{worker}`: profile fingerprints of a model between the steps; ends in `profile:...` and an
+    event, or an event that says why not."""
+
+    id: str
+    epoch: int
+    model: str
+    path: str
+    digest: str
+    precisions: list[Precision]
+    prompt_tokens: list[int]
+    batch_sizes: list[int]
+    max_bytes: int = 0  # of pages it may take; 0: what is free
