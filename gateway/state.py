@@ -94,7 +94,7 @@ class Gateway:
     def refuse_if_closed(self) -> None:
         """Raises ApiError 503 while draining, and while Redis is away for long."""
         if self.is_draining:
-            raise unavailable("this gateway is shutting down; another will answer", 1.0)
+            raise unavailable("this gateway is shutting down; ask another one, or this one when it is back", 1.0)
         if self.bus_away_s() > BUS_PATIENCE_S:
             raise unavailable("the message bus (Redis) is away; try again", 2.0)
 
