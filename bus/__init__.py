@@ -30,10 +30,15 @@ This module imports nothing, so that `bus.messages` stays usable where neither R
     await bus.workers()                                 # [LiveWorker(card, epoch, lease_ms)]
     await bus.renew_gateway(id), bus.drop_gateway(id), bus.live_gateways(ids)
 
+    await bus.catalogue.read()                          # models, deployments, profiles: Contents
+    await bus.catalogue.write(profile)                  # models and deployments: by the controller alone
+    entry = await bus.catalogue.order(order)            # and the controller settles it, once:
+    await bus.catalogue.await_answer(order.id, entry, within_s)     # None: nobody took it, nobody will
+
 A restart is told before any reader goes on and before `workers()` hands out the new server's picture.
 Wait with `asyncio.timeout`, not `asyncio.wait_for`: the latter loses cancellations on Python 3.11.
 
 Beside it: `bus.histogram` (Accumulator, merge, difference, quantile, vLLM's bounds), `bus.logs.set_up`,
 `bus.service.run(name, main)` (settings, logging, uvloop, SIGTERM, exit status of a process), `bus.pending`
-and `bus.leftovers` (what the dead leave, for the controller).
+and `bus.leftovers` (what the dead leave, for the controller), `bus.checkpoints` (a model's folder).
 """

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
+from bus.catalogue import Catalogue, Record, key_of
 from bus.codec import encode
 from bus.errors import (
     BadRedisUrl,
@@ -83,6 +84,14 @@ class Batch:
         self._publishes = True
         self._steps.append(lambda pipe: pipe.xadd(stream, {b"m": payload}, maxlen=keep, approximate=False))
 
+    def write(self, record: Record) -> None:
+        """A record of the catalogue."""
+        names, payload = self._link.names, encode(record)
+        key = key_of(names, record)
+        self._publishes = True
+        self._steps.append(lambda pipe: pipe.set(key, payload))
+        self._steps.append(lambda pipe: pipe.sadd(names.catalogue, key))
+
     def ack(self, stream: str, *ids: str) -> None:
         """XACK and XDEL."""
         if ids:
@@ -102,10 +111,11 @@ class Batch:
 
 
 class Bus(Registry):
-    """Streams and registry over one `Link`. Start it in a running event loop; close it at the end."""
+    """Streams, registry and catalogue over one `Link`. Start it in a running loop; close it at the end."""
 
     def __init__(self, link: Link, *, block_ms: int) -> None:
         super().__init__(link)
+        self.catalogue = Catalogue(link)
         self._block_ms = block_ms
 
     async def start(self, wait_s: float = 10.0) -> None:

@@ -146,6 +146,10 @@ class ModelCard:
     state: ModelState
     reason: str = ""
     progress: str = ""
+    worker: str = ""  # that measures, as `epoch`, since `since_ms`
+    epoch: int = 0
+    since_ms: int = 0
+    attempts: int = 0  # to measure, in a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +165,9 @@ class Deployment:
     stages: list[Stage] = field(default_factory=list)
     expected: Estimate | None = None
     instance: str = ""  # that serves it
-    since_ms: int = 0
-    attempts: int = 0
+    since_ms: int = 0  # in this state
+    attempts: int = 0  # to load, in a row
+    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of `stages`, when they were told to
 
 
 # --------------------------------------------------------------------------- gateway -> controller

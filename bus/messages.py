@@ -238,6 +238,7 @@ class InstanceCard:
     kv_heads: int = 0  # 0: not told
     degrees: list[int] = field(default_factory=lambda: [1])  # that its weights are padded for
     tokens_at: dict[int, int] = field(default_factory=dict)  # degree: tokens of KV it would have
+    deployed: str = ""  # the id of the Deploy that loaded it; "": it is served by the worker's settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

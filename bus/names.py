@@ -72,6 +72,29 @@ class Names:
         return f"{self.prefix}policy"
 
     @property
+    def orders(self) -> str:
+        return f"{self.prefix}orders"
+
+    def answer(self, order: str) -> str:
+        """What the controller answered; expires."""
+        return f"{self.prefix}answer:{order}"
+
+    @property
+    def catalogue(self) -> str:
+        """Set of the keys of all models, deployments and profiles."""
+        return f"{self.prefix}catalogue"
+
+    def model(self, name: str) -> str:
+        return f"{self.prefix}model:{name}"
+
+    def deployment(self, deployment: str) -> str:
+        return f"{self.prefix}deployment:{deployment}"
+
+    def profile(self, model: str, device: str) -> str:
+        """`device`: its kind, as `WorkerCard.device` without an index tells it, or a GPU's name."""
+        return f"{self.prefix}profile:{model}:{device}"
+
+    @property
     def boot(self) -> str:
         """A marker set once per data set: when it is gone, the data is gone (FLUSHALL, empty replica)."""
         return f"{self.prefix}boot"
@@ -91,6 +114,7 @@ LIMITS = {
     "metrics": 16,
     "moments": 450,
     "demand": 256,
+    "orders": 256,  # and none of them stays: the controller deletes what it has answered
     "events": 10_000,
     "dead-letters": 256,
 }

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -210,6 +211,35 @@ class SloSettings(Section):
     tpot_s: float = Field(0.1, gt=0, description="from token to token after it, on the average of a request")
 
 
+class TracingSettings(Section):
+    """OpenTelemetry traces of requests: docs/tracing.md."""
+
+    endpoint: str = Field(
+        "", description="OTLP over HTTP, http://host:4318; empty: off. Needs pip install 'instar[otel]'"
+    )
+    sample: float = Field(
+        1.0, ge=0, le=1, description="share of requests; who calls with a traceparent decides"
+    )
+    service_name: str = Field("instar", min_length=1, description="under which the traces are found")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_a_url(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError(f"{value!r} is no address like http://127.0.0.1:4318")
+        return value
+
+    @property
+    def url(self) -> str:
+        """Where spans go. A path of one's own is kept."""
+        return (
+            self.endpoint
+            if urlsplit(self.endpoint).path.strip("/")
+            else f"{self.endpoint.rstrip('/')}/v1/traces"
+        )
+
+
 class ServeSettings(Section):
     """`instar serve`: the processes of one machine."""
 
@@ -235,6 +265,7 @@ class Settings(Section):
     controller: ControllerSettings = ControllerSettings()
     worker: WorkerSettings = WorkerSettings()
     slo: SloSettings = SloSettings()
+    tracing: TracingSettings = TracingSettings()
     serve: ServeSettings = ServeSettings()
     log: LogSettings = LogSettings()
 

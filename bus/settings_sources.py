@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -178,10 +178,37 @@ def merge(model: type[Model], layers: Iterable[Layer]) -> Model:
         raise SettingsError("\n".join(_complaint(e, merged, fields) for e in error.errors())) from error
 
 
+# From pydantic's error types to what is wanted; {names} are of the error's context.
+_WANTED: Final = {
+    "greater_than_equal": "{ge} or more",
+    "greater_than": "above {gt}",
+    "less_than_equal": "{le} or less",
+    "less_than": "below {lt}",
+    "literal_error": "{expected}",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+}
+
+
+def _reason(error: Any) -> str:
+    """What the value must be; a rule of our own says it itself."""
+    if wanted := _WANTED.get(error["type"]):
+        return f"it must be {wanted.format(**error.get('ctx', {}))}"
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
 def _complaint(error: Any, merged: Layer, fields: Mapping[str, FieldInfo]) -> str:
     location = [str(part) for part in error["loc"]]
     name = ".".join(location[:2])
-    reason = str(error["msg"]).removeprefix("Value error, ")
+    reason = _reason(error)
     if name not in merged:  # a rule between keys: name the ones that were given
         origins = {given.origin for key, given in merged.items() if key.startswith(f"{name}.")}
         return f"{', '.join(sorted(origins)) or 'defaults'}: [{name}]: {reason}"
