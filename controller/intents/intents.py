@@ -1,0 +1,140 @@
+"""What an intent allows and prefers (iServe §4.1, §6). Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import get_args
+
+from bus.deployments import CostModel, Estimate, Intent, Objective
+from bus.messages import PRECISIONS
+
+COST_UNITS: dict[CostModel, str] = {"memory_seconds": "byte seconds", "memory": "bytes", "gpu_hours": "h"}
+
+
+class IntentError(ValueError):
+    """The intent is unknown or contradictory. Says which field, its value, and what is allowed."""
+
+
+class UnmetError(Exception):
+    """No configuration of this model meets the intent, on any number of devices. `best`: the one that comes
+    nearest; None where nothing is known of the model."""
+
+    def __init__(self, reason: str, best: Estimate | None) -> None:
+        super().__init__(reason)
+        self.best = best
+
+
+def validate(intent: Intent) -> None:
+    """IntentError names all that is wrong with it."""
+    if problems := list(_problems(intent)):
+        raise IntentError("; ".join(problems))
+
+
+def _problems(intent: Intent) -> Iterator[str]:
+    if intent.minimise not in get_args(Objective):
+        yield f"minimise is {intent.minimise!r}: it may be {', '.join(get_args(Objective))}"
+    if intent.cost not in get_args(CostModel):
+        yield f"cost is {intent.cost!r}: it may be {', '.join(get_args(CostModel))}"
+    for name in ("max_latency_s", "max_cost"):
+        value = getattr(intent, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            yield f"{name} is {value!r}: it must be above 0"
+    if intent.max_loss is not None and not (math.isfinite(intent.max_loss) and intent.max_loss >= 0):
+        yield f"max_loss is {intent.max_loss!r}: it must be 0 or more (0.01 is one per cent of perplexity)"
+    for name in ("prompt_tokens", "output_tokens", "batch_size"):
+        value = getattr(intent, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield f"{name} is {value!r}: it must be a whole number, 1 or more"
+    if intent.max_latency_s is not None and intent.max_cost is not None:
+        yield (
+            f"max_latency_s is {intent.max_latency_s:g} and max_cost is {intent.max_cost:g}: only one of "
+            "them, the other quantity is minimised"
+        )
+    elif intent.max_latency_s is not None and intent.minimise != "cost":
+        yield (
+            f"minimise is {intent.minimise!r} beside max_latency_s: a limit of latency minimises the cost; "
+            "leave minimise out, and choose what cost is by cost"
+        )
+    elif intent.max_cost is not None and intent.minimise not in ("cost", "latency"):
+        yield (
+            f"minimise is {intent.minimise!r} beside max_cost: a limit of cost minimises the latency; "
+            "leave minimise out"
+        )
+
+
+def objective(intent: Intent) -> Objective:
+    """What is minimised in the end."""
+    if intent.max_latency_s is not None:
+        return "cost"
+    return "latency" if intent.max_cost is not None else intent.minimise
+
+
+def judge(estimates: Iterable[Estimate], intent: Intent) -> list[Estimate]:
+    """All of them, best first; what the intent rules out comes last, with the reason in `refusal`."""
+    judged = [replace(one, refusal=one.refusal or ruled_out(one, intent)) for one in estimates]
+    return sorted(judged, key=lambda one: (bool(one.refusal), *_preference(one, intent)))
+
+
+def rank(estimates: Iterable[Estimate], intent: Intent) -> list[Estimate]:
+    """Those that the intent allows, best first. IntentError; UnmetError with the best there is."""
+    validate(intent)
+    judged = judge(estimates, intent)
+    if allowed := [one for one in judged if not one.refusal]:
+        return allowed
+    best = nearest(judged, intent)
+    if best is None:
+        raise UnmetError("nothing was measured of this model", None)
+    nearest_is = f"the nearest is {name_of(best)}: {best.refusal}"
+    raise UnmetError(f"no configuration meets the intent; {nearest_is}", best)
+
+
+def ruled_out(estimate: Estimate, intent: Intent) -> str:
+    """Why the intent does not allow it, with the numbers; "": it does."""
+    if intent.max_loss is not None:
+        if estimate.loss is None:
+            return f"what {estimate.configuration.precision} loses is not known: run `instar profile` for it"
+        if estimate.loss.value > intent.max_loss:
+            return f"loses {estimate.loss.value:.2%} of perplexity, above max_loss {intent.max_loss:.2%}"
+    if intent.max_latency_s is not None and estimate.latency_s.value > intent.max_latency_s:
+        return f"takes {estimate.latency_s.value:.4g} s, above max_latency_s {intent.max_latency_s:g}"
+    if intent.max_cost is not None and estimate.cost.value > intent.max_cost:
+        unit = COST_UNITS[intent.cost]
+        return f"costs {estimate.cost.value:.4g} {unit}, above max_cost {intent.max_cost:g}"
+    return ""
+
+
+def nearest(estimates: Iterable[Estimate], intent: Intent) -> Estimate | None:
+    """Of those that miss it: quality first, then the quantity that has the limit."""
+
+    def miss(one: Estimate) -> tuple[float, ...]:
+        floor = intent.max_loss is not None and bool(ruled_out(one, replace_slo(intent)))
+        limited = one.cost.value if intent.max_cost is not None else one.latency_s.value
+        loss = one.loss.value if one.loss else math.inf
+        return (loss, limited) if floor else (-1.0, limited)
+
+    return min(estimates, key=lambda one: (*miss(one), *_preference(one, intent)), default=None)
+
+
+def replace_slo(intent: Intent) -> Intent:
+    """The same without limits of latency and cost."""
+    return replace(intent, max_latency_s=None, max_cost=None)
+
+
+def name_of(estimate: Estimate) -> str:
+    one = estimate.configuration
+    return f"TP{one.tp} x PP{one.pp} {one.precision}"
+
+
+def _preference(one: Estimate, intent: Intent) -> tuple[float, ...]:
+    """Ties go to fewer devices, fewer stages, more bits: the order is the same whatever came in first."""
+    values = {
+        "latency": one.latency_s.value,
+        "cost": one.cost.value,
+        "memory": one.memory_bytes.value,
+        "gpu_hours": one.gpu_hours.value,
+    }
+    shape = one.configuration
+    ties = (shape.num_devices, shape.pp, PRECISIONS.index(shape.precision))
+    return (values[objective(intent)], one.latency_s.value, one.memory_bytes.value, *ties)

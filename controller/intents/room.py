@@ -1,0 +1,146 @@
+"""What would make room for a model that does not fit: which deployments would have to go, or which morphs of
+those that stay would do. Pure.
+
+Every way is a list of steps that each free pages on some workers. Steps are taken, those that free most
+first, until the model fits, and those that turn out to be needless are left out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from bus.deployments import Configuration
+from bus.messages import PRECISIONS, Precision
+from controller.intents.fitting import Device, Refusal, fit
+from controller.intents.memory import Need
+
+Kind = Literal["resize", "swap", "retire"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """An instance that is served, and what it holds on each of its workers. Bytes of whole pages."""
+
+    instance: str
+    deployment: str = ""  # "": it came with its worker and is not retired for another
+    workers: tuple[str, ...]
+    weight_bytes: int
+    kv_bytes: int
+    kv_kept_bytes: int = 0  # of these: what its requests use and what it must have
+    layers: Mapping[Precision, int] = field(default_factory=dict)  # how many there are in which precision
+    layer_bytes: Mapping[Precision, int] = field(default_factory=dict)  # of a layer in each it can have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    kind: Kind
+    instance: str
+    deployment: str
+    workers: tuple[str, ...]
+    freed_bytes: int  # on each of them
+    precision: Precision | None = None  # of a swap
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """All of its steps together make room."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def kind(self) -> Kind:
+        return self.steps[0].kind
+
+    def __str__(self) -> str:
+        return " and ".join(_SAYS[one.kind](one) for one in self.steps)
+
+
+def ways_to_fit(
+    need: Need,
+    configuration: Configuration,
+    num_layers: int,
+    devices: Iterable[Device],
+    tenants: Iterable[Tenant],
+) -> list[Way]:
+    """Cheapest first: unused KV given back, layers in fewer bits (as few fewer as do), deployments retired.
+    Empty: it fits as it is, or nothing helps."""
+    there, all_tenants = list(devices), list(tenants)
+
+    def fits(steps: Sequence[Step]) -> bool:
+        return not isinstance(fit(need, configuration, num_layers, _after(there, steps)), Refusal)
+
+    if fits(()):
+        return []
+    resizes = [_resize(one) for one in all_tenants if one.kv_bytes > one.kv_kept_bytes]
+    found = [_way(resizes, fits)]
+    for precision in PRECISIONS[1:]:
+        swaps = [one for tenant in all_tenants if (one := _swap(tenant, precision))]
+        if way := _way(swaps, fits):
+            found.append(way)
+            break
+    found.append(_way([_retire(one) for one in all_tenants if one.deployment], fits))
+    return [way for way in found if way]
+
+
+def _way(steps: Iterable[Step], fits: Callable[[Sequence[Step]], bool]) -> Way | None:
+    taken: list[Step] = []
+    for step in sorted(steps, key=lambda one: (-one.freed_bytes * len(one.workers), one.instance)):
+        taken.append(step)
+        if fits(taken):
+            break
+    else:
+        return None
+    for step in list(taken):
+        if fits(fewer := [one for one in taken if one is not step]):
+            taken = fewer
+    return Way(tuple(taken))
+
+
+def _after(devices: Iterable[Device], steps: Sequence[Step]) -> list[Device]:
+    """A worker from which a model went may be free for a group, but others may be left there: it is not
+    called empty."""
+    freed = {one.worker: 0 for one in devices}
+    for step in steps:
+        for worker in step.workers:
+            if worker in freed:
+                freed[worker] += step.freed_bytes
+    return [replace(one, free_bytes=one.free_bytes + freed[one.worker]) for one in devices]
+
+
+def _resize(tenant: Tenant) -> Step:
+    return _step("resize", tenant, tenant.kv_bytes - tenant.kv_kept_bytes)
+
+
+def _retire(tenant: Tenant) -> Step:
+    return _step("retire", tenant, tenant.weight_bytes + tenant.kv_bytes)
+
+
+def _swap(tenant: Tenant, precision: Precision) -> Step | None:
+    """All layers with more bits than these; None: that frees nothing."""
+    if precision not in tenant.layer_bytes:
+        return None
+    freed = sum(
+        count * max(0, tenant.layer_bytes.get(now, 0) - tenant.layer_bytes[precision])
+        for now, count in tenant.layers.items()
+        if PRECISIONS.index(now) < PRECISIONS.index(precision)
+    )
+    return replace(_step("swap", tenant, freed), precision=precision) if freed else None
+
+
+def _step(kind: Kind, tenant: Tenant, freed_bytes: int) -> Step:
+    return Step(
+        kind=kind,
+        instance=tenant.instance,
+        deployment=tenant.deployment,
+        workers=tenant.workers,
+        freed_bytes=freed_bytes,
+    )
+
+
+_SAYS: dict[Kind, Callable[[Step], str]] = {
+    "resize": lambda one: f"shrink the KV cache of {one.instance} by {one.freed_bytes} bytes",
+    "swap": lambda one: f"hold the layers of {one.instance} in {one.precision} ({one.freed_bytes} bytes)",
+    "retire": lambda one: f"retire deployment {one.deployment} ({one.freed_bytes} bytes)",
+}
