@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bus.messages import Deploy as Deploy
 from bus.messages import Precision
+from bus.messages import Retire as Retire
+from bus.messages import Stage as Stage
 
 Objective = Literal["latency", "cost", "memory", "gpu_hours"]
 CostModel = Literal["memory_seconds", "memory", "gpu_hours"]
@@ -123,15 +126,6 @@ class Estimate:
     refusal: str = ""  # why it cannot be had here now; "": it can
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Layers [first, end) on these workers, in the order of their shards; the first stage's first leads."""
-
-    workers: list[str]
-    first: int
-    end: int
-
-
 # --------------------------------------------------------------------------- registry: keys, no streams
 
 
@@ -228,39 +222,6 @@ class Answer:
 
 
 # --------------------------------------------------------------------------- controller -> worker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deploy:
-    """`control:{worker}`: load these layers of a model and serve them: a morph of kind "deploy".
-
-    Sent to the worker of every stage; the first stage's worker leads and gets requests. With one stage the
-    worker serves alone. `blocks`: KV blocks to have at least; the rest of the room is shared as fair_shares
-    says. Other models' idle KV makes room. Answered by MorphReports with this `id`."""
-
-    id: str
-    epoch: int
-    instance: str  # its id: the leader's is "{model}@{worker}"
-    model: str
-    path: str
-    stages: list[Stage]
-    stage: int = 0  # which of them this worker is
-    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of all stages
-    precision: Precision = "full"
-    blocks: int = 0
-    max_model_len: int = 0
-    digest: str = ""  # of the checkpoint that was planned with; another one is refused
-    wait_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retire:
-    """`control:{worker}`: take nothing new for this instance, finish what runs, give every page back."""
-
-    id: str
-    epoch: int
-    instance: str
-    wait_s: float = 30.0  # for requests to end; then they go on elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

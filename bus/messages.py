@@ -22,8 +22,19 @@ SCHEMA_VERSION = 1
 FinishReason = Literal["stop", "length", "error"]
 Precision = Literal["full", "int8", "int4", "int3"]
 Part = Literal["attention", "ffn"]
-MorphKind = Literal["swap", "resize", "transform"]
+MorphKind = Literal["swap", "resize", "transform", "deploy", "retire"]
 MorphOutcome = Literal["running", "applied", "deferred", "stale", "conflict", "failed"]
+# Why a morph was decided: pressure, ease, what waits for a group, an operator.
+Cause = Literal[
+    "kv_usage",
+    "queue_delay",
+    "preemptions",
+    "ease",
+    "layer_limit",
+    "long_request",
+    "no_long_request",
+    "order",
+]
 Mode = Literal["default", "accuracy", "performance", "manual"]
 
 PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")  # most bits first
@@ -31,9 +42,10 @@ PARTS: tuple[Part, ...] = ("attention", "ffn")
 Number = int | float
 
 # So begins the error of a Delta whose request must run elsewhere, or later: a layer is below the floor it
-# asks for; the whole KV cache, as it is now, does not hold it.
+# asks for; the whole KV cache, as it is now, does not hold it; its instance is retired.
 PRECISION_FLOOR = "precision_floor:"
 KV_CAPACITY = "kv_capacity:"
+RETIRED = "retired:"  # the instance is going; what it had not finished goes on elsewhere
 
 
 # --------------------------------------------------------------------------- gateway -> worker
@@ -151,6 +163,48 @@ class Transform:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers [first, end) on these workers, in the order of their shards; the first stage's first leads."""
+
+    workers: list[str]
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deploy:
+    """`control:{worker}`: load these layers of a model and serve them: a morph of kind "deploy".
+
+    Sent to the worker of every stage; the first stage's worker leads and gets requests. With one stage the
+    worker serves alone. `blocks`: KV blocks to have at least; the rest of the room is shared as fair_shares
+    says. Other models' idle KV makes room. Answered by MorphReports with this `id`."""
+
+    id: str
+    epoch: int
+    instance: str  # its id: the leader's is "{model}@{worker}"
+    model: str
+    path: str
+    stages: list[Stage]
+    stage: int = 0  # which of them this worker is
+    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of all stages
+    precision: Precision = "full"
+    blocks: int = 0
+    max_model_len: int = 0
+    digest: str = ""  # of the checkpoint that was planned with; another one is refused
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """`control:{worker}`: take nothing new for this instance, finish what runs, give every page back."""
+
+    id: str
+    epoch: int
+    instance: str
+    wait_s: float = 30.0  # for requests to end; then they go on elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelMorph:
     """`control:{worker}`: give up a morph that is still running; the old shape goes on serving."""
 
@@ -159,9 +213,15 @@ class CancelMorph:
     morph_id: str
 
 
-Morph = Swap | Resize | Transform  # deploy and retire join here
+Morph = Swap | Resize | Transform | Deploy | Retire
 Command = Cancel | Drain | Morph | CancelMorph
-KIND_OF: dict[type[Morph], MorphKind] = {Swap: "swap", Resize: "resize", Transform: "transform"}
+KIND_OF: dict[type[Morph], MorphKind] = {
+    Swap: "swap",
+    Resize: "resize",
+    Transform: "transform",
+    Deploy: "deploy",
+    Retire: "retire",
+}
 
 
 # --------------------------------------------------------------------------- worker -> gateway
@@ -256,6 +316,7 @@ class WorkerCard:
     progress: str = ""  # while loading: what, and how far
     link: str = ""  # "host:port", where the members of its groups reach it; "": it joins none
     link_key: bytes = b""  # what they show there
+    loading: list[str] = field(default_factory=list)  # models that it is about to serve beside the others
 
 
 # --------------------------------------------------------------------------- telemetry and metrics
@@ -466,7 +527,7 @@ class Event:
     Kinds so far: worker_joined, worker_lost, worker_left, epoch_changed, bus_restarted, dead_letter,
     request_replayed, morph_decided. `worker_lost` and `worker_left` carry `epoch` in numbers: gateways replay
     what that epoch had. `epoch_changed` carries `epoch` and `previous_epoch`: what the latter had is void.
-    `morph_decided` carries the `morph_id` that the MorphReports of its outcome will have.
+    `morph_decided` carries the `morph_id` that the MorphReports of its outcome will have, and its `cause`.
     """
 
     kind: str
@@ -476,6 +537,7 @@ class Event:
     at_ms: int
     numbers: dict[str, Number] = field(default_factory=dict)
     morph_id: str = ""
+    cause: str = ""  # a `Cause`: the reason in a word, to be counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
