@@ -213,13 +213,12 @@ def test_dummy_weights_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
 def test_dummy_weights_have_the_deviation_that_keeps_greedy_text_alive(tmp_path: Path) -> None:
     pool = make_pool()
     model = load_model(config_folder(tmp_path / "m"), pool, dtype=torch.float32, load_format="dummy")
-    layer = model._weights.layers[0]
-    for weight in (layer.attention.tensors["qkv"], model._weights.embedding.tensors["embedding"]):
+    layer, embedding, head = model._weights.layers[0], model._weights.embedding, model._weights.head
+    assert embedding and head
+    for weight in (layer.attention.tensors["qkv"], embedding.tensors["embedding"]):
         assert weight.std().item() == pytest.approx(DUMMY_STD, rel=0.05)
         assert weight.mean().abs().item() < 0.005
-    assert (
-        layer.attention.tensors["input_norm"].eq(1).all() and model._weights.head.tensors["norm"].eq(1).all()
-    )
+    assert layer.attention.tensors["input_norm"].eq(1).all() and head.tensors["norm"].eq(1).all()
     pool.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,24 @@ class ModelConfig:
     has_qk_norm: bool
     sliding_windows: tuple[int, ...]
     rope: Rope
+    first_layer: int = 0  # of the model, where this is about some of its layers
+
+    def part(self, first: int, end: int) -> ModelConfig:
+        """The same of layers [first, end) alone: a stage of a pipeline. Raises ModelError where the model has
+        no such layers."""
+        if not 0 <= first < end <= self.num_layers:
+            raise ModelError(f"{self.folder}: no layers [{first}, {end}); the model has {self.num_layers}")
+        return replace(
+            self,
+            num_layers=end - first,
+            sliding_windows=self.sliding_windows[first:end],
+            first_layer=self.first_layer + first,
+        )
+
+    @property
+    def has_ends(self) -> bool:
+        """The first stage has the embedding, the final norm and the head; the others only have layers."""
+        return self.first_layer == 0
 
     @property
     def q_size(self) -> int:

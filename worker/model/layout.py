@@ -13,6 +13,8 @@ many rows (Qwen2 7B in bfloat16: 30 %), and lengthening every row a little costs
     FFN range         gate [padded, hidden] | up [padded, hidden] | down [padded, hidden]
     embedding range   embedding [vocab, hidden]
     head range        norm [hidden] | head [vocab, hidden], unless it is tied to the embedding
+
+A later stage of a pipeline has ranges of its layers only.
 """
 
 from __future__ import annotations
@@ -158,19 +160,21 @@ class RangePlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """All ranges of a model on one device."""
+    """All ranges of a model, or of a stage of it, on one device."""
 
-    embedding: RangePlan
+    embedding: RangePlan | None  # None: of a later stage; so the head
     layers: list[tuple[RangePlan, RangePlan]]  # (attention, FFN)
-    head: RangePlan
+    head: RangePlan | None
     dtype: torch.dtype
     max_tp: int
 
     def ranges(self) -> Iterator[RangePlan]:
-        yield self.embedding
+        if self.embedding:
+            yield self.embedding
         for layer in self.layers:
             yield from layer
-        yield self.head
+        if self.head:
+            yield self.head
 
     @property
     def weight_bytes(self) -> int:
@@ -184,23 +188,15 @@ class ModelPlan:
 
 
 def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> ModelPlan:
-    """Lay the model out for degrees up to `max_tp`."""
-    vocabulary = (config.vocab_size, config.hidden_size)
-    embedding = RangePlan("embedding")
-    embedding.add(
-        "embedding", vocabulary, dtype, Source("model.embed_tokens.weight", vocabulary, "embedding")
-    )
-    head = RangePlan("head")
-    hidden = (config.hidden_size,)
-    head.add("norm", hidden, dtype, Source("model.norm.weight", hidden, "norm"))
-    if not config.has_tied_embeddings:
-        head.add("head", vocabulary, dtype, Source("lm_head.weight", vocabulary, "head"))
+    """Lay the model, or the stage that the config is about, out for degrees up to `max_tp`."""
     padded = pad_ffn(config, dtype, page_bytes, max_tp)
     layers = [
         (_attention(config, dtype, i), _feed_forward(config, dtype, i, padded))
-        for i in range(config.num_layers)
+        for i in range(config.first_layer, config.first_layer + config.num_layers)
     ]
-    return ModelPlan(embedding, layers, head, dtype, max_tp)
+    if not config.has_ends:
+        return ModelPlan(None, layers, None, dtype, max_tp)
+    return ModelPlan(_embedding(config, dtype), layers, _head(config, dtype), dtype, max_tp)
 
 
 def degrees(config: ModelConfig, max_tp: int) -> list[int]:
@@ -228,6 +224,22 @@ def pad_ffn(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: in
         factor *= 2
     _, padded_row, rows = min(tried)
     return Padded(rows, padded_row // dtype.itemsize)
+
+
+def _embedding(config: ModelConfig, dtype: torch.dtype) -> RangePlan:
+    shape = (config.vocab_size, config.hidden_size)
+    plan = RangePlan("embedding")
+    plan.add("embedding", shape, dtype, Source("model.embed_tokens.weight", shape, "embedding"))
+    return plan
+
+
+def _head(config: ModelConfig, dtype: torch.dtype) -> RangePlan:
+    hidden, shape = (config.hidden_size,), (config.vocab_size, config.hidden_size)
+    plan = RangePlan("head")
+    plan.add("norm", hidden, dtype, Source("model.norm.weight", hidden, "norm"))
+    if not config.has_tied_embeddings:
+        plan.add("head", shape, dtype, Source("lm_head.weight", shape, "head"))
+    return plan
 
 
 def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan:

@@ -1,4 +1,4 @@
-"""A model folder, loaded into the page pool and ready to run."""
+"""A model folder, or some of its layers, loaded into the page pool and ready to run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.model.layer import Attention, Layer
 from worker.model.layout import ModelPlan, plan_model
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
-from worker.model.transformer import Segment, Transformer
+from worker.model.transformer import Ends, Segment, Transformer
 from worker.model.weights import LayerWeights, ModelWeights, Progress, WeightBytes, load_weights
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -32,7 +32,7 @@ class Model:
         self.config, self.plan, self.dtype = config, plan, plan.dtype
         self.source = source
         self._weights = weights
-        embedding, head, alone = weights.embedding.tensors["embedding"], weights.head.tensors, Shard()
+        alone = Shard()
         self._transformer = Transformer(
             config,
             [
@@ -43,9 +43,7 @@ class Model:
                 )
                 for i, layer in enumerate(weights.layers)
             ],
-            embedding=embedding,
-            norm=head["norm"],
-            head=head.get("head", embedding),
+            ends=_ends(weights),
         )
 
     @property
@@ -87,6 +85,20 @@ class Model:
         alone = Segment(0, len(self.layers), plan)
         return self._transformer.forward(token_ids, [alone], lambda _: kv.layers, logit_rows)
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Of the first stage: as `Transformer.embed`."""
+        return self._transformer.embed(token_ids)
+
+    def run(
+        self, residual: torch.Tensor, plan: AttentionPlan, kv: KVCache, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The layers of this stage: as `Transformer.run`; the keys and values are in `kv` afterwards."""
+        return self._transformer.run(residual, plan, kv.layers, rows)
+
+    def logits(self, residual: torch.Tensor) -> torch.Tensor:
+        """Of the first stage, of what the last one made: as `Transformer.logits`."""
+        return self._transformer.logits(residual)
+
     def forward_segments(
         self,
         token_ids: torch.Tensor,
@@ -114,16 +126,20 @@ def load_model(
     max_tp: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
+    layers: tuple[int, int] | None = None,
 ) -> Model:
     """Load a Hugging Face folder into the pool, on the pool's device.
 
     dtype: what to serve in; None: the checkpoint's. load_format "dummy" needs only a config.json and draws
     the weights from `seed`. max_tp: largest tensor-parallel degree to lay the weights out for. progress is
-    called with the bytes done and the bytes in all after every tensor.
+    called with the bytes done and the bytes in all after every tensor. layers: [first, end) of a stage; the
+    first stage has embedding and head, too.
     Raises ModelError, naming what is wrong, before a page is mapped wherever that can be known; a load that
     fails gives all pages back.
     """
     config = read_config(Path(path))
+    if layers is not None:
+        config = config.part(*layers)
     dtype = dtype or config.dtype
     if dtype not in DTYPES:
         raise ModelError(
@@ -133,3 +149,10 @@ def load_model(
     source: Weights = RandomWeights(seed) if load_format == "dummy" else Checkpoint(config.folder)
     weights = load_weights(config, plan, pool, source, progress)
     return Model(config, plan, weights, source)
+
+
+def _ends(weights: ModelWeights) -> Ends | None:
+    if weights.embedding is None or weights.head is None:
+        return None
+    embedding, head = weights.embedding.tensors["embedding"], weights.head.tensors
+    return Ends(embedding, head["norm"], head.get("head", embedding))

@@ -7,6 +7,9 @@ Touvron et al. 2023); grouped-query attention, SwiGLU and rotary embeddings are 
 Tensor parallelism splits heads and FFN rows, and two sums over the group make a layer (Megatron-LM, Shoeybi
 et al. 2019). While the degree changes, the layers are two segments: those below a boundary run at one
 degree, those above at the other, and between them a step changes over once (Gyges, section 4.3).
+
+A stage of a pipeline has some of the layers and runs them from residual to residual; the first one has the
+embedding and the head, too, so that a step begins and ends there.
 """
 
 from __future__ import annotations
@@ -44,22 +47,29 @@ class Segment:
     is_giver: bool = True  # this rank gives its group's rows
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where a step begins and ends: embedding and head [vocab, H], norm [H] before the head."""
+
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    head: torch.Tensor
+
+
 class Transformer:
-    """Everything between token ids and logits."""
+    """Everything between token ids and logits, or a stage of it."""
 
     def __init__(
         self,
         config: ModelConfig,
         layers: list[Layer],
         *,
-        embedding: torch.Tensor,
-        norm: torch.Tensor,
-        head: torch.Tensor,
+        ends: Ends | None,
     ) -> None:
-        """embedding and head [vocab, H], norm [H]."""
-        self.layers, self.eps = layers, config.rms_norm_eps
-        self.embedding, self.norm, self.head = embedding, norm, head
-        self.cos_sin = config.rope.table(config.max_position_embeddings, embedding.device)
+        """ends: None for a later stage of a pipeline."""
+        self.layers, self.eps, self._ends = layers, config.rms_norm_eps, ends
+        device = layers[0].attention.input_norm.device
+        self.cos_sin = config.rope.table(config.max_position_embeddings, device)
 
     def forward(
         self,
@@ -78,7 +88,7 @@ class Transformer:
         Raises ValueError for segments that are not the layers as they are, and the group's PeerLost.
         """
         self._check(segments)
-        residual = self.embedding.index_select(0, token_ids)
+        residual = self.embed(token_ids)
         x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
         before = segments[0]
         for segment in segments:
@@ -86,9 +96,37 @@ class Transformer:
                 x, residual = self._rise(before, segment, residual)
             elif segment.degree < before.degree:
                 x, residual = x[segment.rows], residual[segment.rows]
-            x, residual = self._run(segment, caches_at(segment.degree), x, residual, logit_rows)
+            is_last = segment.end == len(self.layers)
+            rows = logit_rows if is_last else None
+            norm = self.ends.norm if is_last else self.layers[segment.end].attention.input_norm
+            x, residual = self._run(segment, caches_at(segment.degree), x, residual, rows, norm)
             before = segment
-        return linear(x[own], self.head).float()
+        return linear(x[own], self.ends.head).float()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids int64 [T] to the residual [T, H] before the first layer."""
+        return self.ends.embedding.index_select(0, token_ids)
+
+    def run(
+        self,
+        residual: torch.Tensor,
+        plan: AttentionPlan,
+        caches: list[torch.Tensor],
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All layers of this stage: residual [T, H], which is written to, to the residual behind them. rows,
+        of the last stage: only these go on after the last layer's attention; [R, H] then."""
+        x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
+        return self._run(Segment(0, len(self.layers), plan), caches, x, residual, rows, None)[1]
+
+    def logits(self, residual: torch.Tensor) -> torch.Tensor:
+        """Of the residual [R, H] behind the model's last layer: float32 [R, vocab]."""
+        return linear(rms_norm(residual, self.ends.norm, self.eps), self.ends.head).float()
+
+    @property
+    def ends(self) -> Ends:
+        assert self._ends, "a later stage of a pipeline neither begins nor ends a step"
+        return self._ends
 
     def _run(
         self,
@@ -96,24 +134,29 @@ class Transformer:
         caches: list[torch.Tensor],
         x: torch.Tensor,
         residual: torch.Tensor,
-        logit_rows: torch.Tensor,
+        last_rows: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], normed for the segment's first layer, to the next layer's; the residual grows in place.
+        last_rows: which go on after the last layer's attention; None: all. next_norm: of the layer that
+        follows; None: it runs elsewhere, and x is of no use.
         Without rows there is nothing to compute, nor to sum: the group has the same rows."""
         if not x.shape[0]:
             return x, residual
-        last = len(self.layers) - 1
         for i in range(segment.first, segment.end):
-            layer = self.layers[i]
-            rows = logit_rows if i == last else None
+            layer, is_last = self.layers[i], i == segment.end - 1
+            rows = last_rows if is_last else None
             x = layer.attention(x, segment.plan, caches[i], self.cos_sin, rows)
             _sum(x, segment.group)
             residual = residual if rows is None else residual[rows]
             x = add_rms_norm(x, residual, layer.attention.post_norm, self.eps)
             x = layer.feed_forward(x)
             _sum(x, segment.group)
-            next_norm = self.norm if i == last else self.layers[i + 1].attention.input_norm
-            x = add_rms_norm(x, residual, next_norm, self.eps)
+            norm = next_norm if is_last else self.layers[i + 1].attention.input_norm
+            if norm is None:
+                residual.add_(x)
+            else:
+                x = add_rms_norm(x, residual, norm, self.eps)
         return x, residual
 
     def _rise(self, low: Segment, high: Segment, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,11 +52,11 @@ class WeightBytes:
 
 @dataclass(slots=True)
 class ModelWeights:
-    """All ranges of a model on this device."""
+    """All ranges of a model, or of a stage of it, on this device."""
 
-    embedding: LoadedRange
+    embedding: LoadedRange | None  # None: of a later stage; so the head
     layers: list[LayerWeights]
-    head: LoadedRange
+    head: LoadedRange | None
     size: WeightBytes
 
     def release(self) -> None:
@@ -67,7 +67,7 @@ class ModelWeights:
 
     def _ranges(self) -> list[LoadedRange]:
         layers = [part for layer in self.layers for part in (layer.attention, layer.feed_forward)]
-        return [self.embedding, *layers, self.head]
+        return [part for part in (self.embedding, *layers, self.head) if part]
 
 
 def load_weights(
@@ -84,9 +84,9 @@ def load_weights(
     loader = _Loader(f"{config.folder.name}", pool, source, plan, progress)
     try:
         return ModelWeights(
-            embedding=loader.load(plan.embedding),
+            embedding=loader.load(plan.embedding) if plan.embedding else None,
             layers=[LayerWeights(loader.load(attention), loader.load(ffn)) for attention, ffn in plan.layers],
-            head=loader.load(plan.head),
+            head=loader.load(plan.head) if plan.head else None,
             size=WeightBytes(
                 weights=plan.weight_bytes, padding=plan.padding_bytes, mapped=pages * pool.page_bytes
             ),
