@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-transform bench-serving bench-scheduler gpu demo-model compose-test clean
+.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ bench-quality: $(VENV)/.dev ## perplexity of the demo model against the number o
 bench-morph: $(VENV)/.dev ## a burst with and without morphs, and what swaps cost; a quarter of an hour
 	@status=0; for part in morph morph_cost; do $(BIN)/python -m bench.$$part || status=1; done; exit $$status
 
+bench-paper: $(VENV)/.dev ## the paper's evaluation at this size; TRACES=dir with Azure's traces; half an hour
+	@$(BIN)/python -m bench.paper $(if $(TRACES),--traces '$(TRACES)')
+
 bench-transform: $(VENV)/.dev ## what a change of tensor parallelism costs, and padding for it; some minutes
 	@status=0; for part in padding transform; do $(BIN)/python -m bench.$$part || status=1; done; exit $$status
 
@@ -75,7 +78,7 @@ $(VENV)/.serve: constraints.txt pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.serve
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[services,worker,embedded,dev]'
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[services,worker,embedded,otel,dev]'
 	@touch $@
 
 $(VENV)/.browser: constraints.txt pyproject.toml | $(VENV)/.dev

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from bus.messages import PRECISIONS, Morph, Number, Precision, Resize, Swap
+from bus.messages import PRECISIONS, Cause, Morph, Number, Precision, Resize, Swap
 from controller.modes import Rules
 from controller.track import Lever
 from controller.view import View
@@ -22,6 +23,7 @@ class Decision:
     epoch: int
     lever: Lever
     reason: str
+    cause: Cause | Literal[""] = ""  # the reason in a word; of a decision it is never empty
     blocks: int = 0  # of a resize: the new total
     count: int = 0  # of a swap: layers
     precision: Precision = "full"
@@ -46,8 +48,8 @@ class Decision:
             wait_s=WAIT_S,
         )
 
-    def because(self, cause: str, seen: dict[str, Number]) -> Decision:
-        return replace(self, reason=f"{cause}: {self.reason}", numbers=seen | self.numbers)
+    def because(self, cause: Cause, words: str, seen: dict[str, Number]) -> Decision:
+        return replace(self, cause=cause, reason=f"{words}: {self.reason}", numbers=seen | self.numbers)
 
 
 def take_free_pages(view: View, rules: Rules) -> Decision | None:

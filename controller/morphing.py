@@ -136,4 +136,5 @@ class Morpher:
             at_ms=time.time_ns() // 1_000_000,
             numbers=decision.numbers,
             morph_id=morph_id,
+            cause=decision.cause,
         )

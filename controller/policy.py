@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from bus.messages import Number, Policy
+from bus.messages import Cause, Number, Policy
 from controller.levers import Decision, swap_down, swap_up, take_free_pages
 from controller.modes import Rules, rules_of
 from controller.track import FORGET_S, Lever, State, Track
 from controller.view import View
 
+Told = tuple[Cause, str]  # in a word, and for people
 Pull = Callable[[View, Rules], Decision | None]
 
 RELIEF: tuple[tuple[Lever, Pull], ...] = (("resize", take_free_pages), ("swap_down", swap_down))
@@ -67,31 +68,32 @@ def decide(
     return replace(state, tracks=tracks), decisions
 
 
-def pressure(view: View, rules: Rules) -> list[str]:
-    """What is too high, in words; nothing: no pressure."""
-    causes = []
+def pressure(view: View, rules: Rules) -> list[Told]:
+    """What is too high; nothing: no pressure."""
+    causes: list[Told] = []
     if view.kv_usage > rules.kv_usage_high:
-        causes.append(f"KV use {view.kv_usage:.2f} is above {rules.kv_usage_high:g}")
+        causes.append(("kv_usage", f"KV use {view.kv_usage:.2f} is above {rules.kv_usage_high:g}"))
     if view.kv_delay_s > rules.queue_delay_high_s:
-        causes.append(
-            f"requests wait {view.kv_delay_s:.2f} s for blocks, above {rules.queue_delay_high_s:g} s"
-        )
+        waits = f"requests wait {view.kv_delay_s:.2f} s for blocks, above {rules.queue_delay_high_s:g} s"
+        causes.append(("queue_delay", waits))
     if view.preemptions_per_s > 0 and view.kv_usage >= rules.kv_usage_low:
-        causes.append(f"{view.preemptions_per_s:.2f} requests a second lose their blocks")
+        causes.append(("preemptions", f"{view.preemptions_per_s:.2f} requests a second lose their blocks"))
     return causes
 
 
-def ease(view: View, rules: Rules) -> str:
-    """Why pages can go back, in words; "": they cannot."""
+def ease(view: View, rules: Rules) -> list[Told]:
+    """Why pages can go back; nothing: they cannot."""
     if view.layers_below_full > rules.max_layers and not pressure(view, rules):
-        return f"{view.layers_below_full} layers are below full and the policy allows {rules.max_layers}"
+        told = f"{view.layers_below_full} layers are below full and the policy allows {rules.max_layers}"
+        return [("layer_limit", told)]
     if (
         view.kv_usage < rules.kv_usage_low
         and view.kv_delay_s < rules.queue_delay_low_s
         and not view.preemptions_per_s
     ):
-        return f"KV use {view.kv_usage:.2f} is below {rules.kv_usage_low:g} and nothing waits for blocks"
-    return ""
+        told = f"KV use {view.kv_usage:.2f} is below {rules.kv_usage_low:g} and nothing waits for blocks"
+        return [("ease", told)]
+    return []
 
 
 def _counted(track: Track, view: View, rules: Rules, at_s: float, gap_s: float) -> Track:
@@ -113,14 +115,16 @@ def _choose(track: Track, view: View, rules: Rules, at_s: float, revision: int) 
     if track.is_morphing(at_s) or track.is_cooling(at_s, rules.cooldown_s):
         return None
     if track.pressure >= rules.windows:
-        count, cause, levers = track.pressure, ", ".join(pressure(view, rules)), RELIEF
+        count, causes, levers = track.pressure, pressure(view, rules), RELIEF
     elif track.ease >= rules.windows:
-        count, cause, levers = track.ease, ease(view, rules), RETURN
+        count, causes, levers = track.ease, ease(view, rules), RETURN
     else:
         return None
     for lever, pull in levers:
         if not track.rests(lever, at_s, rules.cooldown_s) and (decision := pull(view, rules)):
-            return decision.because(cause, seen(view) | {"windows": count, "policy_revision": revision})
+            words = ", ".join(text for _, text in causes)
+            numbers = seen(view) | {"windows": count, "policy_revision": revision}
+            return decision.because(causes[0][0], words, numbers)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bus.messages import Number, Policy, Transform
+from bus.messages import Cause, Number, Policy, Transform
 from controller.groups import Group
 from controller.levers import WAIT_S
 from controller.parallelism import Merge, parted
@@ -20,6 +20,7 @@ class Reshape:
     epoch: int
     lever: Lever
     reason: str
+    cause: Cause
     instances: tuple[str, ...]
     epochs: dict[str, int]  # by worker, in the order of their shards at the higher degree
     tp: int
@@ -52,6 +53,7 @@ def merging(merge: Merge, waiting: Waiting, policy: Policy, at_s: float) -> Resh
         reason=f"a request of {waiting.tokens} tokens waits{of_all} and no instance has room for it: "
         f"{', '.join(merge.workers)} at degree {first.tp} become one of degree {merge.tp}, "
         f"which holds {merge.tokens_after}",
+        cause="long_request",
         instances=tuple(name for group in merge.groups for name in group.instances),
         epochs={name: epochs[name] for name in merge.workers},
         tp=merge.tp,
@@ -80,6 +82,7 @@ def parting(group: Group, tp: int, windows: int, policy: Policy) -> Reshape:
         lever="scale_down",
         reason=f"no long request is left and {1 - group.usage:.2f} of the KV is free, "
         f"{policy.scale_down_free:g} suffices: degree {group.tp} parts into degree {tp} ({parts})",
+        cause="no_long_request",
         instances=group.instances,
         epochs=dict(zip(group.workers, group.epochs, strict=True)),
         tp=tp,

@@ -9,11 +9,12 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 import uvicorn
 
 from bus.client import Bus
-from bus.settings import GatewaySettings, Settings
+from bus.settings import GatewaySettings, Settings, SettingsError
 from gateway.app import create_app
 from gateway.http.connection import Protocol
 from gateway.state import Gateway
@@ -65,7 +66,11 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     Protocol.header_timeout_s = section.header_timeout_s
     Protocol.max_connections = section.max_connections
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    gateway = Gateway(settings, bus)
+    try:
+        gateway = Gateway(settings, bus)
+    except SettingsError as error:
+        listener.close()
+        _fail(str(error))
     died = asyncio.Event()
     server = Server(_config(create_app(gateway, died.set)))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -75,6 +80,8 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
         await gateway.drain(section.drain_timeout_s)
     server.leave()
     await serving
+    if gateway.tracer is not None:
+        await gateway.tracer.close()
     if died.is_set() or not server.started:
         sys.exit(FAILED)
 
@@ -134,6 +141,6 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     log.error(message)
     sys.exit(CONFIGURATION_ERROR)

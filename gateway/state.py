@@ -29,6 +29,7 @@ from gateway.operations.morphs import Morphs
 from gateway.operations.requests import EndedRequests
 from gateway.operations.slo import Slos
 from gateway.operations.stats import Stats
+from gateway.tracing import tracer_of
 
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
 MAX_TOLD = 1000
@@ -37,7 +38,8 @@ Told = tuple[str, str, str, dict[str, float]]
 
 
 class Gateway:
-    """State of one gateway process. `told` are events that wait to be published."""
+    """State of one gateway process. `told` are events that wait to be published; `tracer` is None where
+    traces are off. Raises SettingsError where what a setting asks for is not installed."""
 
     def __init__(self, settings: Settings, bus: Bus) -> None:
         section = settings.gateway
@@ -85,6 +87,7 @@ class Gateway:
         self.outbox.on_sent = self.delivery.on_sent
         self.outbox.on_full = self.delivery.on_bus_full
         self.outbox.on_unsendable = self.delivery.on_unsendable
+        self.tracer = tracer_of(settings.tracing, self.id, self.morphs, self.cluster)
         self.live = Live(self)
         self.told: deque[Told] = deque()
         self.has_told = asyncio.Event()
@@ -94,7 +97,9 @@ class Gateway:
     def refuse_if_closed(self) -> None:
         """Raises ApiError 503 while draining, and while Redis is away for long."""
         if self.is_draining:
-            raise unavailable("this gateway is shutting down; ask another one, or this one when it is back", 1.0)
+            raise unavailable(
+                "this gateway is shutting down; ask another one, or this one when it is back", 1.0
+            )
         if self.bus_away_s() > BUS_PATIENCE_S:
             raise unavailable("the message bus (Redis) is away; try again", 2.0)
 

@@ -15,7 +15,7 @@ import openai
 
 from bus.client import Bus, connect
 from bus.messages import Metrics, Submit
-from bus.settings import GatewaySettings, RedisSettings, Settings, WorkerSettings
+from bus.settings import GatewaySettings, RedisSettings, Settings, TracingSettings, WorkerSettings
 from gateway.service import main
 from gateway.text.tokenizer import Tokenizer
 from tests import metrics_samples
@@ -114,11 +114,22 @@ class Gate:
 
 @contextlib.asynccontextmanager
 async def running(
-    redis: RedisSettings, folder: Path, *, workers: int = 1, wait: bool = True, **settings: Any
+    redis: RedisSettings,
+    folder: Path,
+    *,
+    workers: int = 1,
+    wait: bool = True,
+    tracing: TracingSettings | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Gate]:
     """`settings` are those of the gateway."""
     section = GatewaySettings(port=free_port(), **{"drain_timeout_s": 2.0} | settings)
-    all_settings = Settings(redis=redis, gateway=section, worker=WorkerSettings(lease_s=LEASE_S))
+    all_settings = Settings(
+        redis=redis,
+        gateway=section,
+        worker=WorkerSettings(lease_s=LEASE_S),
+        tracing=tracing or TracingSettings(),
+    )
     async with connect(redis, source="test") as bus, connect(redis, source="gateway") as own:
         gate = Gate(all_settings, bus, Tokenizer(folder, 1000), folder)
         for index in range(workers):

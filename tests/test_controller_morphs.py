@@ -103,7 +103,7 @@ async def test_pressure_swaps_layers_and_the_event_says_why(bus: Bus, device: De
     assert decided.reason == (
         "KV use 0.95 is above 0.85: 1 layer more to int4 (0 of at most 1 below full; this reaches the limit)"
     )
-    assert decided.numbers["kv_usage"] == 0.95
+    assert (decided.cause, decided.numbers["kv_usage"]) == ("kv_usage", 0.95)
     assert decided.numbers["windows"] >= 3
     assert decided.numbers["policy_revision"] == 1
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from bus.messages import LayerShape
+from bus.messages import KIND_OF, Event, LayerShape, MorphReport
 from gateway.delivery.precision import lowest_named
 from gateway.operations.metrics import exposition
 from tests.gateway_core import Core
@@ -67,7 +67,45 @@ def test_layers_are_told_by_precision_each_half_for_itself(core: Core) -> None:
 
 def test_morphs_count_from_zero_so_that_the_first_is_seen(core: Core) -> None:
     counted = samples(core)["instar_morphs_total"]
-    assert len(counted) == 15 and {value for _, value in counted} == {0}
+    assert len(counted) == 5 * len(KIND_OF) and {value for _, value in counted} == {0}
+
+
+def test_morphs_are_counted_by_their_cause_too_and_pauses_are_told() -> None:
+    core = Core()
+    told = Event(
+        kind="morph_decided",
+        source="controller",
+        subject="m@w0",
+        reason="KV use is high",
+        at_ms=0,
+        morph_id="one",
+        cause="kv_usage",
+    )
+    core.gateway.morphs.on_event(told)
+    core.gateway.morphs.on_report(ended("one", boundary_seconds=0.02))
+    core.gateway.morphs.on_report(ended("two", boundary_seconds=0.01, moving_seconds=0.04))
+    found = samples(core)
+    decisions = found["instar_morph_decisions_total"]
+    counted = {(labels["kind"], labels["cause"], labels["outcome"]) for labels, value in decisions if value}
+    assert counted == {("swap", "kv_usage", "applied"), ("swap", "unknown", "applied")}
+    assert [labels["cause"] for labels, _ in decisions].count("order") == 15  # told from 0
+    ((labels, total),) = found["instar_morph_pause_seconds_sum"]
+    assert labels == {"kind": "swap"} and total == pytest.approx(0.07)
+
+
+def ended(morph_id: str, **numbers: float) -> MorphReport:
+    return MorphReport(
+        id=morph_id,
+        kind="swap",
+        target="m@w0",
+        worker="w0",
+        epoch=1,
+        state="applied",
+        reason="",
+        started_ms=1000,
+        ended_ms=2000,
+        numbers=dict(numbers),
+    )
 
 
 # --------------------------------------------------------------------------- the files
@@ -125,16 +163,16 @@ def test_the_dashboard_lets_choose_data_source_and_model_and_its_panels_do_not_o
         taken |= cells
 
 
-def test_the_profile_adds_two_services_for_this_machine_alone_and_away_from_the_bus() -> None:
+def test_the_profile_adds_services_for_this_machine_alone_and_away_from_the_bus() -> None:
     services = read(ROOT / "compose.yaml")["services"]
     added = {name: service for name, service in services.items() if "observe" in service.get("profiles", ())}
-    assert set(added) == {"prometheus", "grafana"}
+    assert set(added) == {"prometheus", "grafana", "jaeger"}
     for service in added.values():
         assert service["networks"] == ["front"] and service["read_only"] and service["cap_drop"] == ["ALL"]
         assert re.fullmatch(r"127\.0\.0\.1:\$\{INSTAR_\w+_PORT:-(\d+)\}:\1", *service["ports"])
         assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
-        mounted = [ROOT / volume.partition(":")[0] for volume in service["volumes"] if volume[0] == "."]
-        assert mounted and all(path.exists() for path in mounted)
+        given = service.get("volumes", ())
+        assert all((ROOT / one.partition(":")[0]).exists() for one in given if one[0] == ".")
 
 
 def test_prometheus_and_grafana_find_what_they_are_given() -> None:
@@ -144,6 +182,8 @@ def test_prometheus_and_grafana_find_what_they_are_given() -> None:
     provisioning = OBSERVE / "grafana" / "provisioning"
     (source,) = read(provisioning / "datasources" / "prometheus.yml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
+    (traces,) = read(provisioning / "datasources" / "jaeger.yml")["datasources"]
+    assert traces["url"] == "http://jaeger:16686"
     (provider,) = read(provisioning / "dashboards" / "instar.yml")["providers"]
     volumes = read(ROOT / "compose.yaml")["services"]["grafana"]["volumes"]
     assert any(volume.endswith(f":{provider['options']['path']}:ro") for volume in volumes)

@@ -86,7 +86,7 @@ class Attempts:
         target = flight.target
         assert target is not None
         self._outbox.cancel(target.worker, target.epoch, [flight.request_id], up_to_attempt=flight.attempt)
-        self._stats.of(flight.model).replays["recalled"] += 1
+        self._void(flight, "recalled")
         flight.was_recalled = True
         self._table.recall(flight)
 
@@ -95,7 +95,7 @@ class Attempts:
         here at the next look: metrics may not know yet, and two such instances would send it to and fro."""
         if flight.target is not None:
             flight.refused_by |= {flight.target}
-        self._stats.of(flight.model).replays["precision_floor"] += 1
+        self._void(flight, "precision_floor")
         self._table.unassign(flight)
         self._place(flight)
 
@@ -103,7 +103,7 @@ class Attempts:
         """Its instance cannot hold it in the shape of now, which may have changed on the way. The next look
         knows more. One that is sent back again and again ends: our numbers and the worker's disagree."""
         flight.misfits += 1
-        self._stats.of(flight.model).replays["kv_capacity"] += 1
+        self._void(flight, "kv_capacity")
         if flight.misfits >= self._max_attempts:
             limit = self._cluster.longest_tokens(flight.model, self._clock())
             log.warning("sent back %d times: %s", flight.misfits, reason, extra=flight.log_ids)
@@ -174,11 +174,17 @@ class Attempts:
             return
         numbers = {"attempt": float(flight.attempt), "received": float(len(flight.received))}
         self._on_event("request_replayed", flight.request_id, f"{reason}: {detail}", numbers)
-        self._stats.of(flight.model).replays[reason] += 1
+        self._void(flight, reason)
         self._table.unassign(flight)
         if flight.was_admitted:
             flight.deadline = self._clock() + self._queue_timeout_s
         self._place(flight)
+
+    def _void(self, flight: Flight, reason: str) -> None:
+        """Its attempt does not go on; another one will."""
+        self._stats.of(flight.model).replays[reason] += 1
+        if flight.journey is not None:
+            flight.journey.void(reason, self._clock())
 
     def _finish(self, flight: Flight, reason: FinishReason) -> None:
         """All tokens are here, only the word that it was over was lost."""

@@ -151,6 +151,8 @@ class Delivery:
 
     def _started(self, flight: Flight, now: float) -> None:
         flight.is_running = True
+        if flight.journey is not None:
+            flight.journey.began(now)
         if not flight.was_admitted:
             flight.was_admitted = True
             flight.began = now
@@ -167,6 +169,8 @@ class Delivery:
         stats.generation_tokens += num_tokens
         stats.tokens_by_precision[lowest_named(step.fingerprint)] += num_tokens
         flight.last_token = now
+        if flight.journey is not None:
+            flight.journey.made(step, len(flight.received), num_tokens, now)
 
     def _stray(self, step: StepOutput, delta: Delta, now: float) -> None:
         """A worker still runs what has ended here: its Cancel was lost, or the request belonged to an
@@ -188,6 +192,8 @@ class Delivery:
     def on_bus_full(self, flight: Flight) -> None:
         """Redis has no memory for the Submit: a refusal, or another try for what has begun."""
         if flight.received:
+            if flight.journey is not None:
+                flight.journey.void("bus_full", self._clock())
             self.table.unassign(flight)
         else:
             full = "the message bus is full (Redis is at maxmemory)"

@@ -68,6 +68,8 @@ class Endings:
     def _remove(self, flight: Flight, how: str) -> None:
         self._table.remove(flight)
         flight.ended = how
+        if flight.journey is not None:
+            flight.journey.end(self._clock())
         self._stats.of(flight.model).ended(
             num_prompt_tokens=len(flight.prompt_token_ids),
             num_generated_tokens=len(flight.received),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from bus.messages import Delta, FinishReason, Precision, SamplingParams, StepOutput
+from gateway.delivery.journey import Journey
 from gateway.delivery.queues import Queue, in_order
 from gateway.errors import ApiError
 
@@ -73,6 +74,7 @@ class Flight:
     began: float = 0.0  # when the first of its workers did; 0: none has
     first_token: float = 0.0  # 0: none came
     ended: str = ""  # how: stop, length, abort, the code of its error
+    journey: Journey | None = None  # where it is traced
 
     @property
     def num_tokens(self) -> int:

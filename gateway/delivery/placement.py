@@ -112,6 +112,8 @@ class Placement:
         """A new attempt at `to`, or at a member of it."""
         place = member_for(to, flight.num_tokens)
         self._table.assign(flight, _target(place))
+        if flight.journey is not None:
+            flight.journey.sent(_target(place), flight.attempt, flight.num_known_tokens, self._clock())
         self._outbox.submit(flight)
 
     def candidates(self, model: str, refused_by: frozenset[Target] = frozenset()) -> list[Candidate]:

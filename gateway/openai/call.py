@@ -21,6 +21,8 @@ class Call:
     """`begun` is set when a worker began any of the choices, `ended` when all have ended; both also on
     failure (`error`) and when the client left (`is_abandoned`)."""
 
+    is_stream = False
+
     def __init__(self, envelope: Envelope, vocabulary: Vocabulary, delivery: Delivery, slot: Slot) -> None:
         self.envelope = envelope
         self.vocabulary = vocabulary
@@ -116,6 +118,8 @@ class Call:
 
 class StreamCall(Call):
     """Server-sent events. Until `open` they wait, so that a refusal can still have its own status."""
+
+    is_stream = True
 
     def __init__(
         self, envelope: Envelope, vocabulary: Vocabulary, delivery: Delivery, slot: Slot, stream: EventStream

@@ -79,7 +79,8 @@ class Endpoint:
         arrived = time.monotonic()
         if scope["method"] != "POST":
             raise wrong_method(scope["method"], scope["path"], "POST")
-        ended = Ended(scope["state"]["request_id"], scope["path"], arrived)
+        trace = gateway.tracer.begin(scope, arrived) if gateway.tracer is not None else None
+        ended = Ended(scope["state"]["request_id"], scope["path"], arrived, trace)
         try:
             key = gateway.keys.check(scope["headers"])
             gateway.refuse_if_closed()
@@ -99,7 +100,7 @@ class Endpoint:
             ended.status = 500
             raise
         finally:
-            ended.log()
+            ended.tell()
 
     async def _serve(
         self,
@@ -121,7 +122,7 @@ class Endpoint:
         link: Link = scope["extensions"][EXTENSION]
         call = self._call(body, order, tokenizer, slot, link)
         self._fill(call, body, order, tokenizer, arrived, scope["state"]["request_id"])
-        ended.call = call
+        ended.accepted(call)
         headers = [(name.encode(), value.encode()) for name, value in extra.items()]
         if link.is_lost:  # while the prompt was tokenised
             raise ClientLeft

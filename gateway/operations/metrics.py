@@ -19,7 +19,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.messages import KIND_OF, PRECISIONS, InstanceCard, InstanceMetrics, LayerShape, MorphOutcome
+from bus.messages import (
+    KIND_OF,
+    PRECISIONS,
+    Cause,
+    InstanceCard,
+    InstanceMetrics,
+    LayerShape,
+    MorphKind,
+    MorphOutcome,
+)
 from gateway.delivery.precision import layers_below_full
 from gateway.operations.morphs import Morphs
 from gateway.operations.stats import Distribution, ModelStats
@@ -28,6 +37,13 @@ from gateway.state import Gateway
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE: Final = ["model_name", "engine"]
 OUTCOMES: Final[tuple[MorphOutcome, ...]] = ("applied", "deferred", "stale", "conflict", "failed")
+
+_PRESSURE: Final = ("kv_usage", "queue_delay", "preemptions")
+CAUSES: Final[dict[MorphKind, tuple[Cause, ...]]] = {
+    "resize": (*_PRESSURE, "order"),
+    "swap": (*_PRESSURE, "ease", "layer_limit", "order"),
+    "transform": ("long_request", "no_long_request", "order"),
+}
 
 DISTRIBUTIONS: Final = {
     "time_to_first_token_seconds": ("time_to_first_token", "From a request's arrival to its first token."),
@@ -110,6 +126,10 @@ def _own(prefix: str, gateway: Gateway) -> Iterator[Metric]:
     for reason, count in sorted(stats.rejections.items()):
         rejections.add_metric([reason], count)
     yield rejections
+    if (tracer := gateway.tracer) is not None:
+        made, sent = "Spans of traces made.", "Of those, taken by the collector; the rest waits, or is lost."
+        yield CounterMetricFamily(f"{prefix}trace_spans_made", made, value=tracer.num_made)
+        yield CounterMetricFamily(f"{prefix}trace_spans_sent", sent, value=tracer.num_sent)
 
 
 def _morphs(prefix: str, morphs: Morphs) -> Iterator[Metric]:
@@ -125,7 +145,24 @@ def _morphs(prefix: str, morphs: Morphs) -> Iterator[Metric]:
     )
     for kind, distribution in sorted(morphs.seconds.items()):
         seconds.add_metric([kind], _buckets(distribution), distribution.total)
-    yield from (ended, seconds)
+    pauses = HistogramMetricFamily(
+        f"{prefix}morph_pause_seconds",
+        "Of a morph, all that the engine spent on it between steps, as its worker tells.",
+        labels=["kind"],
+    )
+    for kind, distribution in sorted(morphs.pauses.items()):
+        pauses.add_metric([kind], _buckets(distribution), distribution.total)
+    decisions = CounterMetricFamily(
+        f"{prefix}morph_decisions",
+        "Morphs that ended, by why they were decided and by outcome.",
+        labels=["kind", "cause", "outcome"],
+    )
+    known = (
+        (kind, cause, outcome) for kind, causes in CAUSES.items() for cause in causes for outcome in OUTCOMES
+    )
+    for labels in sorted({*known, *morphs.decisions}):
+        decisions.add_metric(labels, morphs.decisions[labels])
+    yield from (ended, seconds, pauses, decisions)
 
 
 def _models(prefix: str, models: dict[str, ModelStats]) -> Iterator[Metric]:

@@ -40,7 +40,8 @@ async def transform(request: Request, gateway: Here, wait: bool = False) -> Resp
 
 @router.post("/instances/{instance:path}/swap")
 async def swap(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
-    """Hold layers in another precision. 404 for an instance, 400 for a layer or precision there is not."""
+    """Hold layers in another precision. 404 for an instance, 400 for a layer or precision there is not, 409
+    for an instance whose worker drains."""
     body = orders.parse(orders.SwapBody, await _body(request, gateway))
     place = orders.find(gateway.cluster, instance)
     entry = await _send(gateway, place, orders.swap(place, body, _new_id()))
@@ -49,7 +50,7 @@ async def swap(instance: str, request: Request, gateway: Here, wait: bool = Fals
 
 @router.post("/instances/{instance:path}/resize")
 async def resize(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
-    """Have so many KV blocks. 404 for an instance there is not."""
+    """Have so many KV blocks. 404 for an instance there is not, 409 for one whose worker drains."""
     body = orders.parse(orders.ResizeBody, await _body(request, gateway))
     place = orders.find(gateway.cluster, instance)
     entry = await _send(gateway, place, orders.resize(place, body, _new_id()))
@@ -120,6 +121,7 @@ async def _send(gateway: Gateway, place: orders.Place, command: Morph) -> Entry:
         reason=decided,
         at_ms=time.time_ns() // 1_000_000,
         morph_id=command.id,
+        cause=entry.cause,
     )
     batch = bus.batch()
     batch.publish(bus.names.control(worker), command)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from bus.messages import (
     KIND_OF,
+    Cause,
     Event,
     Morph,
     MorphKind,
@@ -31,6 +32,8 @@ KEPT: Final = 256  # that ended
 UNHEARD_S: Final = 90.0  # longer than a worker's watchdog lets a step take: then the order was lost
 # From a swap of one small layer to one of a large model.
 SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, *LATENCY)
+PAUSES: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+ORDER: Final[Cause] = "order"
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +53,7 @@ class Entry:
     numbers: dict[str, Number] = field(default_factory=dict)
     ended: float | None = None
     decided: str = ""  # why it was ordered, and what
+    cause: str = ""  # the same in a word
     patience_s: float = UNHEARD_S
     is_heard: bool = False  # its worker reported
     is_assumed: bool = False  # its end was not reported: its worker is gone
@@ -59,6 +63,12 @@ class Entry:
     @property
     def is_running(self) -> bool:
         return self.state == "running"
+
+    @property
+    def pause_s(self) -> float | None:
+        """Seconds between steps that its worker's engine spent on it, in all; None: it does not tell."""
+        told = [self.numbers[name] for name in ("boundary_seconds", "moving_seconds") if name in self.numbers]
+        return sum(told) if told else None
 
     async def wait(self, within_s: float) -> None:
         """Until it has ended, or that long."""
@@ -77,6 +87,7 @@ class Entry:
             "state": self.state,
             "reason": self.reason,
             "decided": self.decided,
+            "cause": self.cause,
             "numbers": self.numbers,
             "started": self.started,
             "ended": self.ended,
@@ -84,13 +95,16 @@ class Entry:
 
 
 class Morphs:
-    """Owner of the entries. `outcomes` and `seconds` count what ended while this process listened."""
+    """Owner of the entries. `outcomes`, `decisions` (kind, cause, outcome), `seconds` and `pauses` count what
+    ended while this process listened."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.outcomes: Counter[tuple[MorphKind, MorphOutcome]] = Counter()
+        self.decisions: Counter[tuple[MorphKind, str, MorphOutcome]] = Counter()
         self.seconds: dict[MorphKind, Distribution] = {}
+        self.pauses: dict[MorphKind, Distribution] = {}
         self._entries: dict[str, Entry] = {}  # in the order in which they were heard of
-        self._decided: dict[str, str] = {}
+        self._decided: dict[str, tuple[str, str]] = {}  # and the cause
         self._clock = clock
 
     def get(self, morph_id: str) -> Entry | None:
@@ -125,7 +139,7 @@ class Morphs:
             )
         )
         entry.patience_s = UNHEARD_S + command.wait_s
-        entry.decided = decided
+        entry.decided, entry.cause = decided, ORDER
         return entry
 
     def unsent(self, entry: Entry) -> None:
@@ -161,11 +175,11 @@ class Morphs:
         """Of decisions: why."""
         if event.kind == "morph_decided" and event.morph_id:
             if entry := self._entries.get(event.morph_id):
-                entry.decided = event.reason
+                entry.decided, entry.cause = event.reason, event.cause
                 return
             while len(self._decided) >= KEPT:
                 del self._decided[next(iter(self._decided))]
-            self._decided[event.morph_id] = event.reason
+            self._decided[event.morph_id] = event.reason, event.cause
 
     def worker_gone(self, worker: str, epoch: int, how: str) -> None:
         """This incarnation, and those before it, will not report any more."""
@@ -197,7 +211,7 @@ class Morphs:
         return [entry for entry in self._entries.values() if entry.is_running]
 
     def _enter(self, entry: Entry) -> Entry:
-        entry.decided = self._decided.pop(entry.id, "")
+        entry.decided, entry.cause = self._decided.pop(entry.id, ("", ""))
         self._entries[entry.id] = entry
         ended = [one.id for one in self._entries.values() if not one.is_running]
         for old in ended[: max(0, len(ended) - KEPT)]:
@@ -214,6 +228,8 @@ class Morphs:
 
     def _count(self, entry: Entry) -> None:
         self.outcomes[entry.kind, entry.state] += 1
-        new = self.seconds.get(entry.kind) or Distribution(SECONDS)
-        self.seconds[entry.kind] = new
-        new.observe(max(0.0, (entry.ended or entry.started) - entry.started))
+        self.decisions[entry.kind, entry.cause or "unknown", entry.state] += 1
+        took_s = max(0.0, (entry.ended or entry.started) - entry.started)
+        self.seconds.setdefault(entry.kind, Distribution(SECONDS)).observe(took_s)
+        if (pause_s := entry.pause_s) is not None:
+            self.pauses.setdefault(entry.kind, Distribution(PAUSES)).observe(pause_s)
