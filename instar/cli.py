@@ -26,6 +26,7 @@ Instar serves large language models and changes shape while it serves.
   instar serve path/to/model        any Llama, Mistral, Qwen2 or Qwen3 folder of Hugging Face
   instar status                     workers, memory, instances, what runs and what waits
   instar morph resize 400           KV blocks, the layers' bits, the policy: changed while it serves
+  instar drain w1                   a worker finishes what it runs and leaves
   instar complete "def fib(n):"     one completion, as it is written
   instar bench replay azure.csv     recorded traffic sent again, and what came of it
   instar settings                   every setting, its value and who set it
@@ -52,6 +53,16 @@ Asks the running gateway for its state and shows it.
   instar status                     of the service on this machine
   instar status --json              the same for programs
   instar status --url http://host:8000
+"""
+
+DRAIN = """\
+Tells a worker to leave: it takes nothing new and finishes what it runs, as far as it may take
+(worker.drain_timeout_s); what is not finished goes on elsewhere.
+
+  instar drain w1                   waits until it has left
+  instar drain w1 --detach          only gives the order
+
+Under `instar serve` it stays away until the service starts anew; when the last one leaves, the service ends.
 """
 
 COMPLETE = """\
@@ -111,6 +122,13 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     status.add_argument("--json", action="store_true", help="as JSON")
 
     add_verbs(command("morph", _morph, "change the shape of what runs", MORPH), _add_client_flags)
+
+    drain = command("drain", _drain, "let a worker finish what it runs, and leave", DRAIN)
+    _add_client_flags(drain)
+    drain.add_argument("worker", metavar="WORKER", help="as `instar status` shows it")
+    drain.add_argument("--wait", type=float, default=60.0, metavar="S", help="for it to leave [60]")
+    drain.add_argument("--detach", action="store_true", help="return at once")
+    drain.add_argument("--json", action="store_true", help="as JSON")
 
     complete = command("complete", _complete, "complete a text", COMPLETE)
     _add_client_flags(complete)
@@ -181,6 +199,15 @@ def _morph(args: argparse.Namespace) -> int:
     from instar.morph import morph
 
     return morph(settings, args)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    settings = _load(args)
+    if settings is None:
+        return 2
+    from instar.drain import drain
+
+    return drain(settings, args)
 
 
 def _bench(args: argparse.Namespace) -> int:

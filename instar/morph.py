@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from typing import Any, Final
@@ -13,10 +14,11 @@ import httpx
 
 from bus.settings import Settings
 from instar.client import GatewayProblem, ask_json, gateway_client, get_json
+from instar.live_line import LiveLine
 from instar.morph_workers import workers_for
 
 DONE: Final = ("applied", "running")
-POLL_S: Final = 0.05
+POLL_S: Final = 0.1
 
 
 def morph(settings: Settings, args: argparse.Namespace) -> int:
@@ -65,36 +67,35 @@ def _transform(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dic
 
 
 def _until_end(client: httpx.Client, found: dict[str, Any]) -> dict[str, Any]:
-    """Ctrl-C ends the wait, not the morph. Raises GatewayProblem."""
-    follow = _layer_by_layer if found["kind"] == "transform" else _at_once
+    """Shows how far it is to whoever watches. Ctrl-C ends the wait, not the morph. Raises GatewayProblem."""
+    line, began = LiveLine(), time.monotonic()
     try:
-        return follow(client, found)
+        while found["state"] == "running":
+            if line.is_watched:
+                line.show(f"  {progress_text(found, time.monotonic() - began)}")
+                time.sleep(POLL_S)
+            wait = "" if line.is_watched else "?wait=true"
+            found = _object(get_json(client, _path(found["id"]) + wait))
+        if progress := degree_text(found["numbers"]):
+            line.show(f"  {progress}")
     except KeyboardInterrupt:
+        line.end()
         sys.stderr.write(f"it goes on: `instar morph show {found['id']}`, or cancel\n")
         raise
-
-
-def _at_once(client: httpx.Client, found: dict[str, Any]) -> dict[str, Any]:
-    while found["state"] == "running":
-        found = _object(get_json(client, _path(found["id"]) + "?wait=true"))
+    finally:
+        line.end()
     return found
 
 
-def _layer_by_layer(client: httpx.Client, found: dict[str, Any]) -> dict[str, Any]:
-    """Tells on stderr how far it is."""
-    told = ""
-    while found["state"] == "running":
-        if (progress := progress_text(found["numbers"])) != told:
-            sys.stderr.write(f"  {progress}\n")
-            told = progress
-        time.sleep(POLL_S)
-        found = _object(get_json(client, _path(found["id"])))
-    return found
+def progress_text(found: dict[str, Any], seconds: float) -> str:
+    """`5 of 8 layers at tp 2, 3 s`; the time from the first second on."""
+    told = degree_text(found["numbers"]) or found["reason"] or found["state"]
+    return told + (f", {seconds:.0f} s" if seconds >= 1 else "")
 
 
-def progress_text(numbers: dict[str, Any]) -> str:
-    """Empty before the first layer is told of."""
-    if "layers_done" not in numbers:
+def degree_text(numbers: dict[str, Any]) -> str:
+    """Of a transform; empty before the first layer."""
+    if not {"layers_done", "layers", "tp_after"} <= numbers.keys() or not numbers["layers_done"]:
         return ""
     return f"{numbers['layers_done']} of {numbers['layers']} layers at tp {numbers['tp_after']}"
 
@@ -112,13 +113,15 @@ def _tell(found: dict[str, Any], args: argparse.Namespace) -> int:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """Two or three lines: what, how it ended and why, with which numbers."""
+    """Two or three lines: what, how it ended and why, with those numbers that the reason does not tell."""
     took = f" in {found['ended'] - found['started']:.2f} s" if found["ended"] else ""
     lines = [f"{found['kind']} {found['id']} of {found['target']}: {found['state']}{took}"]
     if found["reason"]:
         lines.append(f"  {found['reason']}")
-    if found["numbers"]:
-        lines.append("  " + ", ".join(f"{name} {_number(value)}" for name, value in found["numbers"].items()))
+    in_reason = set(re.findall(r"\d{2,}", found["reason"]))  # a single digit may be another's
+    numbers = {name: _number(value) for name, value in found["numbers"].items()}
+    if told := [f"{name} {text}" for name, text in numbers.items() if text not in in_reason]:
+        lines.append("  " + ", ".join(told))
     return "".join(f"{line}\n" for line in lines)
 
 

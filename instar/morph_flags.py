@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 from instar.slips import Parser
+from instar.verbs import at_least_one, one_of, verbs_of
 
 TEXT = """\
 Changes the shape of a running instance by hand, and the policy by which the service does it itself.
@@ -30,23 +30,18 @@ PRECISIONS = ("full", "int8", "int4", "int3")
 
 def add_verbs(parser: Parser, add_client_flags: Callable[[Parser], None]) -> None:
     """`args.verb` says which was typed, "" without one."""
-    parser.set_defaults(verb="", help=parser.print_help)
-    verbs = parser.add_subparsers(metavar="VERB", title="verbs (instar morph VERB --help teaches each)")
+    declared = verbs_of(parser, "morph")
 
     def verb(name: str, summary: str) -> Parser:
-        sub = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        sub.add_argument(
-            "--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="as of `instar morph`"
-        )
+        sub = declared(name, summary)
         add_client_flags(sub)
         sub.add_argument("--json", action="store_true", help="as JSON")
-        sub.set_defaults(verb=name)
         return sub
 
     _add_swap(verb("swap", "hold layers in another precision"))
     resize = verb("resize", "have so many KV blocks")
     _add_instance(resize)
-    resize.add_argument("blocks", type=_at_least_one, metavar="BLOCKS", help="as many as whole pages allow")
+    resize.add_argument("blocks", type=at_least_one, metavar="BLOCKS", help="as many as whole pages allow")
     _add_waits(resize)
     _add_tp(verb("tp", "serve a model at another degree of tensor parallelism"))
     policy = verb("policy", "show the policy, or change its fields")
@@ -62,15 +57,17 @@ def _add_swap(swap: Parser) -> None:
     which.add_argument("--layers", type=layer_numbers, metavar="LIST", help="their numbers, as 0,4-6")
     which.add_argument(
         "--count",
-        type=_at_least_one,
+        type=at_least_one,
         metavar="N",
         help="so many more in the instance's order; to full: the last swapped go first",
     )
-    swap.add_argument("--precision", required=True, choices=PRECISIONS, metavar="P", help=_either(PRECISIONS))
+    swap.add_argument(
+        "--precision", required=True, type=one_of(PRECISIONS), metavar="P", help=_either(PRECISIONS)
+    )
     swap.add_argument(
         "--part",
         action="append",
-        choices=("attention", "ffn"),
+        type=one_of(("attention", "ffn")),
         metavar="PART",
         help="attention or ffn [both]",
     )
@@ -79,7 +76,7 @@ def _add_swap(swap: Parser) -> None:
 
 def _add_tp(tp: Parser) -> None:
     """`members` and `served`: flags of `instar serve` have the names that they would have."""
-    tp.add_argument("tp", type=_at_least_one, metavar="DEGREE", help="workers of one instance")
+    tp.add_argument("tp", type=at_least_one, metavar="DEGREE", help="workers of one instance")
     which = tp.add_mutually_exclusive_group()
     which.add_argument(
         "--workers",
@@ -92,7 +89,7 @@ def _add_tp(tp: Parser) -> None:
     tp.add_argument("--model", dest="served", metavar="NAME", help="where the workers serve several")
     tp.add_argument(
         "--layers-per-step",
-        type=_at_least_one,
+        type=at_least_one,
         metavar="N",
         help="that change between two steps [worker.layers_per_step]",
     )
@@ -131,12 +128,6 @@ def _names(text: str) -> list[str]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of workers; write it as w0,w1")
     return names
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
-    return int(text)
 
 
 def _either(names: tuple[str, ...]) -> str:

@@ -9,24 +9,50 @@ from typing import Any
 from instar.client import GatewayProblem
 
 Instance = Mapping[str, Any]  # as /admin/state tells it
+SERVING = "serving"
 
 
 def workers_for(
     state: Mapping[str, Any], tp: int, instance: str | None = None, model: str | None = None
 ) -> tuple[list[str], str]:
     """And their model. `instance`: one that takes part; `model`: of those that may. Raises GatewayProblem
-    where it is not clear who is meant, or there are too few."""
-    serving = [one for one in state["instances"] if one["state"] == "serving"]
+    for a degree that cannot be, where it is not clear who is meant, or where there are too few."""
+    try:
+        return _found(state, tp, instance, model)
+    except GatewayProblem as problem:
+        raise GatewayProblem(f"{problem}{_left_out(state['instances'])}") from None
+
+
+def _found(
+    state: Mapping[str, Any], tp: int, instance: str | None, model: str | None
+) -> tuple[list[str], str]:
+    serving = [one for one in state["instances"] if one["state"] == SERVING]
     hosts = {worker["id"]: str(worker["host"]) for worker in state["workers"]}
     candidates = [one for one in serving if model in (None, one["model"])]
     if not candidates:
         raise GatewayProblem(f"no instance of {model or 'any model'} serves; there are: {_ids(serving)}")
     if instance is None and all(one["tp"] == tp for one in candidates):  # the worker says that it is so
         return list(candidates[0]["workers"]), candidates[0]["model"]
+    _check_degree(candidates, tp)
     first = _named(candidates, instance) if instance else _most_likely(candidates, tp)
     if first["tp"] >= tp:
         return list(first["workers"]), first["model"]
     return _joined(candidates, hosts, tp, first), first["model"]
+
+
+def _check_degree(candidates: Sequence[Instance], tp: int) -> None:
+    """Before workers are looked for: more of them would not help."""
+    allowed = sorted({degree for one in candidates for degree in one.get("degrees") or ()})
+    if allowed and tp not in allowed:
+        models = ", ".join(sorted({str(one["model"]) for one in candidates}))
+        raise GatewayProblem(
+            f"{models} cannot be served at tp {tp}; allowed is: {', '.join(map(str, allowed))}"
+        )
+
+
+def _left_out(instances: Sequence[Instance]) -> str:
+    """`; demo@w1 is draining`: those that do not count, though one sees them."""
+    return "".join(f"; {one['id']} is {one['state']}" for one in instances if one["state"] != SERVING)
 
 
 def _named(serving: Sequence[Instance], instance: str) -> Instance:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from bus.settings import Settings
@@ -31,21 +32,29 @@ def status(settings: Settings, *, url: str | None, key: str | None, as_json: boo
     if as_json:
         sys.stdout.write(json.dumps(state, indent=2) + "\n")
         return 0
-    console = Console()
+    show(state, Console())
+    return 0
+
+
+def show(state: dict[str, Any], console: Console) -> None:
+    """Fits 80 columns: what is longer goes on in the next line, and no name is cut."""
     console.print(workers_table(state["workers"]))
+    console.print()
     console.print(instances_table(state["instances"]))
+    console.print()
     for line in shape_lines(state["instances"]):
         console.print(line, highlight=False)
-    if morphs := shown_morphs(state.get("morphs") or []):
-        console.print(morphs_table(morphs))
-    console.print(policy_text(state.get("policy") or {}))
-    return 0
+    for morph in shown_morphs(state.get("morphs") or []):
+        for indent, line in enumerate(morph_lines(morph)):
+            console.print(Padding(line, (0, 0, 0, 2 * indent)), highlight=False)
+    console.print(policy_text(state.get("policy") or {}), highlight=False)
+    console.print(as_of_text(state.get("metrics") or {}), highlight=False)
 
 
 def workers_table(workers: list[dict[str, Any]]) -> Table:
     """Memory in MiB: weights + KV + free = all, always. The second line of a header is the unit."""
     memory = (f"{kind}\nMiB" for kind in ("weights", "KV", "free", "all"))
-    table = _table("worker", "host", "device", "state", "busy\nof time", *memory)
+    table = _table(["worker", "host", "device", "state"], ["busy\nof time", *memory])
     for worker in workers:
         pages, page_bytes = worker.get("pages") or {}, worker.get("page_bytes") or 0
         busy = worker.get("busy")
@@ -63,8 +72,8 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def instances_table(instances: list[dict[str, Any]]) -> Table:
-    counts = ("KV blocks\nused/all", "running\nreqs", "waiting\nreqs")
-    table = _table("instance", "model", "state", "shape", "layers\nfull/all", *counts)
+    counts = ["layers\nfull/all", "KV blocks\nused/all", "running\nreqs", "waiting\nreqs"]
+    table = _table(["instance", "model"], ["state", "shape", *counts])
     for instance in instances:
         kv = instance.get("kv") or {}
         used, blocks = kv.get("used"), kv.get("blocks")
@@ -72,9 +81,9 @@ def instances_table(instances: list[dict[str, Any]]) -> Table:
             instance["id"],
             instance.get("model", ""),
             instance.get("state", ""),
-            f"tp{instance.get('tp', 1)} pp{instance.get('pp', 1)}",
+            _shape(instance),
             _full_layers(instance.get("layers") or []),
-            f"{used}/{blocks} ({used / blocks:.0%})" if blocks else ABSENT,
+            f"{used}/{blocks} {used / blocks:.0%}" if blocks else ABSENT,
             _count(instance.get("running")),
             _count(instance.get("waiting")),
         )
@@ -96,6 +105,12 @@ def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _shape(instance: dict[str, Any]) -> str:
+    """Stages only where there are several."""
+    stages = instance.get("pp", 1)
+    return f"tp{instance.get('tp', 1)}" + (f" pp{stages}" if stages > 1 else "")
+
+
 def _full_layers(layers: list[dict[str, str]]) -> str:
     return f"{sum(layer == FULL for layer in layers)}/{len(layers)}" if layers else ABSENT
 
@@ -107,21 +122,13 @@ def shown_morphs(morphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return running[::-1] + ended[: -ENDED_SHOWN - 1 : -1]
 
 
-def morphs_table(morphs: list[dict[str, Any]]) -> Table:
-    """`took` of one that runs: so far it is not known here, since clocks differ."""
-    table = _table("morph", "kind", "instance", "state", "took", "why, and how it ended")
-    for morph in morphs:
-        ended = morph.get("ended")
-        told = [text for text in (morph.get("decided"), morph.get("reason")) if text]
-        table.add_row(
-            morph["id"],
-            morph["kind"],
-            morph["target"],
-            morph["state"],
-            ABSENT if ended is None else f"{ended - morph['started']:.2f} s",
-            "; ".join(told),
-        )
-    return table
+def morph_lines(morph: dict[str, Any]) -> list[str]:
+    """What it is and how it ended; then why. How long one has run is not known here, since clocks differ."""
+    ended = morph.get("ended")
+    took = "" if ended is None else f" in {ended - morph['started']:.2f} s"
+    told = [text for text in (morph.get("decided"), morph.get("reason")) if text]
+    heading = f"{morph['kind']} {morph['id']} of {morph['target']}: {morph['state']}{took}"
+    return [heading, "; ".join(told)] if told else [heading]
 
 
 def policy_text(policy: dict[str, Any]) -> str:
@@ -135,6 +142,14 @@ def policy_text(policy: dict[str, Any]) -> str:
     )
 
 
+def as_of_text(metrics: dict[str, Any]) -> str:
+    """How old the oldest of the numbers is: workers report them, the monitor passes them on."""
+    if "age_seconds" not in metrics:
+        return "memory, KV and load: not measured yet"
+    reported = max((worker["age_seconds"] for worker in metrics.get("workers") or []), default=0.0)
+    return f"memory, KV and load: as of {metrics['age_seconds'] + reported:.1f} s ago"
+
+
 def _mib(pages: int | None, page_bytes: int) -> str:
     return ABSENT if pages is None else f"{pages * page_bytes / MIB:.0f}"
 
@@ -143,5 +158,11 @@ def _count(value: int | None) -> str:
     return ABSENT if value is None else str(value)
 
 
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+def _table(words: list[str], numbers: list[str]) -> Table:
+    """Words that are too long for the screen go on in the next line."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, no_wrap=True)
+    return table

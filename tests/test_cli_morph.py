@@ -1,83 +1,20 @@
-"""`instar morph` and what `instar status` shows of shapes: against a gateway that answers by a script."""
+"""`instar morph`, against a gateway that answers by a script."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from instar.cli import main
 from instar.client import GatewayProblem
+from instar.morph import in_words, progress_text
 from instar.morph_flags import layer_numbers
 from instar.morph_workers import workers_for
-from instar.shapes import layers_text, ranges_text
-from instar.status import instances_table, morphs_table, policy_text, shape_lines, shown_morphs
+from tests.cli_gateway import APPLIED, DEFERRED, RUNNING, Script, be_watched, cluster, instance
 
-RUNNING: dict[str, Any] = {
-    "id": "a1",
-    "kind": "swap",
-    "target": "demo@w0",
-    "state": "running",
-    "reason": "",
-    "decided": "ordered by hand: 2 more to int4",
-    "numbers": {},
-    "started": 100.0,
-    "ended": None,
-}
-APPLIED = RUNNING | {
-    "state": "applied",
-    "reason": "2 layers",
-    "numbers": {"pages": 12, "s": 0.5},
-    "ended": 100.25,
-}
-DEFERRED = RUNNING | {"state": "deferred", "reason": "no pages", "ended": 101.0}
-
-
-@dataclass
-class Script:
-    """`answers`: what the gateway says, in turn, to everything but /admin/state; the last is repeated."""
-
-    url: str
-    answers: list[tuple[int, Any]] = field(default_factory=list)
-    asked: list[tuple[str, str, Any]] = field(default_factory=list)
-    instances: list[str] = field(default_factory=lambda: ["demo@w0"])
-    state: dict[str, Any] | None = None  # all of it, in place of `instances`
-
-    def run(self, *argv: str) -> int:
-        return main(["morph", *argv, "--url", self.url])
-
-
-@pytest.fixture
-def gateway() -> Iterator[Script]:
-    class Handler(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            if self.path == "/admin/state":
-                named = {"instances": [{"id": name} for name in script.instances]}
-                status, answer = 200, script.state or named
-            else:
-                script.asked.append((self.command, self.path, json.loads(body) if body else None))
-                status, answer = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        do_GET = do_POST = do_PUT = do_DELETE = _answer
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        script = Script(f"http://127.0.0.1:{server.server_port}")
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield script
-        server.shutdown()
+pytest_plugins = ["tests.cli_fixtures"]
 
 
 def test_a_swap_is_followed_to_its_end(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,21 +69,68 @@ def test_a_cancelled_morph_is_waited_for(gateway: Script, capsys: pytest.Capture
     assert "failed in 1.00 s\n  cancelled" in capsys.readouterr().out
 
 
-def test_a_change_of_degree_is_told_layer_by_layer(
-    gateway: Script, capsys: pytest.CaptureFixture[str]
+def transforming(done: int, **fields: Any) -> dict[str, Any]:
+    numbers = {"layers_done": done, "layers": 8, "tp_before": 1, "tp_after": 2}
+    return RUNNING | {"kind": "transform", "reason": f"{done} of 8 layers", "numbers": numbers} | fields
+
+
+def test_a_terminal_shows_how_far_a_change_of_degree_is_to_its_last_layer(
+    gateway: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = RUNNING | {"kind": "transform"}
-    numbers = [{"layers_done": done, "layers": 8, "tp_before": 1, "tp_after": 2} for done in (1, 1, 5)]
-    gateway.answers = [(202, running), *((200, running | {"numbers": one}) for one in numbers)]
-    gateway.answers += [(200, running | {"state": "applied", "ended": 100.5, "numbers": {"layers_done": 8}})]
+    be_watched(monkeypatch)
+    gateway.answers = [
+        (202, RUNNING | {"kind": "transform"}),
+        *((200, transforming(done)) for done in (1, 1, 5)),
+    ]
+    gateway.answers += [(200, transforming(8, state="applied", reason="", ended=100.5))]
     argv = ["tp", "2", "--workers", "w1,w0", "--layers-per-step", "2", "--wait", "1"]
     assert gateway.run(*argv) == 0
     order = {"workers": ["w1", "w0"], "tp": 2, "layers_per_step": 2, "wait_s": 1.0}
     assert gateway.asked[0] == ("POST", "/admin/instances/transform", order)
     assert set(gateway.asked[1:]) == {("GET", "/admin/morphs/a1", None)}
     told = capsys.readouterr()
-    assert told.err == "  1 of 8 layers at tp 2\n  5 of 8 layers at tp 2\n"
-    assert told.out == "transform a1 of demo@w0: applied in 0.50 s\n  layers_done 8\n"
+    shown = ["running", *(f"{done} of 8 layers at tp 2" for done in (1, 5, 8))]
+    assert told.err == "".join(f"\r\033[K  {text}" for text in shown) + "\n"
+    assert told.out.startswith("transform a1 of demo@w0: applied in 0.50 s\n  layers_done 8, layers 8,")
+
+
+def test_a_terminal_shows_how_far_a_swap_is_and_how_long_it_takes(
+    gateway: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_watched(monkeypatch)
+    gateway.answers = [(202, RUNNING), (200, RUNNING | {"reason": "3 of 8 halves of layers"}), (200, APPLIED)]
+    assert gateway.run("swap", "--count", "4", "--precision", "int4") == 0
+    assert capsys.readouterr().err == "\r\033[K  running\r\033[K  3 of 8 halves of layers\n"
+    assert progress_text(RUNNING | {"kind": "resize", "reason": "begun"}, 3.2) == "begun, 3 s"
+
+
+def test_where_nobody_watches_only_the_end_is_told(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers = [
+        (202, transforming(1)),
+        (200, transforming(3)),
+        (200, transforming(8, state="applied")),
+    ]
+    assert gateway.run("tp", "2", "--workers", "w1,w0") == 0
+    assert gateway.asked[1:] == [("GET", "/admin/morphs/a1?wait=true", None)] * 2
+    assert capsys.readouterr().err == ""
+
+
+def test_numbers_that_the_reason_tells_are_not_told_again() -> None:
+    numbers = {"blocks_asked": 9000, "min_blocks": 64, "max_blocks": 2100, "seconds": 0.5}
+    reason = "this instance can have at most 2100 KV blocks: the device's budget less the weights"
+    found = RUNNING | {
+        "kind": "resize",
+        "state": "failed",
+        "reason": reason,
+        "numbers": numbers,
+        "ended": 100.0,
+    }
+    assert in_words(found).splitlines()[1:] == [
+        f"  {reason}",
+        "  blocks_asked 9000, min_blocks 64, seconds 0.5",
+    ]
 
 
 def test_workers_that_are_not_named_are_found(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +162,11 @@ def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.Capture
         (["swap", "--layers", "6-4", "--precision", "int4"], "'6-4' is no range of layers"),
         (["swap", "--layers", "a", "--precision", "int4"], "'a' is no list of layers; write it as 0,4-6"),
         (["swap", "--precision", "int4"], "one of the arguments --layers --count is required"),
-        (["swap", "--count", "1", "--precision", "int5"], "invalid choice: 'int5'"),
+        (
+            ["swap", "--count", "1", "--precision", "int5"],
+            "'int5' is none of full, int8, int4, int3; did you mean int",
+        ),
+        (["swap", "--count", "1", "--part", "fnn"], "'fnn' is none of attention, ffn; did you mean ffn?"),
         (["tp", "two"], "'two' must be a whole number, 1 or more"),
         (["tp", "2", "--workers", "w0,,w1"], "'w0,,w1' is no list of workers; write it as w0,w1"),
         (["tp", "2", "--wrokers", "w0"], "there is no flag --wrokers; did you mean --workers?"),
@@ -204,26 +192,10 @@ def test_without_a_verb_it_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lists_of_layers_are_read_as_they_are_written() -> None:
-    assert layer_numbers("0,4-6") == [0, 4, 5, 6] and ranges_text([0, 4, 5, 6]) == "0,4-6"
-    assert ranges_text([]) == ""
+    assert layer_numbers("0,4-6") == [0, 4, 5, 6]
 
 
 # --------------------------------------------------------------------------- workers of a group
-
-
-def instance(*workers: str, model: str = "demo", running: int | None = 0, **fields: Any) -> dict[str, Any]:
-    counts = {"running": running, "waiting": running}
-    named = {"id": f"{model}@{workers[0]}", "model": model, "workers": list(workers), "tp": len(workers)}
-    return named | counts | {"state": "serving"} | fields
-
-
-def cluster(*instances: dict[str, Any], **hosts: str) -> dict[str, Any]:
-    """`hosts`: of workers that are not on "here"."""
-    names = sorted({worker for one in instances for worker in one["workers"]})
-    return {
-        "instances": list(instances),
-        "workers": [{"id": name, "host": hosts.get(name, "here")} for name in names],
-    }
 
 
 def test_the_least_loaded_of_one_host_become_a_group() -> None:
@@ -262,6 +234,25 @@ def test_a_model_may_be_named_where_there_are_several() -> None:
         (cluster(instance("w0", model="a"), instance("w1", model="b")), 2, None, "a@w0 (tp 1), b@w1 (tp 1)"),
         (cluster(instance("w0"), instance("w1"), w1="far"), 2, None, "has 0 other instances"),
         (cluster(instance("w0"), instance("w1", state="draining")), 2, None, "has 0 other instances"),
+        (
+            cluster(instance("w0"), instance("w1", state="draining")),
+            2,
+            None,
+            "at that degree; demo@w1 is draining",
+        ),
+        (cluster(instance("w0", state="draining")), 2, None, "there are: none; demo@w0 is draining"),
+        (
+            cluster(instance("w0", degrees=[1, 2, 4]), instance("w1", degrees=[1, 2, 4])),
+            3,
+            None,
+            "demo cannot be served at tp 3; allowed is: 1, 2, 4",
+        ),
+        (
+            cluster(instance("w0", degrees=[1, 2, 4]), instance("w1", degrees=[1, 2, 4])),
+            4,
+            None,
+            "tp 4 takes 4 workers of one host; here has 1 other instance",
+        ),
         (cluster(), 2, None, "no instance of any model serves; there are: none"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -272,48 +263,3 @@ def test_where_it_is_not_clear_who_is_meant_it_asks(
     with pytest.raises(GatewayProblem) as problem:
         workers_for(state, tp, named)
     assert told in str(problem.value)
-
-
-# --------------------------------------------------------------------------- status
-
-
-def layer(attention: str = "full", ffn: str = "full") -> dict[str, str]:
-    return {"attention": attention, "ffn": ffn}
-
-
-def test_layers_are_told_in_few_words() -> None:
-    assert layers_text([layer()] * 32) == "32 full"
-    assert layers_text([layer()] * 3 + [layer("int4", "int4")] * 2) == "3 full, 2 int4 (3-4)"
-    mixed = [layer(ffn="int4"), layer(), layer("int8", "int4"), layer(), layer()]
-    assert layers_text(mixed) == "3 full, 1 int4 ffn (0), 1 int8 attention + int4 ffn (2)"
-    assert layers_text([]) == ""
-
-
-def test_status_shows_what_is_in_flight_and_the_last_that_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    old = [DEFERRED | {"id": f"old{i}"} for i in range(5)]
-    shown = shown_morphs([*old, RUNNING, APPLIED | {"id": "last"}])
-    assert [morph["id"] for morph in shown] == ["a1", "last", "old4", "old3"]
-    Console(width=160).print(morphs_table(shown))
-    out = capsys.readouterr().out
-    for told in ("running", "0.25 s", "ordered by hand: 2 more to int4; no pages"):
-        assert told in out
-
-
-def test_status_shows_groups_and_layers_between_two_degrees(capsys: pytest.CaptureFixture[str]) -> None:
-    group = instance("w2", "w0", layer_tp=[1] * 5 + [2] * 3)
-    Console(width=160).print(instances_table([group]))
-    assert "tp2" in capsys.readouterr().out
-    assert shape_lines([group]) == [
-        "demo@w2: shards on w2, w0, in this order",
-        "demo@w2: layers 0-4 at tp1, 5-7 at tp2",
-    ]
-    assert shape_lines([instance("w0", layer_tp=[1] * 8)]) == []
-
-
-def test_the_policy_is_one_sentence() -> None:
-    assert policy_text({"mode": "manual"}) == "policy: manual"
-    thresholds = {"kv_usage_high": 0.85, "queue_delay_high_s": 0.1, "kv_usage_low": 0.5}
-    policy = thresholds | {"mode": "default", "precision": "int4", "queue_delay_low_s": 0.02}
-    assert policy_text(policy) == (
-        "policy: default, to int4 above 85% KV use or 0.1 s of waiting, back below 50% and 0.02 s"
-    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 
 import pytest
 
+from instar.cli import main
 from instar.replay.flags import FORMATS, ids, window
 from instar.replay.problems import BenchProblem, TraceProblem
 from instar.replay.schemas import FORMATS as READ
@@ -28,6 +30,12 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
+def own(**fields: object) -> str:
+    """Two lines of Instar's own log, the second with these fields."""
+    line = {"at": 1.0, "prompt_tokens": 2, "output_tokens": 1}
+    return f"{json.dumps(line)}\n{json.dumps(line | fields)}\n"
+
+
 @pytest.mark.parametrize(
     ("name", "known_as", "count"),
     [
@@ -45,8 +53,12 @@ def test_each_schema_is_told_by_itself(name: str, known_as: str, count: int) -> 
     assert load(str(TRACES / name), known_as, Shaping()).digest == trace.digest
 
 
-def test_flags_name_the_formats_that_are_read() -> None:
+def test_flags_name_the_formats_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(FORMATS) == set(READ)
+    with pytest.raises(SystemExit):
+        main(["bench", "replay", "trace.csv", "--format", "azure"])
+    told = "'azure' is none of auto, azure-2023, azure-2024, burstgpt, instar; did you mean azure-202"
+    assert told in capsys.readouterr().err
 
 
 def test_the_digits_of_both_azure_schemas_count() -> None:
@@ -119,6 +131,20 @@ def test_a_slip_in_a_made_up_burst_is_answered_with_its_form(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("gama:1:2:3", "gama:1:2:3: there is no such file; did you mean gamma:1:2:3?"),
+        ("Gamma:1:2:3", "did you mean gamma:1:2:3?"),
+        ("poisson:4:60", "there is no such file; a made-up burst is written as gamma:RATE:CV:SECONDS"),
+    ],
+)
+def test_what_is_neither_a_file_nor_a_burst_is_answered_with_what_was_meant(text: str, told: str) -> None:
+    with pytest.raises(BenchProblem) as problem:
+        load(text, "auto", Shaping())
+    assert told in str(problem.value)
+
+
+@pytest.mark.parametrize(
     ("text", "wanted", "told"),
     [
         ("", "auto", "trace.csv: is empty"),
@@ -133,7 +159,14 @@ def test_a_slip_in_a_made_up_burst_is_answered_with_its_form(text: str) -> None:
             "burstgpt",
             "needs the columns Timestamp and Request tokens and Response tokens; found are: T",
         ),
-        ("hello\n", "auto", "found are: hello"),
+        (
+            "hello\n",
+            "auto",
+            "line 1: its columns are those of no format: found are hello. Known are azure-2023 and "
+            "azure-2024 (TIMESTAMP, ContextTokens, GeneratedTokens), burstgpt (Timestamp, Request tokens, "
+            "Response tokens), instar (JSON lines of at, prompt_tokens, output_tokens)",
+        ),
+        ("when,in,out\n1,2,3\n", "auto", "no format: found are when, in, out. Known are azure-2023 and"),
         (
             AZURE + "2023-11-16 18:00:01,1,1\n2023-11-16 18:00:00,1,1\n",
             "auto",
@@ -141,16 +174,35 @@ def test_a_slip_in_a_made_up_burst_is_answered_with_its_form(text: str) -> None:
         ),
         (AZURE + "yesterday,1,1\n", "auto", "line 2: TIMESTAMP is 'yesterday', not a date like"),
         (AZURE + "2023-11-16 18:00:01,1\n", "auto", "line 2: has 2 columns, the header 3"),
-        (AZURE + "2023-11-16 18:00:01,-4,1\n", "auto", "line 2: ContextTokens is '-4', not a number of tok"),
-        (AZURE + "2023-11-16 18:00:01,4,many\n", "auto", "line 2: GeneratedTokens is 'many', not a number"),
+        (
+            AZURE + "2023-11-16 18:00:01,-4,1\n",
+            "auto",
+            "line 2: ContextTokens is '-4', not a whole",
+        ),
+        (AZURE + "2023-11-16 18:00:01,4,many\n", "auto", "line 2: GeneratedTokens is 'many', not a whole"),
         (
             AZURE + "2023-11-16 18:00:01,4,0\n",
             "auto",
             "all 1 requests from 0 s on have zero tokens; --keep-z",
         ),
-        ('{"at": 1, "prompt_tokens": 2}\n', "auto", "line 1: is no line of `instar bench record`"),
-        ('{"at": 1, "prompt_tokens": -2, "output_tokens": 1}\n', "instar", "line 1: has a negative count"),
-        ("a,b\n", "instar", "line 1: is no line of `instar bench record`"),
+        (
+            '{"at": 1, "prompt_tokens": 2}\n',
+            "auto",
+            "line 1: has no output_tokens, but at, prompt_tokens; a line is an object such as {",
+        ),
+        (
+            own(prompt_tokens=-2),
+            "instar",
+            "line 2: prompt_tokens is '-2', not a whole number of tokens, 0 to 1",
+        ),
+        (own(output_tokens=1.5), "auto", "line 2: output_tokens is '1.5', not a whole number"),
+        (own(output_tokens=True), "auto", "line 2: output_tokens is 'true', not a whole number"),
+        (own(at=None), "auto", "line 2: at is 'null', not a number of seconds"),
+        (own(prompt_token_ids="a"), "auto", "line 2: prompt_token_ids is 'a', not a list of token ids"),
+        (own(prompt_token_ids=[1, -2]), "auto", "line 2: prompt_token_ids holds '-2', not a whole number"),
+        (own() + "{broken\n", "auto", "line 3: '{broken' is no JSON; a line is an object such as"),
+        (own() + "[1]\n", "auto", "line 3: '[1]' is no object; a line is an object such as"),
+        ("a,b\n", "instar", "line 1: 'a,b' is no JSON; a line is an object"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named_with_its_line(

@@ -81,10 +81,10 @@ def test_an_unknown_key_of_the_file_names_file_key_value_and_the_likely_one(tmp_
         ("port = 8000", "did you mean gateway.port?"),
         ("[gatway]\nport = 8000", "did you mean gateway.port?"),
         ("gateway = 5", "gateway = 5: there is no such setting"),
-        ("[gateway]\nport = 70000", "gateway.port = 70000: Input should be less than or equal to 65535"),
+        ("[gateway]\nport = 70000", "gateway.port = 70000: it must be 65535 or less"),
         (
             "[log]\nlevel = 'loud'",
-            "log.level = 'loud': Input should be 'debug', 'info', 'warning' or 'error'",
+            "log.level = 'loud': it must be 'debug', 'info', 'warning' or 'error'",
         ),
         ("[gateway\n", "not valid TOML"),
     ],
@@ -103,9 +103,12 @@ def test_a_bad_file_is_answered_with_the_place_and_the_way_out(tmp_path: Path, t
         ("INSTAR_GATEWAY_PORT", "1", "did you mean INSTAR_GATEWAY__PORT?"),
         ("INSTAR_WORKER", "1", "did you mean INSTAR_WORKERS?"),
         ("INSTAR_NOWHERE__AT_ALL", "1", "there is no such setting"),
-        ("INSTAR_PORT", "http", "gateway.port = 'http': Input should be a valid integer"),
+        ("INSTAR_PORT", "http", "gateway.port = 'http': it must be a whole number"),
         ("INSTAR_MODEL", '["a"', "begins like a JSON list and is none"),
-        ("INSTAR_WORKER__LEASE_S", "inf", "worker.lease_s = 'inf': Input should be a finite number"),
+        ("INSTAR_WORKER__LEASE_S", "inf", "worker.lease_s = 'inf': it must be a finite number"),
+        ("INSTAR_WORKERS", "0", "serve.workers = '0': it must be 1 or more"),
+        ("INSTAR_WORKERS", "1.5", "serve.workers = '1.5': it must be a whole number"),
+        ("INSTAR_GATEWAY__REPLAY", "often", "gateway.replay = 'often': it must be true or false"),
     ],
 )
 def test_a_bad_variable_is_answered_with_its_name_and_the_way_out(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from instar.slips import Parser
+from instar.verbs import at_least_one, one_of, verbs_of
 
 TEXT = """\
 Replays recorded traffic against this service or any OpenAI-compatible one, and tells what came of it.
@@ -27,17 +28,7 @@ FORMATS = ("auto", "azure-2023", "azure-2024", "burstgpt", "instar")
 
 def add_verbs(parser: Parser, add_client_flags: Callable[[Parser], None]) -> None:
     """`args.verb` says which was typed, "" without one."""
-    parser.set_defaults(verb="", help=parser.print_help)
-    verbs = parser.add_subparsers(metavar="VERB", title="verbs (instar bench VERB --help teaches each)")
-
-    def verb(name: str, summary: str) -> Parser:
-        sub = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        sub.add_argument(
-            "--config", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="as of `instar bench`"
-        )
-        sub.set_defaults(verb=name)
-        return sub
-
+    verb = verbs_of(parser, "bench")
     _add_replay(verb("replay", "send a trace's requests when they are due"), add_client_flags)
     _add_record(verb("record", "write the requests of a running service to a file"), add_client_flags)
     plot = verb("plot", "show runs again, or several over one another, from their files")
@@ -51,11 +42,13 @@ def _add_replay(replay: Parser, add_client_flags: Callable[[Parser], None]) -> N
     )
     add_client_flags(replay)
     replay.add_argument("--model", dest="served", metavar="NAME", help="[the first one served]")
-    replay.add_argument("--format", choices=FORMATS, default="auto", metavar="F", help=", ".join(FORMATS))
+    replay.add_argument(
+        "--format", type=one_of(FORMATS), default="auto", metavar="F", help=", ".join(FORMATS)
+    )
     replay.add_argument(
         "--window", type=window, default=(0.0, None), metavar="START:LENGTH", help="seconds of the trace"
     )
-    replay.add_argument("--limit", type=_at_least_one, metavar="N", help="the first N requests only")
+    replay.add_argument("--limit", type=at_least_one, metavar="N", help="the first N requests only")
     replay.add_argument("--scale", type=_factor, default=1.0, metavar="X", help="times the rate of arrivals")
     replay.add_argument("--scale-lengths", type=_factor, default=1.0, metavar="X", help="times all lengths")
     zero = replay.add_mutually_exclusive_group()
@@ -82,7 +75,7 @@ def _add_record(record: Parser, add_client_flags: Callable[[Parser], None]) -> N
     record.add_argument("--out", type=Path, required=True, metavar="FILE", help="a line of JSON each")
     record.add_argument("--with-prompts", action="store_true", help="their token ids too")
     record.add_argument("--seconds", type=_factor, metavar="S", help="[until Ctrl-C]")
-    record.add_argument("--limit", type=_at_least_one, metavar="N", help="requests [all]")
+    record.add_argument("--limit", type=at_least_one, metavar="N", help="requests [all]")
 
 
 def window(text: str) -> tuple[float, float | None]:
@@ -113,9 +106,3 @@ def _factor(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
     return value
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
-    return int(text)

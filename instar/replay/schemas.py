@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | azure-2023, azure-2024 | TIMESTAMP, ContextTokens, GeneratedTokens | a date; UTC where it names no zone |
 | burstgpt | Timestamp, Request tokens, Response tokens, others | seconds |
-| instar | JSON lines of `instar bench record` | seconds since 1970 |
+| instar | JSON lines of `instar bench record`: at, prompt_tokens, output_tokens | seconds since 1970 |
 
 Azure: github.com/Azure/AzurePublicDataset (2023: seven digits of a second and no zone; 2024: six and +00:00).
 BurstGPT: github.com/HPMLL/BurstGPT; its later files have more columns, which are not needed here.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 import msgspec
 
@@ -66,17 +66,9 @@ SCHEMAS: Final = {
         Schema("burstgpt", "Timestamp", "Request tokens", "Response tokens", float),
     )
 }
-OWN: Final = "instar"
-FORMATS: Final = ("auto", *SCHEMAS, OWN)
-
-
-class Logged(msgspec.Struct):
-    """A line of Instar's own log, as far as a replay needs it."""
-
-    at: float
-    prompt_tokens: int
-    output_tokens: int
-    prompt_token_ids: list[int] | None = None
+OWN: Final = Schema("instar", "at", "prompt_tokens", "output_tokens", float)
+FORMATS: Final = ("auto", *SCHEMAS, OWN.name)
+OWN_LINE: Final = 'a line is an object such as {"at": 1700000000.5, "prompt_tokens": 12, "output_tokens": 4}'
 
 
 def read_rows(path: Path, wanted: str = "auto") -> tuple[str, Iterator[Row]]:
@@ -94,8 +86,8 @@ def read_rows(path: Path, wanted: str = "auto") -> tuple[str, Iterator[Row]]:
     if not first.strip():
         file.close()
         raise TraceProblem(path, 0, "is empty: there is no request in it")
-    if wanted == OWN or (wanted == "auto" and first.lstrip().startswith("{")):
-        return OWN, _own_rows(path, file, first)
+    if wanted == OWN.name or (wanted == "auto" and first.lstrip().startswith("{")):
+        return OWN.name, _own_rows(path, file, first)
     header = next(csv.reader([first]))
     try:
         schema = _schema(path, [name.strip() for name in header], first, wanted, file)
@@ -111,19 +103,32 @@ def _schema(path: Path, header: list[str], first: str, wanted: str, file: TextIO
     known = [SCHEMAS[wanted]] if wanted != "auto" else list(SCHEMAS.values())
     fitting = [schema for schema in known if set(schema.columns) <= set(header)]
     if not fitting:
-        nearest = max(known, key=lambda schema: len(set(schema.columns) & set(header)))
-        missing = [name for name in nearest.columns if name not in header]
-        found = ", ".join(header) or first.strip()[:80]
-        columns = "column" if len(missing) == 1 else "columns"
-        raise TraceProblem(
-            path, 1, f"as {nearest.name} it needs the {columns} {' and '.join(missing)}; found are: {found}"
-        )
+        raise TraceProblem(path, 1, _unknown(known, header, ", ".join(header)[:200] or first.strip()[:80]))
     if wanted == "auto" and len(fitting) > 1:
         at = file.tell()
         has_zone = "+" in file.readline()
         file.seek(at)
         return SCHEMAS["azure-2024" if has_zone else "azure-2023"]
     return fitting[0]
+
+
+def _unknown(known: list[Schema], header: list[str], found: str) -> str:
+    """What the nearest format misses; where none is near, all that there are."""
+    nearest = max(known, key=lambda schema: len(set(schema.columns) & set(header)))
+    missing = [name for name in nearest.columns if name not in header]
+    if len(known) > 1 and len(missing) == len(nearest.columns):
+        return f"its columns are those of no format: found are {found}. Known are {_all_formats()}"
+    columns = "column" if len(missing) == 1 else "columns"
+    return f"as {nearest.name} it needs the {columns} {' and '.join(missing)}; found are: {found}"
+
+
+def _all_formats() -> str:
+    """`azure-2023 and azure-2024 (TIMESTAMP, ...), burstgpt (...), instar (JSON lines of ...)`."""
+    names: dict[str, list[str]] = {}
+    for schema in (*SCHEMAS.values(), OWN):
+        lines = "JSON lines of " if schema is OWN else ""
+        names.setdefault(lines + ", ".join(schema.columns), []).append(schema.name)
+    return ", ".join(f"{' and '.join(alike)} ({columns})" for columns, alike in names.items())
 
 
 def _csv_rows(path: Path, file: TextIO, schema: Schema, header: list[str]) -> Iterator[Row]:
@@ -154,19 +159,50 @@ def _csv_rows(path: Path, file: TextIO, schema: Schema, header: list[str]) -> It
 
 def _own_rows(path: Path, file: TextIO, first: str) -> Iterator[Row]:
     """Lines are written as requests end, so here they are put in order."""
-    found: list[Row] = []
     with file:
-        for number, line in enumerate(chain([first], file), start=1):
-            if not line.strip():
-                continue
-            try:
-                one = msgspec.json.decode(line, type=Logged)
-            except (msgspec.DecodeError, UnicodeError) as error:
-                raise TraceProblem(path, number, f"is no line of `instar bench record`: {error}") from error
-            if not math.isfinite(one.at) or min(one.prompt_tokens, one.output_tokens) < 0:
-                raise TraceProblem(path, number, "has a negative count, or no time")
-            found.append(Row(one.at, one.prompt_tokens, one.output_tokens, one.prompt_token_ids))
+        try:
+            lines = enumerate(chain([first], file), start=1)
+            found = [_own_row(path, number, line) for number, line in lines if line.strip()]
+        except UnicodeDecodeError as error:
+            raise TraceProblem(path, 0, f"cannot be read as text: {error}") from error
     yield from sorted(found, key=lambda row: row.at_s)
+
+
+def _own_row(path: Path, number: int, line: str) -> Row:
+    try:
+        fields = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise TraceProblem(path, number, f"{line.strip()[:60]!r} is no JSON; {OWN_LINE}") from error
+    if not isinstance(fields, dict):
+        raise TraceProblem(path, number, f"{line.strip()[:60]!r} is no object; {OWN_LINE}")
+    if missing := [name for name in OWN.columns if name not in fields]:
+        there = ", ".join(fields)[:200] or "nothing"
+        raise TraceProblem(path, number, f"has no {' and no '.join(missing)}, but {there}; {OWN_LINE}")
+    at, prompt, output = (_text(fields[name]) for name in OWN.columns)
+    return Row(
+        _seconds(path, number, OWN, at),
+        _tokens(path, number, OWN.prompt, prompt),
+        _tokens(path, number, OWN.output, output),
+        _token_ids(path, number, fields.get("prompt_token_ids")),
+    )
+
+
+def _text(value: Any) -> str:
+    """As it stands in the file."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()[:60]
+
+
+def _token_ids(path: Path, line: int, value: Any) -> list[int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise TraceProblem(path, line, f"prompt_token_ids is {_text(value)!r}, not a list of token ids")
+    wrong = [one for one in value if type(one) is not int or one < 0]
+    if wrong:
+        raise TraceProblem(
+            path, line, f"prompt_token_ids holds {_text(wrong[0])!r}, not a whole number, 0 or more"
+        )
+    return value
 
 
 def _seconds(path: Path, line: int, schema: Schema, text: str) -> float:
@@ -175,7 +211,7 @@ def _seconds(path: Path, line: int, schema: Schema, text: str) -> float:
     except ValueError:
         at_s = math.nan
     if not math.isfinite(at_s):
-        kind = "seconds" if schema.seconds is float else "a date like 2023-11-16 18:17:03.9799600"
+        kind = "a number of seconds" if schema.seconds is float else "a date like 2023-11-16 18:17:03.9799600"
         raise TraceProblem(path, line, f"{schema.at} is {text!r}, not {kind}")
     return at_s
 
@@ -187,5 +223,7 @@ def _tokens(path: Path, line: int, column: str, text: str) -> int:
     except ValueError:
         value = math.nan
     if not value.is_integer() or not 0 <= value <= MAX_TOKENS:
-        raise TraceProblem(path, line, f"{column} is {text!r}, not a number of tokens, 0 or more")
+        raise TraceProblem(
+            path, line, f"{column} is {text!r}, not a whole number of tokens, 0 to {MAX_TOKENS}"
+        )
     return int(value)

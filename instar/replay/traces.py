@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,9 @@ from instar.replay.problems import BenchProblem
 from instar.replay.schemas import Row, read_rows
 
 GAMMA: Final = "gamma:"
+GAMMA_FORM: Final = (
+    "gamma:RATE:CV:SECONDS, with :PROMPT:OUTPUT tokens if wanted: gamma:4:2.5:60 or gamma:4:2.5:60:128:64"
+)
 MAX_REQUESTS: Final = 2_000_000  # all prompts are made before the first is sent
 GAMMA_TOKENS: Final = (256, 64)  # prompt and output of a made-up burst, in the mean
 
@@ -63,8 +67,18 @@ def load(source: str, wanted: str, shaping: Shaping, seed: int = 0) -> Trace:
     """`source`: a file, or gamma:RATE:CV:SECONDS[:PROMPT:OUTPUT]. Raises BenchProblem."""
     if source.startswith(GAMMA):
         return cut("gamma", source, gamma_burst(source, seed), shaping)
-    name, rows = read_rows(Path(source), wanted)
-    return cut(name, Path(source).name, rows, shaping)
+    path = Path(source)
+    if ":" in source and not path.exists():
+        raise BenchProblem(f"{source}: {_no_burst(source)}")
+    name, rows = read_rows(path, wanted)
+    return cut(name, path.name, rows, shaping)
+
+
+def _no_burst(source: str) -> str:
+    kind, _, numbers = source.partition(":")
+    if get_close_matches(kind.lower(), [GAMMA.removesuffix(":")]):
+        return f"there is no such file; did you mean {GAMMA}{numbers}?"
+    return f"there is no such file; a made-up burst is written as {GAMMA_FORM}"
 
 
 def cut(name: str, source: str, rows: Iterable[Row], shaping: Shaping) -> Trace:
@@ -157,9 +171,6 @@ def _gamma_numbers(source: str) -> tuple[float, float, float, float, float]:
     if len(numbers) == 3:
         numbers += GAMMA_TOKENS
     if len(numbers) != 5 or not all(0 < number < 1e7 for number in numbers):
-        raise BenchProblem(
-            f"{source} is no burst; write it as gamma:RATE:CV:SECONDS, with :PROMPT:OUTPUT tokens if wanted: "
-            "gamma:4:2.5:60 or gamma:4:2.5:60:128:64"
-        )
+        raise BenchProblem(f"{source} is no burst of numbers above 0; write it as {GAMMA_FORM}")
     rate, cv, seconds, prompt, output = numbers
     return rate, cv, seconds, prompt, output
