@@ -83,8 +83,11 @@ async def test_a_drain_order_reaches_its_worker(gate: Gate) -> None:
         answer = await http.post("/admin/workers/w0/drain")
         assert answer.status_code == 202 and answer.json()["epoch"] == gate.worker.epoch
         await gate.until("the order", lambda: gate.worker.drained)
-        missing = await http.post("/admin/workers/w9/drain")
-    assert missing.status_code == 404 and "w0" in missing.json()["error"]["message"]
+        missing = await http.post("/admin/workers/w00/drain")
+        stranger = await http.post("/admin/workers/gpu-box/drain")
+    assert missing.status_code == stranger.status_code == 404
+    assert missing.json()["error"]["message"] == "no worker 'w00'; did you mean 'w0'?"
+    assert stranger.json()["error"]["message"] == "no worker 'gpu-box'; there are: w0"
 
 
 async def test_metrics_count_what_clients_got(gate: Gate) -> None:

@@ -116,6 +116,13 @@ def test_an_instance_that_is_loading_takes_no_orders_yet() -> None:
     assert refusal.value.status == 503
 
 
+def test_an_instance_whose_worker_drains_takes_no_orders_any_more() -> None:
+    for call, body in (("swap", {"count": 1, "precision": "int4"}), ("resize", {"blocks": 9})):
+        with pytest.raises(ApiError, match="w0 is draining: it ends what it runs and leaves") as refusal:
+            ordered(f"demo@w0/{call}", body, cluster(state="draining"))
+        assert (refusal.value.status, refusal.value.code) == (409, "worker_draining")
+
+
 def test_parts_are_both_unless_said_and_each_once() -> None:
     swap = ordered("demo@w0/swap", {"layers": [1, 0, 1], "precision": "int8", "parts": ["ffn", "ffn"]})
     assert isinstance(swap, Swap) and (swap.layers, swap.parts) == ([0, 1], ["ffn"])

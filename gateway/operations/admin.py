@@ -13,6 +13,7 @@ from bus.messages import Drain
 from gateway.errors import ApiError, unavailable
 from gateway.http.auth import check_admin
 from gateway.openai.formats import to_json
+from gateway.operations.orders import meant
 from gateway.operations.picture import picture
 from gateway.state import Gateway
 
@@ -66,10 +67,8 @@ async def drain(worker: str, gateway: Here) -> dict[str, Any]:
     """The worker takes nothing new, finishes what it runs and leaves. 404 for one that is not there."""
     card = gateway.cluster.workers.get(worker)
     if card is None:
-        there = ", ".join(gateway.cluster.workers) or "none"
-        raise ApiError(
-            404, f"no worker {worker!r}; there are: {there}", param="worker", code="worker_not_found"
-        )
+        message = f"no worker {worker[:200]!r}; {meant(worker, gateway.cluster.workers)}"
+        raise ApiError(404, message, param="worker", code="worker_not_found")
     command = Drain(id=uuid.uuid4().hex, epoch=card.epoch)
     try:
         await gateway.bus.publish(gateway.bus.names.control(worker), command)

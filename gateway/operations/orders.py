@@ -9,7 +9,19 @@ from typing import Annotated, Final, TypeVar
 
 from pydantic import Field, ValidationError
 
-from bus.messages import PARTS, InstanceCard, Morph, Part, Precision, Resize, Swap, Transform, WorkerCard
+from bus.messages import (
+    PARTS,
+    Deploy,
+    InstanceCard,
+    Morph,
+    Part,
+    Precision,
+    Resize,
+    Retire,
+    Swap,
+    Transform,
+    WorkerCard,
+)
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid, unavailable
 from gateway.openai.json_body import json_object
@@ -72,7 +84,8 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def find(cluster: Cluster, instance: str) -> Place:
-    """Raises ApiError 404 for an instance that is not there, 503 for one that is still loading."""
+    """Raises ApiError 404 for an instance that is not there, 503 for one that is still loading, 409 for one
+    whose worker drains: it would leave before anybody had something of it."""
     places = {card.id: Place(worker, card) for worker, card in cluster.instances()}
     place = places.get(instance)
     if place is None:
@@ -80,6 +93,13 @@ def find(cluster: Cluster, instance: str) -> Place:
         raise ApiError(404, message, param="instance", code="instance_not_found")
     if place.worker.state == "loading":
         raise unavailable(f"{instance} is still loading ({place.worker.progress or 'no progress told yet'})")
+    for name in place.card.workers or [place.worker.id]:
+        worker = cluster.workers.get(name)
+        if worker is not None and worker.state == "draining":
+            message = (
+                f"{name} is draining: it ends what it runs and leaves; {instance} is not changed any more"
+            )
+            raise ApiError(409, message, param="instance", code="worker_draining")
     return place
 
 
@@ -137,6 +157,10 @@ def in_words(command: Morph) -> str:
         return f"tp {command.tp} on {', '.join(command.workers)}"
     if isinstance(command, Resize):
         return f"{command.blocks} KV blocks"
+    if isinstance(command, Deploy):
+        return f"serve {command.path} in {command.precision} precision"
+    if isinstance(command, Retire):
+        return "serve it no longer"
     which = f"layers {', '.join(map(str, command.layers))}" if command.layers else f"{command.count} more"
     only = "" if len(command.parts) == len(PARTS) else f", {command.parts[0]} only"
     return f"{which} to {command.precision}{only}"
