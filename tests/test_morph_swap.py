@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from bus.logs import Text, extras
 from bus.messages import CancelMorph, LayerShape, MorphReport, Precision, Swap
 from tests.engine_toys import Client, continuation, request, run
 from tests.morph_toys import PAGE, Rig
 from worker.core import Sequence
+from worker.morph.run import halves_text
 
 LOW = LayerShape(attention="int4", ffn="int4")
 FULL = LayerShape()
@@ -137,6 +139,36 @@ def test_there_and_back_again_leaves_the_same_blocks_and_pages(rig: Rig) -> None
     assert rig.cache.num_blocks > before
     applied(rig, "full", count=2)
     assert (rig.cache.num_blocks, rig.pool.counts()) == (before, pages)
+
+
+def test_an_end_is_a_line_of_the_log_with_its_numbers(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "worker.morph.executor")
+    swap(rig, "int4", "mine", count=2)
+    rig.settle()
+    (line,) = [record for record in caplog.records if record.name == "worker.morph.executor"]
+    assert line.getMessage() == "swap mine of toy@w0 applied"
+    assert {"halves": 4, "halves_applied": 4}.items() <= extras(line).items()
+    assert "halves=4 halves_applied=4" in Text("worker").format(line)
+
+
+def test_a_swap_tells_now_and_then_how_far_it_is(rig: Rig) -> None:
+    swap(rig, "int4", "mine", count=2)
+    rig.settle()
+    reports = [report for report in rig.reports if report.id == "mine"]
+    assert [report.reason for report in reports] == [
+        "begun",
+        *(f"{n} of 4 halves of layers" for n in (1, 2, 3)),
+        "",
+    ]
+    assert [report.numbers["halves_applied"] for report in reports[1:]] == [1, 2, 3, 4]
+    assert [halves_text(done, 160) for done in (0, 15, 16, 40, 159, 160)] == [
+        "",
+        "",
+        "16 of 160 halves of layers",
+        "32 of 160 halves of layers",
+        "144 of 160 halves of layers",
+        "144 of 160 halves of layers",
+    ]
 
 
 def test_streams_go_on_unchanged_while_layers_go_down_and_come_back(rig: Rig) -> None:

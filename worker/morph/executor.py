@@ -241,8 +241,8 @@ class MorphExecutor:
 
     def _tell(self, report: MorphReport) -> None:
         if report.state != "running":
-            told = (report.kind, report.id, report.target, report.state, report.reason, report.numbers)
-            log.info("%s %s of %s: %s %s %s", *told)
+            told = f"{report.state}: {report.reason}" if report.reason else report.state
+            log.info("%s %s of %s %s", report.kind, report.id, report.target, told, extra=report.numbers)
         self._reports.append(report)
 
     def _remember(self, morph_id: str) -> None:

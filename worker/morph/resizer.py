@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from itertools import islice
 
 import torch
 
@@ -30,17 +31,27 @@ class KVResizer:
     """Pages per layer are what a cache has of each of its layers, all alike; a block may straddle two pages.
     Only in the thread that owns the engine, between steps."""
 
-    def __init__(self, instance: Instance, cache: KVCache, *, reserve_pages: int, useful_pages: int) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        cache: KVCache,
+        *,
+        reserve_pages: int,
+        useful_pages: int,
+        owns_rest: bool = True,
+    ) -> None:
         """reserve_pages: free pages that the pool keeps for swaps. useful_pages: more of them, of all layers
-        together, would lie idle."""
+        together, would lie idle. owns_rest: what was left when the cache was filled is its own."""
         self.cache = cache
         self.reserve_pages = reserve_pages
         self.num_layers = cache.num_layers
         self.num_blocks_moved = 0  # since the start
+        self.num_lent = 0  # pages per layer that other models have of it; below 0: that it has of others
         self._instance = instance
         # Free pages that are the cache's own: what swaps set free, and what was left when it was filled, too
         # few for a page of every layer. Below 0: so many of its pages swaps took that were nobody's.
-        self._own_pages = 0 if self.num_spare_pages >= self.num_layers else max(0, self.num_spare_pages)
+        is_rest = owns_rest and self.num_spare_pages < self.num_layers
+        self._own_pages = max(0, self.num_spare_pages) if is_rest else 0
         self._useful = useful_pages // self.num_layers
         longest = -(-instance.limits.max_model_len // cache.block_tokens)
         self.min_blocks = min(longest, cache.num_blocks)
@@ -73,6 +84,27 @@ class KVResizer:
     def grow(self, pages_per_layer: int) -> None:
         """Raises MappingFailed and OutOfPages; then nothing has changed."""
         self.cache.grow(pages_per_layer)
+
+    def lend(self, pages_per_layer: int) -> None:
+        """To another model, until it goes. Raises as `shrink` does."""
+        self.shrink(pages_per_layer)
+        self.num_lent += pages_per_layer
+
+    def borrow(self, pages_per_layer: int) -> None:
+        """From another model, or its own again. Raises as `grow` does."""
+        self.grow(pages_per_layer)
+        self.num_lent -= pages_per_layer
+
+    def wanted_blocks(self) -> int:
+        """How many blocks more would let in all that wait, as far as there is a place in the batch, with room
+        for those that run; 0 while nobody waits for blocks."""
+        scheduler, limits = self._instance.scheduler, self._instance.limits
+        if not scheduler.num_blocks_wanted:
+            return 0
+        places = max(0, limits.max_num_seqs - len(scheduler.running))
+        waiting = islice(scheduler.waiting, places)
+        needed = sum(seq.num_blocks_needed(self.cache.block_tokens) + 1 for seq in waiting)
+        return max(0, needed + self._headroom() - scheduler.blocks.num_free)
 
     def spend(self, num_pages: int) -> None:
         """A swap mapped so many free pages."""
@@ -154,13 +186,16 @@ class ResizeRun:
         self._pages_before = resizer.cache.pages_per_layer
         self._blocks_before = resizer.cache.num_blocks
         self._moved_before = resizer.num_blocks_moved
-        limits: dict[str, Number] = {"min_blocks": resizer.min_blocks, "max_blocks": resizer.max_blocks}
-        if not limits["min_blocks"] <= num_blocks <= limits["max_blocks"]:
+        least, most = resizer.min_blocks, resizer.max_blocks
+        if not least <= num_blocks <= most:
             raise NotApplied(
                 "failed",
-                f"{num_blocks} KV blocks: this instance can have {limits['min_blocks']} (the longest "
-                f"sequence must fit) to {limits['max_blocks']} (the device's budget less the weights)",
-                **limits,
+                f"this instance needs at least {least} KV blocks, since the longest sequence must fit"
+                if num_blocks < least
+                else f"this instance can have at most {most} KV blocks: the device's budget less the weights",
+                blocks_asked=num_blocks,
+                min_blocks=least,
+                max_blocks=most,
             )
 
     progress, is_beyond_return = "", False
@@ -195,6 +230,7 @@ class ResizeRun:
                     self._resizer.shrink(min(-missing, PAGES_AT_ONCE))
                 yield True
             is_done = True
+            self._resizer.num_lent = 0  # as ordered, it is its own
         finally:
             if not is_done:
                 self._go_back()

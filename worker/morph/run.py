@@ -34,6 +34,14 @@ class Run(Protocol):
         """Half-way nobody could serve: it goes on to its end, whoever gives it up."""
 
 
+def halves_text(num_applied: int, num_halves: int) -> str:
+    """Progress of a swap: every tenth or so, since everybody hears each report; not the last, which its end
+    tells."""
+    step = max(1, num_halves // 10)
+    told = min(num_applied, num_halves - 1) // step * step
+    return f"{told} of {num_halves} halves of layers" if told > 0 else ""
+
+
 class Patience:
     """How long a morph has waited without getting on."""
 

@@ -21,7 +21,7 @@ from bus.messages import Number, Precision
 from worker.morph.copier import Copier, Copy
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
-from worker.morph.run import Clock, Patience
+from worker.morph.run import Clock, Patience, halves_text
 from worker.morph.target import Target
 
 Flight = Generator[bool, None, None]  # steps of one half, as `run.Run.steps`
@@ -73,7 +73,11 @@ class SwapRun:
         self._pages_mapped = self._pages_unmapped = self._bytes = 0
         self._copy_s = 0.0
 
-    progress, is_beyond_return = "", False
+    is_beyond_return = False
+
+    @property
+    def progress(self) -> str:
+        return halves_text(self._num_applied, self._num_halves)
 
     @property
     def deadline(self) -> float | None:

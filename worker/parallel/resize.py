@@ -96,8 +96,8 @@ class GroupResizeRun:
         if num_blocks < least:
             raise NotApplied(
                 "failed",
-                f"{num_blocks} KV blocks: this group can have no fewer than {least} (the longest sequence"
-                " must fit)",
+                f"this group needs at least {least} KV blocks, since the longest sequence must fit",
+                blocks_asked=num_blocks,
                 min_blocks=least,
             )
 

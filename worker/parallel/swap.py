@@ -9,7 +9,7 @@ from bus.messages import Number, Precision
 from worker.engine.shape import is_below
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
-from worker.morph.run import Clock, Patience
+from worker.morph.run import Clock, Patience, halves_text
 from worker.parallel.party import Party
 from worker.parallel.resize import GroupCache
 from worker.parallel.wire import DropHalf, InstallHalf, PrepareHalf
@@ -19,7 +19,7 @@ class GroupSwapRun:
     """One Swap of a group, at its leader, half by half. Halves that are done stay, whatever becomes of the
     others."""
 
-    progress, is_beyond_return = "", False
+    is_beyond_return = False
 
     def __init__(
         self,
@@ -35,6 +35,10 @@ class GroupSwapRun:
         self._patience = Patience(wait_s, clock)
         self._blocks_before = self._cache.blocks
         self._num_applied = 0
+
+    @property
+    def progress(self) -> str:
+        return halves_text(self._num_applied, len(self._halves))
 
     @property
     def deadline(self) -> float | None:
