@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bus.deployments import Configuration, Stage
+from bus.deployments import Configuration
+from bus.messages import Stage
 from bus.shapes import natural
 from controller.intents.memory import Need
 
@@ -62,6 +63,8 @@ def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list
 
 def partition(need: Need, num_layers: int, rows: Sequence[Sequence[Device]]) -> list[Stage] | Refusal:
     """Stages in the order of their layers; the row that leads comes first, the rest as given."""
+    if num_layers < len(rows):
+        return Refusal(f"{num_layers} layers do not make {len(rows)} stages")
     for lead in range(len(rows)):
         order = [rows[lead], *rows[:lead], *rows[lead + 1 :]]
         most = [capacity(need, row, leads=i == 0) for i, row in enumerate(order)]

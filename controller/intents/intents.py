@@ -109,7 +109,7 @@ def nearest(estimates: Iterable[Estimate], intent: Intent) -> Estimate | None:
     """Of those that miss it: quality first, then the quantity that has the limit."""
 
     def miss(one: Estimate) -> tuple[float, ...]:
-        floor = intent.max_loss is not None and bool(ruled_out(one, replace_slo(intent)))
+        floor = intent.max_loss is not None and bool(ruled_out(one, _without_slo(intent)))
         limited = one.cost.value if intent.max_cost is not None else one.latency_s.value
         loss = one.loss.value if one.loss else math.inf
         return (loss, limited) if floor else (-1.0, limited)
@@ -117,7 +117,7 @@ def nearest(estimates: Iterable[Estimate], intent: Intent) -> Estimate | None:
     return min(estimates, key=lambda one: (*miss(one), *_preference(one, intent)), default=None)
 
 
-def replace_slo(intent: Intent) -> Intent:
+def _without_slo(intent: Intent) -> Intent:
     """The same without limits of latency and cost."""
     return replace(intent, max_latency_s=None, max_cost=None)
 

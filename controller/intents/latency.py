@@ -4,9 +4,9 @@
 outputs of two lengths     seconds = TTFT + (length - 1) x TPOT, solved for both (equation 1; the first
                            token is TTFT's, so the latency is the same and TTFT what a client sees)
 one and two hidden layers  TTFT and TPOT = other + layers x layer (equations 2 and 3)
-prompts and batches        straight lines between what was measured; TPOT by the mean context of its
-                           steps, since each reads all keys and values before it; beyond the longest
-                           prompt TTFT keeps its curve if the samples show one
+prompts and batches        straight lines between what was measured; beyond the longest prompt TTFT
+                           keeps its curve, if the samples show one; TPOT is a line in the mean context
+                           of its steps
 degrees                    serial + parallel / tp, of two measured degrees; else the speed-up another
                            precision was measured to have; else half of it is taken to be parallel
 stages                     as one stage, and a hop for each stage, if one was measured (§5.3: in
@@ -16,6 +16,7 @@ stages                     as one stage, and a hop for each stage, if one was me
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -235,7 +236,9 @@ def _at(surface: Surface, intent: Intent) -> Timing:
         by_prompt = [(float(prompt), one.ttft) for prompt, one in row]
         by_context = [(one.context, one.tpot) for _, one in row]
         ttfts.append((float(batch), between(by_prompt, intent.prompt_tokens, is_convex=True)))
-        tpots.append((float(batch), _by_context(by_context, context)))
+        tpot = _by_context(by_context, context)
+        is_measured = any(prompt == intent.prompt_tokens for prompt, _ in row)
+        tpots.append((float(batch), tpot if is_measured else tpot.weakened("extrapolated")))
     return Timing(
         between(ttfts, intent.batch_size).at_least(0.0),
         between(tpots, intent.batch_size).at_least(0.0),
@@ -244,8 +247,11 @@ def _at(surface: Surface, intent: Intent) -> Timing:
 
 
 def _by_context(points: Points, context: float) -> Uncertain:
-    """With one prompt length what a longer context costs is not known, and little: it is left out."""
-    return points[0][1] if len(points) == 1 else between(points, context)
+    """A step reads all keys and values before it, so this is a line; a slope that does not stand out of the
+    spread would carry noise to long contexts, and is left out."""
+    slope = slope_of(points)
+    tells = slope.value - slope.down > 0
+    return line_at(points, context if tells else statistics.fmean(x for x, _ in points))
 
 
 def _filled(surface: Surface) -> dict[Shape, Timing]:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from bus.deployments import Configuration, Stage
+from bus.deployments import Configuration
+from bus.messages import Stage
 from bus.shapes import natural
 from controller.intents.fitting import Device, Refusal, fit
 from controller.intents.memory import Need

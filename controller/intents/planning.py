@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from bus.deployments import Estimate, Intent, Profile, Stage
+from bus.deployments import Estimate, Intent, Profile
+from bus.messages import Stage
 from controller.intents.estimates import estimate_all
 from controller.intents.fitting import Device, Refusal
 from controller.intents.intents import UnmetError, judge, rank, validate

@@ -1,8 +1,8 @@
 """What would make room for a model that does not fit: which deployments would have to go, or which morphs of
 those that stay would do. Pure.
 
-Every way is a list of steps that each free pages on some workers. Steps are taken, those that free most
-first, until the model fits, and those that turn out to be needless are left out again.
+Every way is a list of steps that each free pages on some workers: one step where one does, of the instance
+with the least to do; else those that free most, until the model fits, without those that were needless.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 
 from bus.deployments import Configuration
 from bus.messages import PRECISIONS, Precision
+from bus.shapes import natural
 from controller.intents.fitting import Device, Refusal, fit
 from controller.intents.memory import Need
 
@@ -29,6 +30,7 @@ class Tenant:
     weight_bytes: int
     kv_bytes: int
     kv_kept_bytes: int = 0  # of these: what its requests use and what it must have
+    load: float = 0.0  # of its workers; who has little to do goes first
     layers: Mapping[Precision, int] = field(default_factory=dict)  # how many there are in which precision
     layer_bytes: Mapping[Precision, int] = field(default_factory=dict)  # of a layer in each it can have
 
@@ -40,7 +42,12 @@ class Step:
     deployment: str
     workers: tuple[str, ...]
     freed_bytes: int  # on each of them
+    load: float = 0.0
     precision: Precision | None = None  # of a swap
+
+    @property
+    def total_bytes(self) -> int:
+        return self.freed_bytes * len(self.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +92,13 @@ def ways_to_fit(
 
 
 def _way(steps: Iterable[Step], fits: Callable[[Sequence[Step]], bool]) -> Way | None:
+    """One step if one does; else those that free most, as many as it takes."""
+    least_first = sorted(steps, key=lambda one: (one.load, one.total_bytes, natural(one.instance)))
+    for step in least_first:
+        if fits([step]):
+            return Way((step,))
     taken: list[Step] = []
-    for step in sorted(steps, key=lambda one: (-one.freed_bytes * len(one.workers), one.instance)):
+    for step in sorted(least_first, key=lambda one: -one.total_bytes):
         taken.append(step)
         if fits(taken):
             break
@@ -136,6 +148,7 @@ def _step(kind: Kind, tenant: Tenant, freed_bytes: int) -> Step:
         deployment=tenant.deployment,
         workers=tenant.workers,
         freed_bytes=freed_bytes,
+        load=tenant.load,
     )
 
 
