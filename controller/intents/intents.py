@@ -74,7 +74,7 @@ def objective(intent: Intent) -> Objective:
 def judge(estimates: Iterable[Estimate], intent: Intent) -> list[Estimate]:
     """All of them, best first; what the intent rules out comes last, with the reason in `refusal`."""
     judged = [replace(one, refusal=one.refusal or ruled_out(one, intent)) for one in estimates]
-    return sorted(judged, key=lambda one: (bool(one.refusal), *_preference(one, intent)))
+    return sorted(judged, key=lambda one: (bool(one.refusal), *preference(one, intent)))
 
 
 def rank(estimates: Iterable[Estimate], intent: Intent) -> list[Estimate]:
@@ -114,7 +114,7 @@ def nearest(estimates: Iterable[Estimate], intent: Intent) -> Estimate | None:
         loss = one.loss.value if one.loss else math.inf
         return (loss, limited) if floor else (-1.0, limited)
 
-    return min(estimates, key=lambda one: (*miss(one), *_preference(one, intent)), default=None)
+    return min(estimates, key=lambda one: (*miss(one), *preference(one, intent)), default=None)
 
 
 def _without_slo(intent: Intent) -> Intent:
@@ -127,8 +127,8 @@ def name_of(estimate: Estimate) -> str:
     return f"TP{one.tp} x PP{one.pp} {one.precision}"
 
 
-def _preference(one: Estimate, intent: Intent) -> tuple[float, ...]:
-    """Ties go to fewer devices, fewer stages, more bits: the order is the same whatever came in first."""
+def preference(one: Estimate, intent: Intent) -> tuple[float, ...]:
+    """What to sort by. Ties go to fewer devices, fewer stages, more bits, whatever came in first."""
     values = {
         "latency": one.latency_s.value,
         "cost": one.cost.value,
