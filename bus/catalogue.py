@@ -121,11 +121,12 @@ class Catalogue:
     async def order(self, order: Order) -> str:
         """Gives it to the controller. Returns the entry by which it can be withdrawn."""
         payload, stream = encode(order), self._names.orders
-        entry: bytes = await self._link.run(
-            lambda client: client.xadd(
-                stream, {b"m": payload}, maxlen=self._names.limit(stream), approximate=False
-            )
-        )
+        keep = self._names.limit(stream)
+
+        async def call(client: Redis) -> Any:
+            return await client.xadd(stream, {b"m": payload}, maxlen=keep, approximate=False)
+
+        entry: bytes = await self._link.run(call)
         return entry.decode()
 
     async def settle(

@@ -92,6 +92,14 @@ class Batch:
         self._steps.append(lambda pipe: pipe.set(key, payload))
         self._steps.append(lambda pipe: pipe.sadd(names.catalogue, key))
 
+    def erase(self, record: Record) -> None:
+        """The record goes."""
+        names = self._link.names
+        key = key_of(names, record)
+        self._publishes = True
+        self._steps.append(lambda pipe: pipe.delete(key))
+        self._steps.append(lambda pipe: pipe.srem(names.catalogue, key))
+
     def ack(self, stream: str, *ids: str) -> None:
         """XACK and XDEL."""
         if ids:

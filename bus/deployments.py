@@ -226,8 +226,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """`control:{worker}`: profile fingerprints of a model between the steps; ends in `profile:...` and an
-    event, or an event that says why not."""
+    """`control:{worker}`: profile fingerprints of a model between the steps. Ends in `profile:...`
+    (`bus.catalogue.write`), or in an event `profile_failed` whose `morph_id` is this `id`, its subject the
+    model and its reason why not; on the way events `profile_progress`, alike, say how far it is."""
 
     id: str
     epoch: int

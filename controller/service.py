@@ -1,4 +1,4 @@
-"""The controller's process: its loop over the registry of workers, beside the one that morphs them."""
+"""The controller's process: its loop over the registry of workers, beside those that morph and deploy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from bus.client import Bus, BusFull, BusUnavailable, Member, Restart
 from bus.leftovers import remove_worker
 from bus.service import run_until
 from bus.settings import ControllerSettings, Settings
+from controller.deployments.service import Deployer
 from controller.liveness import Decision, Known, Picture, Sighting, decide
 from controller.morphing import Morpher
 from controller.reaper import Reaper, Sweeper, led_by
@@ -25,8 +26,14 @@ EXPIRY_MARGIN_S = 0.02
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     """Until `stop` is set. Raises RedisProblem."""
     controller, morpher = Controller(settings.controller, bus), Morpher(settings.monitor, bus)
-    log.info("watching leases, metrics and demand")
-    await run_until(stop, controller.run(), morpher.decide(), morpher.answer(), morpher.confirm())
+    deployer = Deployer(settings, bus)
+    log.info("watching leases, metrics, demand and orders")
+    await run_until(
+        stop,
+        controller.run(),
+        *(morpher.decide(), morpher.answer(), morpher.confirm()),
+        *(deployer.take(), deployer.listen(), deployer.watch(), deployer.bring_about()),
+    )
 
 
 class Controller:

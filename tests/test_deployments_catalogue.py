@@ -12,7 +12,7 @@ import pytest
 
 from bus.catalogue import Contents
 from bus.checkpoints import BadCheckpoint, digest_of, read_checkpoint
-from bus.client import Bus, connect
+from bus.client import Bus, BusUnavailable, connect
 from bus.deployments import Answer, Deployment, Intent, ModelCard, Profile, RegisterModel
 from tests.conftest import settings_of
 from tests.redis_process import RedisProcess
@@ -91,6 +91,8 @@ async def test_a_restart_is_told_before_an_empty_catalogue_is_shown(
         bus.on_restart(lambda restart: told.append(restart.data_lost))
         await bus.catalogue.write(MODEL)
         server.kill()
+        with pytest.raises(BusUnavailable):
+            await bus.catalogue.read()
         server.start()
         await bus.wait_up()
         assert await bus.catalogue.read() == Contents()

@@ -1,0 +1,133 @@
+"""What must go: the instances of deployments that are not to be served there (any more). Pure.
+
+A worker is clear when it is another incarnation, leaves, or neither shows the instance nor may still load it.
+Retiring is ordered again, after a growing pause, until the worker is clear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from bus.catalogue import Contents
+from bus.deployments import Deployment, Retire
+from bus.messages import CancelMorph, InstanceCard, WorkerCard
+from controller.deployments.decisions import (
+    Command,
+    Decision,
+    becomes,
+    deploy_id,
+    deployment_of,
+    instance_at,
+    transform,
+    workers_of,
+)
+from controller.deployments.picture import UNHEARD_MS, Device, Picture
+
+FIRST_PAUSE_MS, LONGEST_PAUSE_MS = 2_000, 60_000
+PART_WAIT_S = 30.0
+KEPT = 32  # deployments that ended are remembered
+
+
+def next_of_clearing(deployment: Deployment, picture: Picture) -> Decision | None:
+    """Of one that waits, failed or retires, and whose stages are not clear yet."""
+    if not picture.is_settled:
+        return None
+    unclear = [
+        device
+        for worker, epoch in deployment.epochs.items()
+        if (device := picture.holder(worker, epoch)) and not _is_clear(deployment, device, picture)
+    ]
+    if unclear:
+        commands = [one for device in unclear for one in _commands(deployment, device, picture)]
+        return Decision(commands=tuple(commands)) if commands else None
+    record = replace(deployment, stages=[], epochs={})
+    return (
+        becomes(record, "retired", picture.now_ms, "")
+        if record.state == "retiring"
+        else Decision(record=record)
+    )
+
+
+def _is_clear(deployment: Deployment, device: Device, picture: Picture) -> bool:
+    if device.card.state == "draining":
+        return True  # it takes all with it
+    if device.instance(instance_at(deployment, device.card.id)) is not None:
+        return False
+    return not _may_load(deployment, device, picture)
+
+
+def _may_load(deployment: Deployment, device: Device, picture: Picture) -> bool:
+    """A worker that is only slow finds the cancellation behind the order."""
+    command_id = deploy_id(deployment, device.card.id)
+    report = picture.reports.get(command_id)
+    if report is not None:
+        return report.state == "running"
+    is_fresh = picture.now_ms - picture.sent.get(command_id, deployment.since_ms) <= UNHEARD_MS
+    return is_fresh or not picture.is_known(f"{command_id}-cancel-0")
+
+
+def _commands(deployment: Deployment, device: Device, picture: Picture) -> Iterator[tuple[str, Command]]:
+    worker = device.card
+    card = device.instance(instance_at(deployment, worker.id))
+    base = deploy_id(deployment, worker.id)
+    if card is not None:
+        yield from _away(card, worker, base, picture)
+    elif command_id := next_try(f"{base}-cancel", picture):
+        yield worker.id, CancelMorph(id=command_id, epoch=worker.epoch, morph_id=base)
+
+
+def _away(
+    card: InstanceCard, worker: WorkerCard, base: str, picture: Picture
+) -> Iterator[tuple[str, Command]]:
+    """A group parts before its members give up what they have."""
+    if card.tp > 1:
+        if card.workers[:1] == [worker.id] and (command_id := next_try(f"{base}-apart", picture)):
+            epochs = {name: one.card.epoch for name, one in picture.workers.items()}
+            if all(name in epochs for name in card.workers):
+                yield transform(command_id, card.model, card.workers, epochs, 1, PART_WAIT_S)
+    elif command_id := next_try(f"{base}-retire", picture):
+        yield worker.id, Retire(id=command_id, epoch=worker.epoch, instance=card.id)
+
+
+def next_try(base: str, picture: Picture) -> str | None:
+    """The id of a command that may go out now; None: the last one has not ended, or not for long."""
+    number, pause_ms = 0, FIRST_PAUSE_MS
+    while picture.is_known(command_id := f"{base}-{number}"):
+        report = picture.reports.get(command_id)
+        if report is None:
+            over_ms = picture.sent[command_id] + UNHEARD_MS
+        elif report.state == "running":
+            return None
+        else:
+            over_ms = (report.ended_ms or report.started_ms) + pause_ms
+        if picture.now_ms < over_ms:
+            return None
+        number, pause_ms = number + 1, min(2 * pause_ms, LONGEST_PAUSE_MS)
+    return command_id
+
+
+def orphans(contents: Contents, picture: Picture) -> Iterator[Decision]:
+    """Instances of deployments that do not know them: loaded late, or by a worker that lost its lease and
+    came back. Of deployments that nobody remembers, as when Redis lost its data, nothing is touched."""
+    for device in picture.workers.values() if picture.is_settled else ():
+        worker = device.card
+        for card in worker.instances if worker.state == "serving" else ():
+            owner = contents.deployments.get(deployment_of(card.deployed))
+            if owner is None or owner.epochs.get(worker.id) == worker.epoch:
+                continue
+            if commands := tuple(_away(card, worker, f"{card.deployed}-{worker.epoch}", picture)):
+                yield Decision(commands=commands)
+
+
+def forgotten(contents: Contents) -> Iterator[Decision]:
+    """Of those that ended the oldest."""
+    ended = [
+        one for one in contents.deployments.values() if one.state in ("retired", "failed") and not one.stages
+    ]
+    for deployment in sorted(ended, key=lambda one: one.since_ms)[: max(0, len(ended) - KEPT)]:
+        yield Decision(record=deployment, removed=True)
+
+
+def is_cleared(deployment: Deployment) -> bool:
+    return not workers_of(deployment)

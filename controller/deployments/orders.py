@@ -1,0 +1,200 @@
+"""What an order changes, and its answer. Pure: what the disk says comes with it.
+
+An order is refused whole: nothing is half-registered or half-deployed. Status as of HTTP: 201 and 202 for
+what was taken, 404 for what is not there, 409 for what stands in the way, 400 for what can never be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from bus.catalogue import Contents, Record
+from bus.checkpoints import Checkpoint
+from bus.deployments import (
+    Answer,
+    Deployment,
+    DeploymentState,
+    DeployModel,
+    Estimate,
+    Intent,
+    ModelCard,
+    Order,
+    PlanModel,
+    RegisterModel,
+    RemoveModel,
+    RetireModel,
+)
+from controller.deployments.profiling import profiles_of
+
+ENDED = ("retired", "failed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """`checkpoint`: what lies in the folder of the order's model, or why it is none. `by_settings`: models
+    that workers serve by their settings. `estimates`: of a model whose profiles are there, for the order's
+    intent, best first. `unmet`: why none of them can be had, on any of these workers, ever."""
+
+    now_ms: int
+    checkpoint: Checkpoint | str = "it was not looked at"
+    by_settings: Mapping[str, str] = field(default_factory=dict)
+    estimates: tuple[Estimate, ...] = ()
+    unmet: str = ""
+    bad_intent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    answer: Answer
+    write: tuple[Record, ...] = ()
+    remove: tuple[Record, ...] = ()
+
+
+def carry_out(order: Order, contents: Contents, facts: Facts) -> Outcome:
+    """Repeating one is harmless: a name or an id that is taken by this very order is answered as before."""
+    if isinstance(order, RegisterModel):
+        return _register(order, contents, facts)
+    if isinstance(order, RemoveModel):
+        return _remove(order, contents)
+    if isinstance(order, PlanModel):
+        return _plan(order, contents, facts)
+    if isinstance(order, DeployModel):
+        return _deploy(order, contents, facts)
+    return _retire(order, contents, facts.now_ms)
+
+
+def _refused(order: Order, status: int, error: str) -> Outcome:
+    return Outcome(answer=Answer(id=order.id, status=status, error=error))
+
+
+# --------------------------------------------------------------------------- models
+
+
+def _register(order: RegisterModel, contents: Contents, facts: Facts) -> Outcome:
+    if not Path(order.path).is_absolute():
+        return _refused(
+            order, 400, f"path is {order.path!r}; it must begin with /, for all processes read it"
+        )
+    if isinstance(facts.checkpoint, str):
+        return _refused(order, 400, f"path: {facts.checkpoint}")
+    if taken := contents.models.get(order.name):
+        why = f"a model {order.name!r} is registered already ({taken.state}, from {taken.path})"
+        return _refused(order, 409, f"{why}; remove it first, or give this one another name")
+    if worker := facts.by_settings.get(order.name):
+        why = f"{worker} serves a model {order.name!r} by its settings"
+        return _refused(order, 409, f"{why}; give this one another name")
+    card = ModelCard(
+        name=order.name,
+        path=order.path,
+        digest=facts.checkpoint.digest,
+        num_layers=facts.checkpoint.num_layers,
+        state="registered",
+        since_ms=facts.now_ms,
+    )
+    return Outcome(answer=Answer(id=order.id, status=201, model=card), write=(card,))
+
+
+def _remove(order: RemoveModel, contents: Contents) -> Outcome:
+    card = contents.models.get(order.name)
+    if card is None:
+        return _no_model(order, order.name, contents)
+    active = [
+        one.id for one in contents.deployments.values() if one.model == order.name and not _is_over(one)
+    ]
+    if active:
+        why = f"{order.name} is deployed ({', '.join(active)})"
+        return _refused(order, 409, f"{why}; retire {'it' if len(active) == 1 else 'them'} first")
+    profiles = [one for (model, _), one in contents.profiles.items() if model == order.name]
+    return Outcome(answer=Answer(id=order.id, status=200, model=card), remove=(card, *profiles))
+
+
+def _is_over(deployment: Deployment) -> bool:
+    return deployment.state in ENDED and not deployment.stages
+
+
+def _no_model(order: Order, name: str, contents: Contents) -> Outcome:
+    return _refused(order, 404, f"no model {name[:200]!r} is registered; {_meant(name, contents.models)}")
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = get_close_matches(name[:200], names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+
+
+# --------------------------------------------------------------------------- plans and deployments
+
+
+def _plan(order: PlanModel, contents: Contents, facts: Facts) -> Outcome:
+    card = contents.models.get(order.name)
+    if refusal := _why_not_planned(order, order.name, card, facts):
+        return refusal if card else _no_model(order, order.name, contents)
+    assert card is not None
+    if not profiles_of(contents, card):
+        how = card.progress or "no worker is free for it"
+        return _refused(order, 409, f"{card.name} is not measured yet ({card.state}: {how}); ask again")
+    answer = Answer(id=order.id, status=200, model=card, estimates=list(facts.estimates), error=facts.unmet)
+    return Outcome(answer=answer)
+
+
+def _why_not_planned(order: Order, name: str, card: ModelCard | None, facts: Facts) -> Outcome | None:
+    """None: there is nothing against it."""
+    if card is None:
+        return _refused(order, 404, f"no model {name[:200]!r} is registered")
+    if facts.bad_intent:
+        return _refused(order, 400, f"intent: {facts.bad_intent}")
+    if isinstance(facts.checkpoint, str):
+        return _refused(order, 409, f"the checkpoint of {name} cannot be read any more: {facts.checkpoint}")
+    if facts.checkpoint.digest != card.digest:
+        why = f"the checkpoint in {card.path} is not the one that was registered as {name}"
+        return _refused(order, 409, f"{why}: what was measured does not hold; remove {name} and add it again")
+    if card.state == "failed":
+        return _refused(
+            order, 409, f"{name} could not be measured: {card.reason}; remove it and add it again"
+        )
+    return None
+
+
+def _deploy(order: DeployModel, contents: Contents, facts: Facts) -> Outcome:
+    if there := contents.deployments.get(order.id):
+        return Outcome(answer=Answer(id=order.id, status=202, deployment=there))
+    card = contents.models.get(order.name)
+    if refusal := _why_not_planned(order, order.name, card, facts):
+        return refusal if card else _no_model(order, order.name, contents)
+    if facts.unmet:
+        answer = Answer(id=order.id, status=409, error=facts.unmet, estimates=list(facts.estimates))
+        return Outcome(answer=answer)
+    deployment = Deployment(
+        id=order.id, model=order.name, intent=order.intent, state="waiting", since_ms=facts.now_ms
+    )
+    return Outcome(answer=Answer(id=order.id, status=202, deployment=deployment), write=(deployment,))
+
+
+def _retire(order: RetireModel, contents: Contents, now_ms: int) -> Outcome:
+    deployment = contents.deployments.get(order.deployment)
+    if deployment is None:
+        there = [one.id for one in contents.deployments.values() if not _is_over(one)]
+        why = f"no deployment {order.deployment[:200]!r}; {_meant(order.deployment, there)}"
+        return _refused(order, 404, why)
+    if deployment.state == "retired":
+        return Outcome(answer=Answer(id=order.id, status=200, deployment=deployment))
+    state: DeploymentState = "retiring" if deployment.stages else "retired"
+    record = replace(deployment, state=state, since_ms=now_ms, reason="ordered", instance="")
+    status = 202 if state == "retiring" else 200
+    return Outcome(answer=Answer(id=order.id, status=status, deployment=record), write=(record,))
+
+
+def intent_of(order: Order) -> Intent | None:
+    return order.intent if isinstance(order, PlanModel | DeployModel) else None
+
+
+def path_of(order: Order, contents: Contents) -> str:
+    """The folder that the order is about; "": none."""
+    if isinstance(order, RegisterModel):
+        return order.path
+    if isinstance(order, PlanModel | DeployModel) and (card := contents.models.get(order.name)):
+        return card.path
+    return ""

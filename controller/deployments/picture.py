@@ -1,0 +1,87 @@
+"""What is seen of the workers at one moment. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from bus.messages import InstanceCard, MorphReport, PageCounts, WorkerCard
+
+UNHEARD_MS = 60_000  # a command on which nobody reported for so long was not taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A live worker. `pages` None: no fresh report."""
+
+    card: WorkerCard
+    pages: PageCounts | None = None
+    busy_s: float = 0.0  # of the last two minutes
+
+    @property
+    def takes_orders(self) -> bool:
+        return self.card.state == "serving"
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.card.device)
+
+    def instance(self, name: str) -> InstanceCard | None:
+        return next((card for card in self.card.instances if card.id == name), None)
+
+    def serves(self, model: str) -> bool:
+        return any(card.model == model for card in self.card.instances)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """`is_settled`: Redis has been there for long enough that a missing lease means death. `reports`: the
+    last of each morph. `complaints`: by the id of a Measure, why it ended without a profile. `progress`: the
+    same, how far it is. `sent`: when each command went out, in ms."""
+
+    now_ms: int
+    workers: Mapping[str, Device] = field(default_factory=dict)
+    is_settled: bool = True
+    reports: Mapping[str, MorphReport] = field(default_factory=dict)
+    complaints: Mapping[str, str] = field(default_factory=dict)
+    progress: Mapping[str, str] = field(default_factory=dict)
+    sent: Mapping[str, int] = field(default_factory=dict)
+
+    def holder(self, worker: str, epoch: int) -> Device | None:
+        """The worker, if it is still that incarnation."""
+        device = self.workers.get(worker)
+        return device if device is not None and device.card.epoch == epoch else None
+
+    def gone(self, epochs: Mapping[str, int]) -> str:
+        """The first of these workers that is not there any more, or leaves, in words; "": all stay."""
+        for worker, epoch in epochs.items():
+            device = self.workers.get(worker)
+            if device is None:
+                return f"{worker} died"
+            if device.card.epoch != epoch:
+                return f"{worker} started anew"
+            if device.card.state == "draining":
+                return f"{worker} drains"
+        return ""
+
+    def is_known(self, command_id: str) -> bool:
+        """It went out, as far as anybody remembers."""
+        return command_id in self.sent or command_id in self.reports
+
+    def is_unheard(self, command_id: str, sent_ms: int) -> bool:
+        return command_id not in self.reports and self.now_ms - sent_ms > UNHEARD_MS
+
+
+def kind_of(device: str) -> str:
+    """Of a card's device ("cuda:1") or a profile's (a GPU's name): "cpu" or "cuda"."""
+    return "cpu" if device.partition(":")[0] == "cpu" else "cuda"
+
+
+def named_by_settings(workers: Iterable[Device]) -> dict[str, str]:
+    """Models that workers serve by their settings, and one worker of each: they are nobody's to deploy."""
+    return {
+        card.model: device.card.id
+        for device in workers
+        for card in device.card.instances
+        if not card.deployed
+    }

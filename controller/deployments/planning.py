@@ -1,0 +1,130 @@
+"""From pages and cards to what placing asks for, and its answer in the words of a deployment. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bus.deployments import Deployment, Estimate, Intent, Profile
+from bus.messages import InstanceMetrics, Metrics
+from controller.deployments.loading import Chosen, Question, Refused
+from controller.deployments.picture import Device
+from controller.intents import fitting, placement
+from controller.intents.planning import Plan, plan
+from controller.intents.room import Tenant
+
+MAX_STAGES = 4
+DEGREES = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the last metrics tell of memory: free bytes of each worker, idle KV of others among them, and what
+    every instance holds."""
+
+    free_bytes: dict[str, int]
+    tenants: list[Tenant]
+
+
+def room_of(metrics: Metrics | None, devices: Iterable[Device], deployments: Iterable[Deployment]) -> Room:
+    """Workers without a report of their epoch have no room."""
+    told = {(one.worker, one.id, one.epoch): one for one in metrics.instances} if metrics else {}
+    owners = {worker: one for one in deployments for worker in one.epochs}
+    room = Room({}, [])
+    for device in devices:
+        worker = device.card
+        if device.pages is None:
+            continue
+        found = [told.get((worker.id, card.id, worker.epoch)) for card in worker.instances]
+        known = [one for one in found if one is not None]
+        pages_per_block = device.pages.kv / (sum(one.last.kv_blocks for one in known) or 1)
+        idle_pages = 0.0
+        for one, card in zip(found, worker.instances, strict=True):
+            if one is not None:
+                kept = max(card.min_blocks, one.last.kv_used)
+                idle_pages += max(0, one.last.kv_blocks - kept) * pages_per_block
+                owner = owners.get(worker.id) if card.deployed else None
+                room.tenants.append(_tenant(one, kept, pages_per_block, device, owner))
+        room.free_bytes[worker.id] = (device.pages.free + int(idle_pages)) * worker.page_bytes
+    return room
+
+
+def _tenant(
+    one: InstanceMetrics, kept: int, pages_per_block: float, device: Device, owner: Deployment | None
+) -> Tenant:
+    """Of several instances each is taken to hold an equal part of the weights."""
+    assert device.pages is not None
+    page_bytes, shared_by = device.card.page_bytes, max(1, len(device.card.instances))
+    kv_bytes = int(one.last.kv_blocks * pages_per_block * page_bytes)
+    return Tenant(
+        instance=one.id,
+        deployment=owner.id if owner else "",
+        workers=(one.worker,),
+        weight_bytes=device.pages.weights * page_bytes // shared_by,
+        kv_bytes=kv_bytes,
+        kv_kept_bytes=kv_bytes,  # what is idle of it counts as free already
+    )
+
+
+def planned(question: Question, room: Room, window: placement.LoadWindow, at_s: float) -> Plan | None:
+    """Of the kinds of devices that were measured the one whose best is best. None: none was."""
+    plans = [
+        _plan(profile, question.intent, there, room, window, at_s)
+        for kind, profile in sorted(question.profiles.items())
+        if (there := [device for device in question.devices if device.kind == kind])
+    ]
+    if not plans:
+        return None
+    return min(plans, key=lambda one: (one.chosen is None, one.is_unmet, _rank(one, question.intent)))
+
+
+def _rank(one: Plan, intent: Intent) -> float:
+    estimate = one.chosen or one.best
+    if estimate is None:
+        return float("inf")
+    if intent.max_cost is not None or intent.minimise == "latency":
+        return estimate.latency_s.value
+    return estimate.cost.value
+
+
+def _plan(
+    profile: Profile,
+    intent: Intent,
+    devices: Sequence[Device],
+    room: Room,
+    window: placement.LoadWindow,
+    at_s: float,
+) -> Plan:
+    seen = [
+        fitting.Device(
+            worker=device.card.id,
+            host=device.card.host,
+            free_bytes=room.free_bytes.get(device.card.id, 0),
+            load=window.load(device.card.id, at_s),
+            page_bytes=device.card.page_bytes,
+            is_empty=not device.card.instances,
+        )
+        for device in devices
+    ]
+    degrees = [degree for degree in DEGREES if degree <= len(devices)]
+    stages = min(MAX_STAGES, len(devices))
+    return plan(profile, intent, seen, degrees=degrees, max_stages=stages, tenants=room.tenants)
+
+
+def answer_of(found: Plan | None) -> Chosen | Refused:
+    if found is None:
+        return Refused(reason="no worker of a kind that was measured takes orders")
+    if found.chosen is not None:
+        return Chosen(estimate=found.chosen, stages=found.stages, blocks=found.blocks)
+    return Refused(reason=in_words(found), is_final=found.is_unmet)
+
+
+def in_words(found: Plan) -> str:
+    """Why nothing can be had now, and what would make room."""
+    if not found.ways:
+        return found.reason
+    return f"{found.reason}; to make room: {', or '.join(str(way) for way in found.ways)}"
+
+
+def estimates_of(found: Plan | None) -> list[Estimate]:
+    return found.estimates if found else []

@@ -1,0 +1,282 @@
+"""Observe, decide, apply: orders, cards, metrics and reports in; records, commands and events out.
+
+Four loops over one state. Orders and decisions take turns: each knows what the one before it changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from bus.catalogue import Contents
+from bus.checkpoints import BadCheckpoint, Checkpoint, read_checkpoint
+from bus.client import Bus, BusFull, BusUnavailable, LiveWorker, Restart
+from bus.deployments import (
+    DeployModel,
+    Intent,
+    ModelCard,
+    Order,
+    PlanModel,
+    RegisterModel,
+    RemoveModel,
+    RetireModel,
+)
+from bus.messages import Event, Metrics, MorphReport
+from bus.settings import Settings
+from controller.deployments.decisions import Decision
+from controller.deployments.loading import Chosen, Question, Refused
+from controller.deployments.orders import Facts, carry_out, intent_of, path_of
+from controller.deployments.picture import Device, Picture, named_by_settings
+from controller.deployments.planning import Room, answer_of, estimates_of, in_words, planned, room_of
+from controller.deployments.profiling import profiles_of
+from controller.deployments.reconcile import reconcile
+from controller.intents.intents import IntentError, validate
+from controller.intents.placement import LoadWindow
+from controller.intents.planning import Plan
+
+log = logging.getLogger("controller")
+
+ORDERS = (RegisterModel, RemoveModel, PlanModel, DeployModel, RetireModel)
+KEPT = 4096  # reports, complaints and commands that are remembered
+LOOK_S = 0.5  # at what is deployed, at most
+
+
+class Deployer:
+    """Owns models and deployments. `start_afresh` of the bus's data: what was known is written again."""
+
+    def __init__(self, settings: Settings, bus: Bus) -> None:
+        self._bus = bus
+        self._stale_s = settings.monitor.stale_s
+        self._pause_s = min(LOOK_S, settings.controller.interval_s)
+        self._grace_s = settings.controller.grace_s
+        self._contents = Contents()
+        self._workers: list[LiveWorker] = []
+        self._metrics: tuple[float, Metrics] | None = None  # the last, and when they came
+        self._window = LoadWindow()
+        self._reports: OrderedDict[str, MorphReport] = OrderedDict()
+        self._complaints: OrderedDict[str, str] = OrderedDict()
+        self._progress: OrderedDict[str, str] = OrderedDict()
+        self._sent: OrderedDict[str, int] = OrderedDict()
+        self._settled_at_s = time.monotonic() + self._grace_s
+        self._is_lost = False  # what Redis had, and it is not written again yet
+        self._turn = asyncio.Lock()
+        self._news = asyncio.Event()
+        self._has_history = asyncio.Event()  # of reports: what an earlier controller ordered
+        bus.on_restart(self._restarted)
+
+    def _restarted(self, restart: Restart) -> None:
+        self._settled_at_s = time.monotonic() + self._grace_s
+        self._is_lost |= restart.data_lost
+        self._news.set()
+
+    # ------------------------------------------------------------------------------------- loops
+
+    async def take(self) -> None:
+        """For ever: orders, in turn. What an earlier controller left is carried out, too: who waits for it
+        no longer has withdrawn it."""
+        async with self._bus.reader(self._bus.names.orders, *ORDERS, start="0") as reader:
+            async for batch in reader:
+                for entry, order in batch:
+                    await self._try(self._answer(entry, order))
+                self._news.set()
+
+    async def listen(self) -> None:
+        """For ever: reports of morphs, from the oldest there is; complaints of those that measure."""
+        events = self._bus.names.events
+        async with self._bus.reader(events, MorphReport, Event, start="0") as reader:
+            while True:
+                batch = await reader.read()
+                for _, told in batch:
+                    self._hear(told)
+                if not batch:
+                    self._has_history.set()
+
+    async def watch(self) -> None:
+        """For ever: memory and load."""
+        async with self._bus.reader(self._bus.names.metrics, Metrics) as reader:
+            async for batch in reader:
+                now_s, metrics = time.monotonic(), batch[-1][1]
+                self._metrics = now_s, metrics
+                for one in metrics.workers:
+                    self._window.see(one.worker, now_s, one.busy)
+
+    async def bring_about(self) -> None:
+        """For ever: what is wished for."""
+        await self._has_history.wait()
+        while True:
+            await self._try(self.step())
+            try:
+                async with asyncio.timeout(self._pause_s):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+            self._news.clear()
+
+    async def _try(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            async with self._turn:
+                await work
+        except BusUnavailable:
+            self._settled_at_s = time.monotonic() + self._grace_s
+            await self._bus.wait_up()
+        except BusFull as full:
+            log.debug("a deployment waits: %s", full)
+
+    def _hear(self, told: MorphReport | Event) -> None:
+        if isinstance(told, MorphReport):
+            _remember(self._reports, told.id, told)
+            self._news.set()
+        elif told.kind in ("profile_failed", "profile_progress"):
+            book = self._complaints if told.kind == "profile_failed" else self._progress
+            _remember(book, told.morph_id, told.reason)
+            self._news.set()
+
+    # ------------------------------------------------------------------------------------- one turn
+
+    async def step(self) -> None:
+        """Observe, decide, apply. Raises BusUnavailable, BusFull."""
+        await self._observe()
+        picture = self._picture()
+        if not (self._contents.models or self._contents.deployments):
+            return
+        for decision in reconcile(self._contents, picture, self._plan_for(picture)):
+            await self._apply(decision)
+
+    async def _observe(self) -> None:
+        self._workers, contents = await asyncio.gather(self._bus.workers(), self._bus.catalogue.read())
+        if self._is_lost:
+            await self._write_again(contents)
+            contents = await self._bus.catalogue.read()
+            self._is_lost = False
+        self._contents = contents
+
+    async def _write_again(self, there: Contents) -> None:
+        """Redis lost its data: what it had is what we know."""
+        lacking = [one for one in self._contents.records if one not in there.records]
+        await self._bus.catalogue.write(*lacking)
+        if lacking:
+            log.info("wrote %d records again that Redis had lost", len(lacking))
+
+    def _picture(self) -> Picture:
+        now_s = time.monotonic()
+        pages = {}
+        if self._metrics and now_s - self._metrics[0] <= self._stale_s:
+            pages = {(one.worker, one.epoch): one.pages for one in self._metrics[1].workers}
+        return Picture(
+            now_ms=time.time_ns() // 1_000_000,
+            workers={
+                live.card.id: Device(
+                    card=live.card,
+                    pages=pages.get((live.card.id, live.epoch)),
+                    busy_s=self._window.load(live.card.id, now_s),
+                )
+                for live in self._workers
+            },
+            is_settled=now_s >= self._settled_at_s,
+            reports=self._reports,
+            complaints=self._complaints,
+            progress=self._progress,
+            sent=self._sent,
+        )
+
+    def _room(self, picture: Picture) -> Room:
+        metrics = self._metrics[1] if self._metrics else None
+        return room_of(metrics, picture.workers.values(), self._contents.deployments.values())
+
+    def _plan_for(self, picture: Picture) -> Any:
+        room = self._room(picture)
+
+        def plan(question: Question) -> Chosen | Refused:
+            return answer_of(planned(question, room, self._window, time.monotonic()))
+
+        return plan
+
+    async def _apply(self, decision: Decision) -> None:
+        """Record, commands and event go out together or not at all."""
+        batch = self._bus.batch()
+        if decision.record is not None:
+            if decision.removed:
+                batch.erase(decision.record)
+            else:
+                batch.write(decision.record)
+        for worker, command in decision.commands:
+            batch.publish(self._bus.names.control(worker), command)
+        if decision.told and decision.record is not None:
+            batch.publish(self._bus.names.events, self._event(decision))
+        now_ms = time.time_ns() // 1_000_000
+        for _, command in decision.commands:  # before: where nobody knows, it counts as sent
+            _remember(self._sent, command.id, now_ms)
+        await batch.send()
+        if decision.told and decision.record is not None:
+            log.info("%s %s: %s", decision.kind, decision.subject, decision.record.reason)
+
+    def _event(self, decision: Decision) -> Event:
+        assert decision.record is not None
+        return Event(
+            kind=decision.kind,
+            source=self._bus.link.source,
+            subject=decision.subject,
+            reason=decision.record.reason,
+            at_ms=time.time_ns() // 1_000_000,
+            numbers=decision.numbers,
+        )
+
+    # ------------------------------------------------------------------------------------- orders
+
+    async def _answer(self, entry: str, order: Order) -> None:
+        await self._observe()
+        facts = await self._facts(order)
+        outcome = carry_out(order, self._contents, facts)
+        await self._bus.catalogue.settle(entry, outcome.answer, write=outcome.write, remove=outcome.remove)
+
+    async def _facts(self, order: Order) -> Facts:
+        picture, found, bad_intent = self._picture(), None, ""
+        intent = intent_of(order)
+        if intent is not None:
+            try:
+                validate(intent)
+                found = self._planned(order, intent, picture)
+            except IntentError as error:
+                bad_intent = str(error)
+        path = path_of(order, self._contents)
+        return Facts(
+            now_ms=picture.now_ms,
+            checkpoint=await asyncio.to_thread(_checkpoint, path) if path else "",
+            by_settings=named_by_settings(picture.workers.values()),
+            estimates=tuple(estimates_of(found)),
+            unmet=in_words(found) if found and found.is_unmet else "",
+            bad_intent=bad_intent,
+        )
+
+    def _planned(self, order: Order, intent: Intent, picture: Picture) -> Plan | None:
+        card = self._model(order)
+        if card is None:
+            return None
+        devices = [device for device in picture.workers.values() if device.takes_orders]
+        question = Question(
+            card=card, intent=intent, profiles=profiles_of(self._contents, card), devices=devices
+        )
+        return planned(question, self._room(picture), self._window, time.monotonic())
+
+    def _model(self, order: Order) -> ModelCard | None:
+        name = order.name if isinstance(order, PlanModel | DeployModel) else ""
+        return self._contents.models.get(name)
+
+
+def _checkpoint(path: str) -> Checkpoint | str:
+    try:
+        return read_checkpoint(Path(path))
+    except BadCheckpoint as error:
+        return str(error)
+
+
+def _remember(kept: OrderedDict[str, Any], key: str, value: Any) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > KEPT:
+        kept.popitem(last=False)
