@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from bus.settings import RedisSettings
 from gateway.delivery.inflight import Flight
 from gateway.operations.requests import EndedRequests
 from instar.cli import main
+from instar.replay.requests import Dialect, find_dialect
 from instar.replay.traces import Shaping, load
+from instar.replay.wire import Server
 from tests.gateway_harness import BODY, Gate, running
 
 pytest_plugins = ["tests.gateway_fixtures"]
@@ -77,7 +80,9 @@ async def test_a_gateway_that_leaves_ends_the_stream() -> None:
     assert [data async for data in stream] == [b""]
 
 
-async def test_what_was_recorded_can_be_replayed(gate: Gate, tmp_path: Path) -> None:
+async def test_what_was_recorded_can_be_replayed(
+    gate: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.jsonl"
     argv = ["bench", "record", "--url", gate.url, "--out", str(path), "--with-prompts", "--limit", "3"]
     recording = asyncio.create_task(asyncio.to_thread(main, argv))
@@ -85,11 +90,13 @@ async def test_what_was_recorded_can_be_replayed(gate: Gate, tmp_path: Path) -> 
         await asyncio.sleep(0.01)
     async with gate.http() as http:
         while not recording.done():  # the first may end before anybody listens
+            assert (await find_dialect(Server.at(gate.url, None), "demo"))[0] == Dialect()
             answer = await http.post("/v1/completions", json=BODY | {"max_tokens": 5})
             assert answer.status_code == 200
     assert recording.result() == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(one["status"], one["output_tokens"]) for one in lines] == [("length", 5)] * 3
+    assert re.search(r"^[1-4] trial requests of a replay are left out", capsys.readouterr().err, re.MULTILINE)
     trace = load(str(path), "auto", Shaping())
     assert trace.format == "instar" and len(trace.arrivals) == 3
     assert trace.arrivals[0].prompt == gate.worker.submits[-1].prompt_token_ids

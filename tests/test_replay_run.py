@@ -8,6 +8,8 @@ import json
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,13 @@ from instar.cli import main
 from instar.replay import files
 from instar.replay.command import run_of
 from instar.replay.files import RunFile
-from instar.replay.generator import Generator
+from instar.replay.generator import Generator, Run
 from instar.replay.outcomes import INTERRUPTED, NOT_SENT, UNFINISHED, outcome_of
 from instar.replay.problems import BenchProblem, ServerProblem
+from instar.replay.progress import failures_text, line
 from instar.replay.requests import DIALECTS, Dialect, bodies, find_dialect
 from instar.replay.statistics import LATE_S, Slo, summary
-from instar.replay.traces import Arrival, Shaping, load
+from instar.replay.traces import Arrival, Shaping, Trace, load
 from instar.replay.wire import Exchange, Server
 from tests.gateway_harness import Gate, running
 from tests.replay_samples import Answer, events, flags, refused, stub
@@ -130,6 +133,19 @@ async def test_a_replay_that_is_cancelled_tells_of_each_request_what_became_of_i
     assert found["requests"] == 2 and found["violations"]["either"]["count"] == 0
 
 
+def test_the_line_of_a_run_tells_the_refused_from_the_failed() -> None:
+    errors = {"400 context_length_exceeded": 3, "503 server_overloaded": 1, "connection lost": 2}
+    assert failures_text(errors) == (
+        ", 4 refused (mostly 400 context_length_exceeded), 2 failed (connection lost)"
+    )
+    run = Run(
+        [], began=time.perf_counter() - 3.2, num_sent=9, num_open=1, num_served=5, errors=Counter(errors)
+    )
+    told = line(run, Trace("t", "instar", [Arrival(0.0, 4, 4), Arrival(10.0, 4, 4)], 10.0))
+    assert told.startswith("3 of 10 s: 9 of 2 sent, 1 open, 5 served, 0 tokens/s, 4 refused (mostly 400")
+    assert failures_text({}) == ""
+
+
 @pytest.mark.parametrize(
     ("unknown", "expected"),
     [
@@ -180,10 +196,13 @@ async def test_without_its_admin_key_a_gateway_is_replayed_against_unseen(
     assert blind.observed == {} and seeing.observed["samples"]
 
 
-async def test_requests_longer_than_the_context_are_told_of() -> None:
+async def test_requests_longer_than_the_context_are_told_of_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     async with stub(lambda _: (200, events(2))) as server:
         run = await replayed(server.url, shaping=Shaping(limit=4, rate=8.0))
     assert "are longer than the model's context of 50 tokens" in run.about["notes"][0]
+    assert f"note: {run.about['notes'][0]}\n" in capsys.readouterr().err
 
 
 async def test_a_busy_server_gets_the_load_all_the_same() -> None:

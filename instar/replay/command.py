@@ -126,6 +126,8 @@ async def run_of(settings: Settings, args: argparse.Namespace, trace: Trace) -> 
     why_blind = await observer.begin()
     if why_blind:
         notes.append(f"of the server: {why_blind}")
+    for note in notes:  # at once: what is known to be refused may not be what was meant
+        sys.stderr.write(f"note: {note}\n")
     was_interrupted = await _go(generator, None if why_blind else observer, trace)
     if was_interrupted:
         notes.append(

@@ -1,16 +1,30 @@
-"""Pictures of one run, or of several over one another, from run.json alone. Needs matplotlib."""
+"""Pictures of one run, or of several over one another, from run.json alone. Needs matplotlib.
+
+requests due, and failed   | output events over time
+TTFT over time             | its distribution
+TPOT over time             | its distribution
+KV blocks, all and in use  | layers below full, and degree
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from instar.replay.files import RunFile
+from instar.replay.outcomes import Outcome
 from instar.replay.problems import BenchProblem
 
-COLOURS: Final = ("tab:blue", "tab:red", "tab:green", "tab:orange", "tab:purple", "tab:brown", "tab:cyan")
+# Okabe and Ito: told apart by everybody.
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GREY: Final = "#999999"
+BINS: Final = 90  # a bar of at least a second each
+SHORTEST_S: Final = 1e-3  # on logarithmic axes: two tokens of one read are no time apart
 MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]'; the numbers are there without it"
+
+Times = Callable[[Outcome], float | None]
 
 
 def need_matplotlib() -> None:
@@ -27,16 +41,21 @@ def draw(runs: Sequence[RunFile], path: Path) -> None:
     need_matplotlib()
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(3, 2, figsize=(13, 11))
+    figure, panels = plt.subplots(4, 2, figsize=(13, 14))
+    degrees = panels[3][1].twinx()
+    ends_s = max(_end_s(run) for run in runs)
+    bin_s = max(1, math.ceil(ends_s / BINS))
+    _due(panels[0][0], runs, bin_s)
     for run, colour in zip(runs, COLOURS * len(runs), strict=False):
-        _arrivals(panels[0][0], run, colour, is_first=run is runs[0])
-        _tokens(panels[0][1], run, colour)
-        _first_tokens(panels[1][0], run, colour)
-        _shares(panels[1][1], run, colour)
-        _kv(panels[2][0], run, colour)
-        _layers(panels[2][1], run, colour)
-    _finish(panels, runs)
-    figure.tight_layout()
+        _failed(panels[0][0], run, colour, bin_s)
+        _tokens(panels[0][1], run, colour, bin_s)
+        for row, times in ((1, _ttft), (2, _tpot)):
+            _over_arrivals(panels[row][0], run, colour, times)
+            _distribution(panels[row][1], run, colour, times)
+        _kv(panels[3][0], run, colour)
+        _shape(panels[3][1], degrees, run, colour)
+    _finish(panels, degrees, runs, ends_s)
+    _head(figure, runs)
     try:
         figure.savefig(path, dpi=110, metadata={"Software": None})  # the same bytes for the same run
     except OSError as error:
@@ -45,71 +64,155 @@ def draw(runs: Sequence[RunFile], path: Path) -> None:
         plt.close(figure)
 
 
-def _finish(panels: Any, runs: Sequence[RunFile]) -> None:
-    slo = runs[0].slo
-    panels[0][0].set(ylabel="requests due per second")
-    panels[0][1].set(ylabel="output events per second")
-    panels[1][0].set(ylabel="TTFT, seconds", yscale="log")
-    panels[1][0].axhline(slo.ttft_s, color="grey", linestyle="--", linewidth=1)
-    panels[1][1].set(xlabel="seconds (solid: TTFT, dashed: TPOT)", ylabel="share of requests", xscale="log")
-    panels[2][0].set(ylabel="KV blocks (solid: all, filled: in use)")
-    panels[2][1].set(ylabel="layers below full (solid), degree (dotted)")
-    for axes in panels.flat:
-        axes.grid(alpha=0.3)
-        if axes is not panels[1][1]:
-            axes.set_xlabel("seconds")
-    if len(runs) > 1:
-        panels[0][1].legend(fontsize=8, loc="upper left")
+def _end_s(run: RunFile) -> float:
+    return max(max(one.due_s, one.last_s or one.ended_s or 0.0) for one in run.outcomes)
 
 
-def _arrivals(axes: Any, run: RunFile, colour: str, *, is_first: bool) -> None:
-    """Of the first run: of the others they should be the same."""
-    if is_first:
-        due = [one.due_s for one in run.outcomes]
-        axes.hist(due, bins=range(int(max(due)) + 2), color="grey", alpha=0.6)
-        axes.set_title(run.about["source"], fontsize=10)
-    lost = [one.due_s for one in run.outcomes if one.error and one.counts]
-    axes.plot(lost, [0] * len(lost), "x", color=colour, markersize=4)
+def _ttft(one: Outcome) -> float | None:
+    return one.ttft_s
 
 
-def _tokens(axes: Any, run: RunFile, colour: str) -> None:
-    axes.plot(run.events_per_s, color=colour, linewidth=1, label=run.name)
+def _tpot(one: Outcome) -> float | None:
+    return one.tpot_s
 
 
-def _first_tokens(axes: Any, run: RunFile, colour: str) -> None:
-    pairs = [(one.due_s, one.ttft_s) for one in run.outcomes if one.is_served]
-    axes.plot(*zip(*pairs, strict=True), ".", color=colour, markersize=3) if pairs else None
-    for one in run.observed.get("morphs", []):
-        axes.axvline(one["started"] - run.about["began_at"], color=colour, alpha=0.25, linewidth=1)
+# ------------------------------------------------------------------------------------- what is drawn
 
 
-def _shares(axes: Any, run: RunFile, colour: str) -> None:
-    """Of those that had one, and those that failed: a curve that ends below 1 had errors."""
-    served = [one for one in run.outcomes if one.is_served]
-    num_failed = sum(one.counts and not one.is_served for one in run.outcomes)
-    for values, style in (([one.ttft_s for one in served], "-"), ([one.tpot_s for one in served], "--")):
-        found = sorted(value for value in values if value is not None)
-        num = len(found) + num_failed
-        axes.step(found, [(i + 1) / num for i in range(len(found))], style, where="post", color=colour)
+def _due(axes: Any, runs: Sequence[RunFile], bin_s: int) -> None:
+    """Of the first run; of others only where their load is another one."""
+    _rate(axes, [one.due_s for one in runs[0].outcomes], bin_s, "due", color=GREY, alpha=0.5)
+    for run, colour in zip(runs[1:], (COLOURS * len(runs))[1:], strict=False):
+        if run.about.get("arrivals_sha256") != runs[0].about.get("arrivals_sha256"):
+            due = [one.due_s for one in run.outcomes]
+            _rate(axes, due, bin_s, f"due in {run.name}", color=colour, histtype="step", linestyle=":")
+
+
+def _failed(axes: Any, run: RunFile, colour: str, bin_s: int) -> None:
+    failed = [one.due_s for one in run.outcomes if one.error and one.counts]
+    if failed:
+        _rate(axes, failed, bin_s, f"failed in {run.name}", color=colour, histtype="step", linewidth=1.5)
+
+
+def _rate(axes: Any, at_s: Sequence[float], bin_s: int, label: str, **style: Any) -> None:
+    """Requests per second, in bars of `bin_s`."""
+    bins = range(0, int(max(at_s, default=0.0)) + 2 * bin_s, bin_s)
+    axes.hist(at_s, bins=bins, weights=[1 / bin_s] * len(at_s), label=label, **style)
+
+
+def _tokens(axes: Any, run: RunFile, colour: str, bin_s: int) -> None:
+    events = run.events_per_s
+    means = [
+        sum(events[at : at + bin_s]) / len(events[at : at + bin_s]) for at in range(0, len(events), bin_s)
+    ]
+    middles = [(at + 0.5) * bin_s for at in range(len(means))]
+    axes.plot(middles, means, color=colour, linewidth=1.2, marker="." if len(means) < 40 else None)
+
+
+def _over_arrivals(axes: Any, run: RunFile, colour: str, times: Times) -> None:
+    found = [(one.due_s, max(times(one) or 0.0, SHORTEST_S)) for one in _served(run, times)]
+    if found:
+        axes.plot(*zip(*found, strict=True), ".", color=colour, markersize=4, alpha=0.7)
+    for morph in run.observed.get("morphs", []):
+        at_s = morph["started"] - run.about["began_at"]
+        axes.axvline(at_s, color=colour, alpha=0.25, linewidth=1)
+
+
+def _distribution(axes: Any, run: RunFile, colour: str, times: Times) -> None:
+    """A curve that ends below 1 had failures."""
+    found = sorted(max(times(one) or 0.0, SHORTEST_S) for one in _served(run, times))
+    num = len(found) + sum(one.counts and not one.is_served for one in run.outcomes)
+    axes.step(found, [(i + 1) / num for i in range(len(found))], where="post", color=colour)
+
+
+def _served(run: RunFile, times: Times) -> list[Outcome]:
+    return [one for one in run.outcomes if one.is_served and times(one) is not None]
 
 
 def _kv(axes: Any, run: RunFile, colour: str) -> None:
-    at_s, blocks, used = _over_time(run, "kv_blocks", "kv_used")
+    at_s, blocks, used = _sums(run, "kv_blocks", "kv_used")
     axes.step(at_s, blocks, where="post", color=colour)
+    axes.step(at_s, used, where="post", color=colour, linestyle="--", linewidth=1)
     axes.fill_between(at_s, used, step="post", color=colour, alpha=0.15)
 
 
-def _layers(axes: Any, run: RunFile, colour: str) -> None:
-    at_s, below, degrees = _over_time(run, "layers_below_full", "tp")
-    axes.step(at_s, below, where="post", color=colour)
+def _shape(axes: Any, degrees: Any, run: RunFile, colour: str) -> None:
+    """The degree is the mean of the instances'."""
+    at_s, below, tp = _sums(run, "layers_below_full", "tp")
     num = [max(1, len(one["instances"])) for one in run.observed.get("samples", [])]
-    axes.step(at_s, [d / n for d, n in zip(degrees, num, strict=True)], ":", where="post", color=colour)
+    axes.step(at_s, below, where="post", color=colour)
+    degrees.step(at_s, [d / n for d, n in zip(tp, num, strict=True)], ":", where="post", color=colour)
 
 
-def _over_time(run: RunFile, *keys: str) -> tuple[list[float], ...]:
+def _sums(run: RunFile, *keys: str) -> tuple[list[float], ...]:
     """Seconds, and of each key the sum over the instances."""
     samples = run.observed.get("samples", [])
     sums = [
         [sum(one[key] or 0 for one in sample["instances"].values()) for sample in samples] for key in keys
     ]
     return ([sample["at_s"] for sample in samples], *sums)
+
+
+# ------------------------------------------------------------------------------------- axes and legends
+
+
+def _finish(panels: Any, degrees: Any, runs: Sequence[RunFile], ends_s: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    slo = runs[0].slo
+    panels[0][0].set(ylabel="requests per second")
+    panels[0][1].set(ylabel="output events per second")
+    panels[3][0].set(ylabel="KV blocks")
+    panels[3][1].set(ylabel="layers below full")
+    degrees.set(ylabel="degree", ylim=(0, max(2.2, 1.1 * degrees.get_ylim()[1])))
+    for axes in (panels[3][1], degrees):
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    for row, name, limit_s in ((1, "TTFT", slo.ttft_s), (2, "TPOT", slo.tpot_s)):
+        over_time, shares = panels[row]
+        over_time.set(ylabel=f"{name}, seconds", yscale="log")
+        over_time.axhline(limit_s, color=GREY, linestyle="--", linewidth=1, label=f"SLO {limit_s:g} s")
+        shares.set(xlabel=f"{name}, seconds", ylabel="share of requests", xscale="log", ylim=(0, 1.03))
+        shares.axvline(limit_s, color=GREY, linestyle="--", linewidth=1, label=f"SLO {limit_s:g} s")
+    if any(run.observed.get("morphs") for run in runs):
+        for over_time in (panels[1][0], panels[2][0]):
+            _key(over_time, "a morph", linewidth=1, alpha=0.4)
+    if any(run.observed.get("samples") for run in runs):
+        _key(panels[3][0], "all")
+        _key(panels[3][0], "in use", linestyle="--", linewidth=1)
+        _key(panels[3][1], "layers below full")
+        _key(panels[3][1], "degree", linestyle=":")
+    else:
+        for axes in panels[3]:
+            axes.text(0.5, 0.5, "not told by this server", color=GREY, ha="center", transform=axes.transAxes)
+    for row, column in ((0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (3, 1)):
+        panels[row][column].set(xlabel="seconds", xlim=(0, 1.02 * ends_s))
+    for axes in panels.flat:
+        axes.grid(alpha=0.3)
+        if axes.get_yscale() == "linear":
+            axes.set_ylim(bottom=0)
+        _legend(axes)
+
+
+def _key(axes: Any, label: str, **style: Any) -> None:
+    """What a style means, whatever the colour."""
+    axes.plot([], [], color="#555555", label=label, **style)
+
+
+def _legend(axes: Any) -> None:
+    """Of styles: colours are those of the runs, which the head names."""
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=8, loc="best", framealpha=0.8)
+
+
+def _head(figure: Any, runs: Sequence[RunFile]) -> None:
+    """What was replayed, and of several runs which colour is which."""
+    from matplotlib.lines import Line2D
+
+    about = runs[0].about
+    figure.suptitle(f"{about['source']} against {about['url']} ({about['model']})", fontsize=11, y=0.995)
+    if len(runs) > 1:
+        lines = [Line2D([], [], color=colour, linewidth=3) for colour in COLOURS]
+        names = [run.name for run in runs]
+        handles = (lines * len(runs))[: len(runs)]
+        figure.legend(handles, names, loc="upper center", ncol=min(6, len(runs)), bbox_to_anchor=(0.5, 0.98))
+    figure.tight_layout(rect=(0, 0, 1, 0.965 if len(runs) > 1 else 0.985))

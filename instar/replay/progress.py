@@ -6,6 +6,7 @@ Drawn on the loop that also sends, so seldom and short: it costs a millisecond o
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Final
 
 from rich.console import Console
@@ -41,7 +42,15 @@ def line(run: Run, trace: Trace) -> str:
         f"{where}: {run.num_sent} of {len(trace.arrivals)} sent, {run.num_open} open, "
         f"{run.num_served} served, {tokens} tokens/s"
     )
-    if run.errors:
-        most, count = run.errors.most_common(1)[0]
-        told += f", {run.errors.total()} failed (of these {count} x {most})"
+    return told + failures_text(run.errors)
+
+
+def failures_text(errors: Mapping[str, int]) -> str:
+    """Refused with a status, and failed otherwise: how many, and what most of them said."""
+    told = ""
+    for how, is_refused in (("refused", True), ("failed", False)):
+        kinds = {kind: count for kind, count in errors.items() if kind[:1].isdigit() == is_refused}
+        if kinds:
+            mostly = "mostly " if len(kinds) > 1 else ""
+            told += f", {sum(kinds.values())} {how} ({mostly}{max(kinds, key=lambda kind: kinds[kind])})"
     return told

@@ -1,11 +1,13 @@
 """`instar bench record`: the requests of a running service as they end, a line of JSON each.
 
-Lines are in the order of their ends; `at` is when a request arrived, which is what a replay goes by.
+Lines are in the order of their ends; `at` is when a request arrived, which is what a replay goes by. The
+trial requests of a replay are left out: they are not its traffic.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import httpx
 from bus.settings import Settings
 from instar.client import GatewayProblem, gateway_client, refuse_errors, unreachable
 from instar.replay.problems import BenchProblem
+from instar.replay.requests import TRIAL
 
 PATH: Final = "/admin/requests"
 SILENCE_S: Final = 30.0  # longer than between two comments of a living stream
@@ -36,6 +39,8 @@ def record(settings: Settings, args: argparse.Namespace) -> int:
         except OSError as error:
             raise BenchProblem(f"{args.out}: {error.strerror}, after {counts.requests} requests") from error
     sys.stderr.write(f"{counts.requests} requests in {args.out}\n")
+    if counts.trials:
+        sys.stderr.write(f"{counts.trials} trial requests of a replay are left out\n")
     if counts.lost:
         sys.stderr.write(f"{counts.lost} more came faster than they could be written, and are not in it\n")
     if has_ended:
@@ -45,8 +50,7 @@ def record(settings: Settings, args: argparse.Namespace) -> int:
 
 class _Counts:
     def __init__(self) -> None:
-        self.requests = 0
-        self.lost = 0
+        self.requests = self.trials = self.lost = 0
 
 
 def _open(path: Path) -> TextIO:
@@ -66,6 +70,9 @@ def _write(file: TextIO, events: Iterator[tuple[str, str]], counts: _Counts, lim
             return False
         if kind == "lost":
             counts.lost += int(data)
+            continue
+        if str(json.loads(data).get("id", "")).startswith(TRIAL):
+            counts.trials += 1
             continue
         file.write(data + "\n")
         file.flush()

@@ -16,6 +16,7 @@ from instar.replay.traces import Arrival
 from instar.replay.wire import Server, fetch
 
 COMPLETIONS: Final = "/v1/completions"
+TRIAL: Final = "replay-trial"  # begins the id of a trial request, so that `record` knows it
 MAX_BYTES: Final = 8 << 30  # of all prompts together
 # Below what any vocabulary has, above where most keep their special tokens.
 IDS: Final = range(16, 1000)
@@ -91,9 +92,10 @@ async def find_dialect(server: Server, model: str, ids: range = IDS) -> tuple[Di
     dialect is refused."""
     arrival, rng = Arrival(0.0, 1, 1), random.Random(0)
     said = ""
-    for dialect in DIALECTS:
+    for number, dialect in enumerate(DIALECTS):
         body = dialect.body(model, dialect.prompt(arrival, rng, [str(ids[0])]), 1)
-        status, answer = await fetch(server, "POST", COMPLETIONS, body, within_s=120)
+        request_id = f"{TRIAL}-{number}"
+        status, answer = await fetch(server, "POST", COMPLETIONS, body, within_s=120, request_id=request_id)
         if status == 200:
             return dialect, ""
         said = f"{status}: {message_of(answer)}"

@@ -185,13 +185,19 @@ def _kind(error: OSError) -> str:
 
 
 async def fetch(
-    server: Server, method: str, path: str, body: bytes | None = None, within_s: float = 10.0
+    server: Server,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    within_s: float = 10.0,
+    request_id: str = "",
 ) -> tuple[int, bytes]:
     """(status, body) of a small answer. Raises ServerProblem where there is none."""
     exchange = Exchange(kept_bytes=MAX_ANSWER_BYTES)
     problem = await connect(server, exchange)
     if not problem:
-        exchange.send(server.head(method, path, None if body is None else len(body)) + (body or b""))
+        head = server.head(method, path, None if body is None else len(body), request_id)
+        exchange.send(head + (body or b""))
         try:
             async with asyncio.timeout(within_s):
                 await exchange.ended
