@@ -101,8 +101,8 @@ class Morphs:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.outcomes: Counter[tuple[MorphKind, MorphOutcome]] = Counter()
         self.decisions: Counter[tuple[MorphKind, str, MorphOutcome]] = Counter()
-        self.seconds: dict[MorphKind, Distribution] = {}
-        self.pauses: dict[MorphKind, Distribution] = {}
+        self.seconds = {kind: Distribution(SECONDS) for kind in KIND_OF.values()}
+        self.pauses = {kind: Distribution(PAUSES) for kind in KIND_OF.values()}
         self._entries: dict[str, Entry] = {}  # in the order in which they were heard of
         self._decided: dict[str, tuple[str, str]] = {}  # and the cause
         self._clock = clock
@@ -230,6 +230,6 @@ class Morphs:
         self.outcomes[entry.kind, entry.state] += 1
         self.decisions[entry.kind, entry.cause or "unknown", entry.state] += 1
         took_s = max(0.0, (entry.ended or entry.started) - entry.started)
-        self.seconds.setdefault(entry.kind, Distribution(SECONDS)).observe(took_s)
+        self.seconds[entry.kind].observe(took_s)
         if (pause_s := entry.pause_s) is not None:
-            self.pauses.setdefault(entry.kind, Distribution(PAUSES)).observe(pause_s)
+            self.pauses[entry.kind].observe(pause_s)
