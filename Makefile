@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler gpu demo-model compose-test clean
+.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench-serving: $(VENV)/.dev ## four real workers under long requests, our schedu
 
 bench-scheduler: $(VENV)/.dev ## the same in a model of eight GPUs; some minutes
 	@$(BIN)/python -m bench.scheduler
+
+bench-placement: $(VENV)/.dev ## placement policies in a model of eight GPUs; a quarter of a minute
+	@$(BIN)/python -m bench.placement
 
 gpu: ## kernels, engine, groups and decoding on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu

@@ -71,7 +71,7 @@ def test_load_is_a_share(busy: list[float], step_s: float) -> None:
 )
 def test_each_policy_takes_its_device(policy: PlacementPolicy, chosen: set[str]) -> None:
     there = devices(0.4, 0.9, 0.1)
-    assert workers(place(NEED, ONE, 4, there, Placing(policy))) == chosen
+    assert workers(place(NEED, ONE, 4, there, Placing(policy, 0.5))) == chosen
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,17 @@ def test_several_stages_go_to_the_first_devices_in_the_policys_order(
     policy: PlacementPolicy, chosen: set[str]
 ) -> None:
     there = devices(0.4, 0.9, 0.1, 0.3)
-    assert workers(place(NEED, TWO, 4, there, Placing(policy))) == chosen
+    assert workers(place(NEED, TWO, 4, there, Placing(policy, 0.5))) == chosen
 
 
 def test_a_full_device_is_passed_over() -> None:
     there = [*devices(0.4, 0.3), Device(worker="w9", load=0.45, free_bytes=30)]
-    assert workers(place(NEED, ONE, 4, there, Placing("hybrid"))) == {"w0"}
+    assert workers(place(NEED, ONE, 4, there, Placing("hybrid", 0.5))) == {"w0"}
 
 
 def test_hybrid_goes_to_the_least_loaded_of_the_others_where_the_packable_have_no_room() -> None:
     there = [Device(worker="w9", load=0.1, free_bytes=30), *devices(0.9, 0.6, 0.7)]
-    assert workers(place(NEED, ONE, 4, there, Placing("hybrid"))) == {"w1"}
+    assert workers(place(NEED, ONE, 4, there, Placing("hybrid", 0.5))) == {"w1"}
 
 
 def test_packable_is_what_is_below_the_threshold() -> None:
@@ -102,7 +102,7 @@ def test_packable_is_what_is_below_the_threshold() -> None:
 
 
 def test_packable_and_others_together_hold_what_neither_does_alone() -> None:
-    assert workers(place(NEED, TWO, 20, devices(0.1, 0.9), Placing("hybrid"))) == {"w0", "w1"}
+    assert workers(place(NEED, TWO, 20, devices(0.1, 0.9), Placing("hybrid", 0.5))) == {"w0", "w1"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
