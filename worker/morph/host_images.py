@@ -8,8 +8,8 @@ Full precision is copied out of the loaded ranges. A quantised half is arranged 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Generator, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,9 @@ from worker.quantize.sets import (
 # element; with 2^24 at a time 20).
 _ROUNDED_ELEMENTS = 1 << 20
 
+T = TypeVar("T")
+Pieces = Generator[None, None, T]  # yields between pieces of work of some milliseconds, returns what it made
+
 
 class Matrices(Protocol):
     """Where the quantised matrices of one variant come from."""
@@ -46,7 +49,7 @@ class Matrices(Protocol):
     group: int
     has_input_scale: bool
 
-    def read(self, layer: int, product: str, full: Tensors) -> list[QuantizedMatrix]:
+    def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
         """Those of one of `INPUTS`, in its order; `full` holds the layer's half as it was loaded."""
 
 
@@ -62,9 +65,12 @@ class FromSet:
         self.group = stored.info.group
         self.name = f"{stored.path.name} {hashlib.sha256(repr(contents).encode()).hexdigest()}"
 
-    def read(self, layer: int, product: str, full: Tensors) -> list[QuantizedMatrix]:
-        shapes = matrix_shapes(self._config)
-        return [self._stored.matrix(matrix_name(layer, name), shapes[name]) for name in INPUTS[product]]
+    def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
+        shapes, made = matrix_shapes(self._config), []
+        for name in INPUTS[product]:
+            made.append(self._stored.matrix(matrix_name(layer, name), shapes[name]))
+            yield
+        return made
 
 
 class Rounded:
@@ -75,8 +81,11 @@ class Rounded:
         self.group, self.has_input_scale = GROUP, False
         self.name = f"rounded to {bits} bits in groups of {GROUP}"
 
-    def read(self, layer: int, product: str, full: Tensors) -> list[QuantizedMatrix]:
-        return [self._round(matrix) for matrix in self._dense(product, full)]
+    def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
+        made = []
+        for matrix in self._dense(product, full):
+            made.append((yield from self._round(matrix)))
+        return made
 
     def _dense(self, product: str, full: Tensors) -> list[torch.Tensor]:
         """[N, K] each."""
@@ -89,9 +98,12 @@ class Rounded:
             return list(full["qkv"].split([config.q_size, config.kv_size, config.kv_size]))
         return [full["o"]]
 
-    def _round(self, matrix: torch.Tensor) -> QuantizedMatrix:
+    def _round(self, matrix: torch.Tensor) -> Pieces[QuantizedMatrix]:
         rows = max(1, _ROUNDED_ELEMENTS // matrix.shape[1])
-        made = [round_to_nearest(part, self._bits, self.group) for part in matrix.split(rows)]
+        made = []
+        for part in matrix.split(rows):
+            made.append(round_to_nearest(part, self._bits, self.group))
+            yield
         return QuantizedMatrix(
             codes=torch.cat([part.codes for part in made]),
             scales=torch.cat([part.scales for part in made]),
@@ -121,12 +133,29 @@ def find_matrices(model: Model, precision: Precision, method: str) -> Matrices:
 
 def write_half(target: Tensors, matrices: Matrices, layer: int, full: Tensors) -> None:
     """Fill a quantised half's views of zeros."""
+    at_once(writing_half(target, matrices, layer, full))
+
+
+def writing_half(target: Tensors, matrices: Matrices, layer: int, full: Tensors) -> Pieces[None]:
+    """The same between steps of an engine."""
     products = [product for product in INPUTS if f"{product}.codes" in target]
     for product in products:
-        _write_product(target, product, matrices.read(layer, product, full))
+        made = yield from matrices.read(layer, product, full)
+        _write_product(target, product, made)
+        yield
     for name, kept in target.items():
         if name.partition(".")[0] not in products:
             kept.copy_(full[name])
+
+
+def at_once(pieces: Pieces[T]) -> T:
+    """What all the pieces make."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            made: T = end.value
+            return made
 
 
 def _write_product(target: Tensors, product: str, matrices: Sequence[QuantizedMatrix]) -> None:

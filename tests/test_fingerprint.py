@@ -1,0 +1,212 @@
+"""Fingerprints: what is loaded of a model, what is measured of it, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bus.deployments import MemorySample
+from bus.messages import PARTS, Precision
+from tests.model_folders import Runner, make_oracle, make_pool
+from tests.variant_models import Morphing
+from worker.fingerprint.activations import peak_memory
+from worker.fingerprint.cut import CutPlan, load_cut
+from worker.fingerprint.grid import Grid, Point, is_settled
+from worker.fingerprint.profiler import NoRoom, Profiler
+from worker.memory import PagePool
+from worker.model import load_model, read_config
+from worker.model.sources import Checkpoint
+from worker.morph.host_images import at_once
+
+PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fingerprints") / "tiny"
+    make_oracle("llama", num_hidden_layers=5).save_pretrained(path)
+    return path
+
+
+def plan_of(folder: Path, precisions: Sequence[Precision] = PRECISIONS, **changes: Any) -> CutPlan:
+    fields: dict[str, Any] = {"dtype": torch.float32, "page_bytes": 4096, **changes}
+    return CutPlan(read_config(folder), precisions, **fields)
+
+
+def grid_of(precisions: Sequence[Precision] = ("full", "int4"), rounds: int = 1) -> Grid:
+    points = [Point(name, tokens, size) for name in precisions for tokens, size in ((6, 1), (20, 3))]
+    return Grid(points=points, block_tokens=4, max_num_batched_tokens=32, rounds=rounds, max_rounds=rounds)
+
+
+def profiler_of(folder: Path, pool: PagePool, **changes: Any) -> Profiler:
+    return Profiler(plan_of(folder, ("full", "int4")), grid_of(), pool, **changes)
+
+
+def assert_all_free(pool: PagePool) -> None:
+    pool.check_integrity()
+    assert pool.num_free == pool.num_pages
+
+
+def test_of_the_checkpoint_only_tensors_of_the_first_layers_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    read = Checkpoint.read
+
+    def seen(self: Checkpoint, tensor: str, rows: slice | None = None) -> torch.Tensor:
+        names.append(tensor)
+        return read(self, tensor, rows)
+
+    monkeypatch.setattr(Checkpoint, "read", seen)
+    pool = make_pool()
+    fingerprint = at_once(load_cut(plan_of(folder, ["full"]), pool))
+    layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
+    assert layers == {"0", "1"}
+    assert len(names) == len(set(names)) == 2 * 9 + 3
+    assert pool.num_pages - pool.num_free == fingerprint.plan.num_pages
+    fingerprint.release()
+    assert_all_free(pool)
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_one_and_two_layers_compute_what_those_layers_of_the_model_do(folder: Path, load_format: Any) -> None:
+    pool = make_pool()
+    fingerprint = at_once(load_cut(plan_of(folder, load_format=load_format), pool))
+    for num_layers in (2, 1):
+        runner = Runner(folder, load_format=load_format, layers=(0, num_layers))
+        tokens = {0: [5, 9, 200, 7]}
+        expected = runner.step(tokens)
+        fingerprint.use(num_layers, "full")
+        runner.model = fingerprint.model
+        runner._lengths.clear()
+        runner._blocks.clear()
+        assert torch.equal(runner.step(tokens), expected)
+        runner.kv.release()
+    fingerprint.release()
+    assert_all_free(pool)
+
+
+def test_halves_of_fewer_bits_are_those_that_a_swap_would_bring(folder: Path, tmp_path: Path) -> None:
+    pool = make_pool()
+    fingerprint = at_once(load_cut(plan_of(folder), pool))
+    swapped = Morphing(folder, tmp_path)
+    for precision in PRECISIONS[1:]:
+        at_once(fingerprint.quantise(precision))
+        for layer, part in itertools.product((0, 1), PARTS):
+            swapped.variants.map(layer, part, precision)
+            swapped.variants.copy_job(layer, part, precision)(lambda: True)
+            memory = fingerprint._ranges.memory((layer, part, precision))
+            assert torch.equal(
+                memory.tensor(torch.uint8, (memory.nbytes,)), swapped.bytes(layer, part, precision)
+            )
+    assert pool.num_pages - pool.num_free == fingerprint.plan.num_pages
+    swapped.close()
+    fingerprint.release()
+    assert_all_free(pool)
+
+
+def test_weights_are_told_in_the_pages_that_the_model_takes(folder: Path, tmp_path: Path) -> None:
+    plan, whole = plan_of(folder, max_tp=2), Morphing(folder, tmp_path, max_tp=2)
+    pool = whole.runner.pool
+    for precision in PRECISIONS:
+        whole.swap_all(precision)
+        taken = pool.counts().weights * pool.page_bytes
+        assert plan.weight_bytes(whole.model.config.num_layers, precision) == taken
+    whole.close()
+
+
+def test_a_profile_has_every_point_of_both_depths_and_lengths(folder: Path) -> None:
+    pool = make_pool()
+    profiler = Profiler(plan_of(folder), grid_of(PRECISIONS, rounds=2), pool)
+    for _ in profiler.steps():
+        pass
+    profile = profiler.profile(model="tiny", digest="d", device="cpu", version="1")
+    assert profile.num_layers == 5
+    assert profile.block_bytes_per_layer == 2 * 4 * 8 * 4 * 4
+    keys = {
+        (one.configuration.precision, one.prompt_tokens, one.batch_size, one.num_layers, one.output_tokens)
+        for one in profile.latency
+    }
+    points = [(6, 1, 1), (6, 1, 9), (20, 3, 3), (20, 3, 11)]
+    assert keys == {
+        (name, tokens, size, layers, length)
+        for name in PRECISIONS
+        for tokens, size, length in points
+        for layers in (1, 2)
+    }
+    assert all(len(one.seconds) == 2 and min(one.seconds) > 0 for one in profile.latency)
+    assert 0 < sum(map(min, (one.seconds for one in profile.latency))) < profile.device_seconds
+    assert_all_free(pool)
+
+
+def test_memory_of_a_step_is_that_of_the_whole_model(folder: Path) -> None:
+    pool = make_pool()
+    profiler = profiler_of(folder, pool)
+    for _ in profiler.steps():
+        pass
+    runner = Runner(folder, block_tokens=4)
+    with peak_memory(torch.device("cpu")) as peak:
+        chunks = {0: list(range(20)), 1: list(range(12))}
+        runner.step(chunks, [19])
+    runner.close()
+    sample: MemorySample = profiler.memory[0]
+    assert sample.activation_bytes == pytest.approx(peak.nbytes, rel=0.05)
+
+
+def test_pauses_between_its_steps_do_not_count(folder: Path) -> None:
+    now = itertools.count(0.0, 1.0)
+    profiler = profiler_of(folder, make_pool(), clock=lambda: next(now))
+    for _ in profiler.steps():
+        next(now)  # a step of something else
+    (alone,) = {tuple(one.seconds) for one in profiler.latency if one.output_tokens == 1}
+    assert alone == (1.0,)
+    assert {tuple(one.seconds) for one in profiler.latency if one.output_tokens == 9} == {(9.0,)}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 5, 20, 40, 80, 100])
+def test_wherever_it_is_given_up_all_pages_come_back(folder: Path, num_steps: int) -> None:
+    pool = make_pool()
+    steps = profiler_of(folder, pool).steps()
+    done = 0
+    while done < num_steps:
+        done += next(steps)  # waiting for a compiler is none
+    steps.close()
+    assert_all_free(pool)
+
+
+def test_without_room_it_says_what_is_needed_and_loads_nothing(folder: Path) -> None:
+    pool = make_pool()
+    with pytest.raises(NoRoom, match=r"needs .* MiB of pages \(\d+\), and 0\.1 \(20\) are available"):
+        next(profiler_of(folder, pool, max_pages=20).steps())
+    assert_all_free(pool)
+
+
+def test_a_model_of_one_layer_is_measured_whole(folder: Path, tmp_path: Path) -> None:
+    make_oracle("llama", num_hidden_layers=1).save_pretrained(tmp_path)
+    profiler = profiler_of(tmp_path, make_pool())
+    for _ in profiler.steps():
+        pass
+    assert {one.num_layers for one in profiler.latency} == {1}
+    assert {one.num_layers for one in profiler.memory} == {1}
+
+
+def test_a_model_of_the_same_shape_needs_no_more_room_however_deep(folder: Path, tmp_path: Path) -> None:
+    make_oracle("llama", num_hidden_layers=12).save_pretrained(tmp_path)
+    assert plan_of(tmp_path).num_pages == plan_of(folder).num_pages
+    pool = make_pool()
+    whole = load_model(tmp_path, pool, dtype=torch.float32)
+    assert pool.num_pages - pool.num_free > 2 * plan_of(tmp_path, ["full"]).num_pages
+    whole.release()
+
+
+def test_points_are_measured_again_until_the_whole_model_is_known() -> None:
+    quiet, loud = [1.0, 1.01, 0.99, 1.0], [1.95, 2.05, 2.0, 2.1]
+    assert is_settled([quiet, loud], 2)
+    assert not is_settled([quiet, loud], 32)
+    assert is_settled([quiet, [2.0, 2.0, 2.0, 9.0]], 32)  # something else disturbed the last one
+    assert is_settled([loud], 1)

@@ -1,0 +1,243 @@
+"""A fingerprint: the first layers of a model with its embedding and head, in every precision at once.
+
+A fingerprint of one layer is one of two of which the second is left out, and precisions lie side by side as a
+swap's variants do: to measure another is to install other halves. So all are measured in turns, and what
+disturbs the machine disturbs them alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+import kernels
+from bus.messages import PARTS, Part, Precision
+from worker.memory import PagePool, VirtualRange
+from worker.model import Model, ModelConfig, ModelError
+from worker.model.halves import Half
+from worker.model.layer import Attention, FeedForward, Layer
+from worker.model.layout import ModelPlan, RangePlan, Source, plan_model
+from worker.model.quantized_layout import BITS, plan_quantized
+from worker.model.shard import Shard
+from worker.model.sources import Checkpoint, RandomWeights, Weights
+from worker.model.weights import LayerWeights, LoadedRange, ModelWeights, WeightBytes, tensors_of
+from worker.morph.host_images import FromSet, Matrices, Pieces, Rounded, writing_half
+from worker.morph.ranges import HalfRanges, half_of
+from worker.quantize.sets import QuantizedSet, find_set
+
+MAX_LAYERS = 2
+COPY_BYTES = 8 << 20  # of a tensor at a time: some milliseconds
+
+Loading = Callable[[RangePlan], Pieces[LoadedRange]]
+
+
+class CutPlan:
+    """Where a fingerprint lies: pure arithmetic, before anything is loaded."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        precisions: Sequence[Precision],
+        *,
+        dtype: torch.dtype,
+        page_bytes: int,
+        max_tp: int = 1,
+        load_format: str = "safetensors",
+        method: str = "",
+    ) -> None:
+        """config: of the whole model. The rest as the worker that measures would load the model. Raises
+        ModelError: no checkpoint, a quantised set that cannot be used."""
+        self.whole, self.config = config, config.part(0, min(MAX_LAYERS, config.num_layers))
+        self.all_precisions = list(dict.fromkeys(precisions))
+        self.precisions = [name for name in self.all_precisions if name != "full"]
+        self.page_bytes = page_bytes
+        self.model = plan_model(self.config, dtype, page_bytes, max_tp)
+        self.source: Weights = RandomWeights() if load_format == "dummy" else Checkpoint(config.folder)
+        self.matrices: dict[Precision, Matrices] = {
+            name: _matrices(config, name, method, self.source) for name in self.precisions
+        }
+        self.quantized: dict[tuple[Part, Precision], RangePlan] = {}
+        for name, matrices in self.matrices.items():
+            halves = plan_quantized(
+                self.config,
+                self.model,
+                page_bytes,
+                name,
+                group=matrices.group,
+                has_input_scale=matrices.has_input_scale,
+            )
+            self.quantized |= {(part, name): plan for part, plan in zip(PARTS, halves, strict=True)}
+
+    @property
+    def depths(self) -> list[int]:
+        """Numbers of layers that are measured."""
+        return list(range(1, self.config.num_layers + 1))
+
+    @property
+    def num_pages(self) -> int:
+        """Of the weights, in all precisions."""
+        full = sum(self._pages(part) for part in self.model.ranges())
+        return full + self.config.num_layers * sum(self._pages(part) for part in self.quantized.values())
+
+    def weight_bytes(self, num_layers: int, precision: Precision) -> int:
+        """Whole pages of a model of so many layers that is served in this precision."""
+        ends = sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
+        return self.page_bytes * (ends + num_layers * sum(map(self._pages, self._layer(precision))))
+
+    def missing_bytes(self, num_layers: int, precision: Precision) -> int:
+        """Weights of the layers that a fingerprint of so many lacks."""
+        of_layer = sum(part.nbytes for part in self._layer(precision))
+        return (self.whole.num_layers - num_layers) * of_layer
+
+    def _layer(self, precision: Precision) -> list[RangePlan]:
+        if precision == "full":
+            return list(self.model.layers[0])
+        return [self.quantized[part, precision] for part in PARTS]
+
+    def _pages(self, part: RangePlan) -> int:
+        return -(-part.nbytes // self.page_bytes)
+
+
+class Fingerprint:
+    """The loaded layers. `model` runs those that `use` chose."""
+
+    def __init__(self, plan: CutPlan, model: Model, pool: PagePool) -> None:
+        """model: the cut, in full precision. Raises MappingFailed."""
+        self.plan, self.model = plan, model
+        self._ranges = HalfRanges(model, pool, plan.quantized)
+        self._layers: dict[Precision, list[Layer]] = {"full": list(model.layers)}
+
+    def use(self, num_layers: int, precision: Precision) -> None:
+        """Between two steps: the next one runs these."""
+        self.model.layers[:] = self._layers[precision][:num_layers]
+
+    def quantise(self, precision: Precision) -> Pieces[None]:
+        """Make the layers' halves of one precision. Raises OutOfPages, MappingFailed, ModelError."""
+        layers = []
+        for index, weights in enumerate(self.model.weights):
+            halves = {}
+            for part in PARTS:
+                plan, place = self.plan.quantized[part, precision], (index, part, precision)
+                memory = self._ranges.memory(place)
+                memory.map(0, memory.num_pages)
+                tensors = tensors_of(memory, plan)
+                full = weights.attention if part == "attention" else weights.feed_forward
+                yield from writing_half(tensors, self.plan.matrices[precision], index, full.tensors)
+                halves[part] = half_of(self.model, place, tensors, Shard())
+            layers.append(_layer_of(halves))
+        self._layers[precision] = layers
+
+    def release(self) -> None:
+        """Give every page back."""
+        self._ranges.release()
+        self.model.release()
+
+
+def load_cut(plan: CutPlan, pool: PagePool) -> Pieces[Fingerprint]:
+    """In full precision; of the checkpoint only the tensors of its layers, embedding and head are read. Gives
+    all pages back where it fails or is closed. Raises ModelError, OutOfPages, MappingFailed."""
+    plan.source.check([source for part in plan.model.ranges() for source in part.sources])
+    made: list[VirtualRange] = []
+
+    def load(part: RangePlan) -> Pieces[LoadedRange]:
+        memory = pool.reserve(part.nbytes, kind="weights", owner=f"fingerprint {part.name}")
+        made.append(memory)
+        memory.map(0, memory.num_pages)
+        tensors = tensors_of(memory, part)
+        for source in part.sources:
+            for _ in _fill(source.target(tensors), source, plan.source):
+                yield
+        return LoadedRange(memory, tensors)
+
+    try:
+        weights = yield from _load_all(plan.model, load, pool)
+        return Fingerprint(plan, Model(plan.config, plan.model, weights, plan.source), pool)
+    except BaseException:
+        for memory in made:
+            memory.release()
+        raise
+
+
+def warm_up(plan: CutPlan, block_tokens: int, device: torch.device) -> Iterator[None]:
+    """Compile what its shapes need, in a thread: it can take a minute, and steps go on meanwhile. Raises what
+    a compiler raises."""
+    problem: list[BaseException] = []
+
+    def work() -> None:
+        config = plan.config
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            kernels.warm_up(
+                plan.model.dtype,
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                block_tokens=block_tokens,
+                device=device,
+                bits=[BITS[precision] for precision in plan.precisions],
+            )
+        except BaseException as error:  # noqa: BLE001 raised again in the engine's thread
+            problem.append(error)
+
+    thread = threading.Thread(target=work, name="fingerprint-warm-up", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        yield
+    if problem:
+        raise problem[0]
+
+
+def _load_all(plan: ModelPlan, load: Loading, pool: PagePool) -> Pieces[ModelWeights]:
+    assert plan.embedding and plan.head, "the first layers come with both ends"
+    pages = sum(pool.pages_for(part.nbytes) for part in plan.ranges())
+    embedding = yield from load(plan.embedding)
+    layers = []
+    for attention, feed_forward in plan.layers:
+        layers.append(LayerWeights((yield from load(attention)), (yield from load(feed_forward))))
+    head = yield from load(plan.head)
+    size = WeightBytes(weights=plan.weight_bytes, padding=plan.padding_bytes, mapped=pages * pool.page_bytes)
+    return ModelWeights(embedding, layers, head, size)
+
+
+def _fill(target: torch.Tensor, source: Source, weights: Weights) -> Iterator[None]:
+    """`weights.fill`, of a checkpoint some rows at a time."""
+    if not isinstance(weights, Checkpoint):
+        weights.fill(target, source)
+        yield
+        return
+    stored = weights.read(source.tensor)
+    rows = max(1, COPY_BYTES * stored.shape[0] // max(1, stored.nbytes))
+    into = target.T if source.is_transposed else target
+    for first in range(0, stored.shape[0], rows):
+        into[first : first + rows].copy_(stored[first : first + rows])
+        yield
+
+
+def _layer_of(halves: Mapping[Part, Half]) -> Layer:
+    attention, feed_forward = halves["attention"], halves["ffn"]
+    assert isinstance(attention, Attention)
+    assert isinstance(feed_forward, FeedForward)
+    return Layer(attention, feed_forward, Shard())
+
+
+def _matrices(config: ModelConfig, precision: Precision, method: str, source: Weights) -> Matrices:
+    """As a worker would serve them. Whether a set is of this very model is for those to see who serve it: to
+    know it takes rows of every layer."""
+    if isinstance(source, Checkpoint) and (path := find_set(config.folder, precision, method)):
+        return FromSet(config, QuantizedSet(path, model=_model_of(path)))
+    return Rounded(config, BITS[precision])
+
+
+def _model_of(path: Path) -> str:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str((file.metadata() or {}).get("model", ""))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: damaged or truncated: {error}") from error

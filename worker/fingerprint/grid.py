@@ -1,0 +1,84 @@
+"""What is measured of fingerprints: which requests, in which precisions, and what they need. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bus.messages import Precision
+from worker.core import Limits
+
+ROUNDS, MAX_ROUNDS = 5, 15
+TOLERANCE = 0.03  # of the whole model's seconds: a point that is known so well is not measured again
+DECODES = 8  # steps by which the two output lengths differ
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    precision: Precision
+    prompt_tokens: int
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The points, and how the worker would serve them."""
+
+    points: Sequence[Point]
+    block_tokens: int
+    max_num_batched_tokens: int
+    rounds: int = ROUNDS
+    max_rounds: int = MAX_ROUNDS
+
+    @property
+    def prompt_tokens(self) -> int:
+        return max(point.prompt_tokens for point in self.points)
+
+    def num_prefills(self, point: Point) -> int:
+        """Steps that a batch's prompts take."""
+        return -(-point.prompt_tokens * point.batch_size // self.max_num_batched_tokens)
+
+    def lengths(self, point: Point) -> tuple[int, int]:
+        """Outputs of two lengths. Where prompts take several steps, the first of a batch decode beside the
+        last prefills: the shorter length is so long that all decode together before its end."""
+        prefills = self.num_prefills(point)
+        shorter = 1 if prefills == 1 else prefills + 1
+        return shorter, shorter + DECODES
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            max_num_seqs=max(point.batch_size for point in self.points),
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max(point.prompt_tokens + self.lengths(point)[1] for point in self.points),
+            block_tokens=self.block_tokens,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the KV of its largest batch, with the block for each that admission keeps spare."""
+        tokens = [(point.batch_size, point.prompt_tokens + self.lengths(point)[1]) for point in self.points]
+        return max(size * (-(-each // self.block_tokens) + 1) for size, each in tokens)
+
+
+def is_settled(by_depth: Sequence[Sequence[float]], num_layers: int) -> bool:
+    """Whether repetitions of one layer and of two tell a model of `num_layers` well enough: its seconds are
+    (n - 1) times those of two layers less (n - 2) times those of one, and so is what is not known of them."""
+    if len(by_depth) < 2:
+        return True
+    one, two = (statistics.median(seconds) for seconds in by_depth)
+    weights = (num_layers - 2, num_layers - 1)
+    whole = weights[1] * two - weights[0] * one
+    unknown = math.hypot(*(w * _standard_error(s) for w, s in zip(weights, by_depth, strict=True)))
+    return unknown <= TOLERANCE * whole
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the median, from the median deviation: a few repetitions that something else disturbed do not
+    count. 1.4826 deviations are a standard deviation of normal values, and a median scatters 1.2533 times as
+    much as a mean."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * deviation / math.sqrt(len(values))

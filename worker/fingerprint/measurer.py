@@ -1,0 +1,125 @@
+"""From a Measure command to a profile: what is stored already, what is to be measured, what is kept of it.
+
+Reads and writes files: not for the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bus.checkpoints import BadCheckpoint, digest_of
+from bus.deployments import Measure, Profile
+from bus.settings import WorkerSettings
+from worker.fingerprint.cut import CutPlan
+from worker.fingerprint.grid import Grid, Point
+from worker.fingerprint.profiler import Profiler
+from worker.fingerprint.stored import (
+    answers,
+    kind_of,
+    points_of,
+    profile_path,
+    program_version,
+    read_stored,
+    write_stored,
+)
+from worker.memory import PagePool
+from worker.model import ModelError, read_config
+
+log = logging.getLogger("worker")
+
+
+class CannotMeasure(Exception):
+    """This folder, or what is asked of it, cannot be measured; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurer:
+    """Of one worker: measures as it would serve."""
+
+    pool: PagePool
+    settings: WorkerSettings
+    dtypes: dict[str, torch.dtype]
+
+    @property
+    def device(self) -> str:
+        return kind_of(self.pool.backend.device)
+
+    def find(self, command: Measure) -> Profile | None:
+        """What was measured before, of the same checkpoint, on a device of this kind, by this program.
+        Raises CannotMeasure."""
+        self._check_digest(command)
+        found = read_stored(self._path(command))
+        if found and answers(found, command, self.device, program_version()):
+            return replace(found, model=command.model)
+        return None
+
+    def prepare(self, command: Measure) -> Profiler:
+        """Raises CannotMeasure."""
+        settings, device = self.settings, self.pool.backend.device
+        try:
+            config = read_config(Path(command.path))
+            dtype = self.dtypes.get(settings.dtype)
+            if dtype is None and device.type == "cpu":
+                dtype = torch.float32
+            plan = CutPlan(
+                config,
+                command.precisions,
+                dtype=dtype or config.dtype,
+                page_bytes=self.pool.page_bytes,
+                max_tp=settings.max_tp,
+                load_format=settings.load_format,
+                method=settings.quantization,
+            )
+        except (ModelError, ValueError) as error:
+            raise CannotMeasure(str(error)) from error
+        grid = Grid(
+            points=_points(command, config.max_position_embeddings),
+            block_tokens=settings.block_tokens,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        if grid.limits.max_model_len > config.max_position_embeddings:
+            raise CannotMeasure(
+                f"prompts of {grid.prompt_tokens} tokens and an answer are longer than the model's context of"
+                f" {config.max_position_embeddings}"
+            )
+        return Profiler(plan, grid, self.pool, max_pages=command.max_bytes // self.pool.page_bytes)
+
+    def keep(self, command: Measure, profiler: Profiler) -> Profile:
+        """The profile, and a file of it where the model's folder may be written to. Raises CannotMeasure:
+        the checkpoint is another one by now."""
+        self._check_digest(command)
+        profile = profiler.profile(
+            model=command.model, digest=command.digest, device=self.device, version=program_version()
+        )
+        try:
+            write_stored(self._path(command), profile)
+        except OSError as error:
+            log.warning("the profile of %s is kept in Redis alone: %s", command.model, error)
+        return profile
+
+    def _path(self, command: Measure) -> Path:
+        return profile_path(Path(command.path), self.device, program_version())
+
+    def _check_digest(self, command: Measure) -> None:
+        try:
+            digest = digest_of(Path(command.path))
+        except BadCheckpoint as error:
+            raise CannotMeasure(str(error)) from error
+        if digest != command.digest:
+            raise CannotMeasure(
+                f"{command.path} is not the checkpoint that was registered ({digest}, not"
+                f" {command.digest}): it has changed; register it again"
+            )
+
+
+def _points(command: Measure, context: int) -> list[Point]:
+    if not (command.precisions and command.prompt_tokens and command.batch_sizes):
+        raise CannotMeasure("nothing to measure: name a precision, a prompt size and a batch size at least")
+    if min(*command.prompt_tokens, *command.batch_sizes) < 1:
+        raise CannotMeasure("prompts and batches have one token and one request at least")
+    asked = points_of(command.precisions, command.prompt_tokens, command.batch_sizes)
+    return [Point(precision, tokens, size) for precision, tokens, size in asked]

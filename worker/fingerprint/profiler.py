@@ -1,0 +1,183 @@
+"""One profile from beginning to end, a step of an engine at a time (iServe §5.2, §5.3).
+
+Every point (precision, prompt, batch) is measured on one layer and on two, with outputs of two lengths, again
+and again. Seconds are those of a fingerprint's own steps: pauses in between, for what serves, do not count.
+Only a device alone is measured; samples of groups and of stages will join these (`Configuration` names them).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from typing import TypeVar
+
+from bus.deployments import LatencySample, MemorySample, Profile
+from worker.engine.instance import Instance
+from worker.fingerprint.caches import CacheSweep
+from worker.fingerprint.cut import CutPlan, Fingerprint, load_cut, warm_up
+from worker.fingerprint.grid import Grid
+from worker.fingerprint.requests import Requests
+from worker.memory import KVCache, PagePool
+from worker.morph.host_images import Pieces
+
+T = TypeVar("T")
+Steps = Generator[bool, None, None]  # as `worker.morph.run.Run.steps`: False waits for another thread
+
+
+class NoRoom(Exception):
+    """It takes more pages than it may have."""
+
+
+class Profiler:
+    """`steps` is run to its end or closed; both give every page back."""
+
+    def __init__(
+        self,
+        plan: CutPlan,
+        grid: Grid,
+        pool: PagePool,
+        *,
+        max_pages: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """max_pages: that it may take; 0: what is free."""
+        self.plan, self.grid = plan, grid
+        self.seconds = 0.0  # of the device, so far
+        self.progress = ""
+        self.latency: list[LatencySample] = []
+        self.memory: list[MemorySample] = []
+        self.peak_bytes = 0
+        self._pool, self._max_pages, self._clock = pool, max_pages, clock
+        self._device = pool.backend.device
+
+    @property
+    def num_pages(self) -> int:
+        """That it takes: weights in all precisions, and KV."""
+        return self.plan.num_pages + self.plan.config.num_layers * self._kv_pages
+
+    def steps(self) -> Steps:
+        """One step of a fingerprint, or one piece of its loading, at a time. Raises NoRoom, ModelError,
+        Failed, OutOfPages and MappingFailed."""
+        inner = self._steps()
+        try:
+            while True:
+                began = self._clock()
+                try:
+                    can_go_on = next(inner)
+                except StopIteration:
+                    return
+                finally:
+                    self.seconds += self._clock() - began
+                yield can_go_on
+        finally:
+            inner.close()
+
+    def check_integrity(self) -> None:
+        """Raises BrokenInvariant if pages are not where the pool believes."""
+        self._pool.check_integrity()
+
+    def profile(self, *, model: str, digest: str, device: str, version: str) -> Profile:
+        """When `steps` has come to its end."""
+        return Profile(
+            model=model,
+            digest=digest,
+            device=device,
+            version=version,
+            num_layers=self.plan.whole.num_layers,
+            block_bytes_per_layer=self._block_bytes,
+            block_tokens=self.grid.block_tokens,
+            latency=self.latency,
+            memory=self.memory,
+            device_seconds=round(self.seconds, 3),
+            peak_bytes=self.peak_bytes,
+            ended_ms=time.time_ns() // 1_000_000,
+        )
+
+    # ----------------------------------------------------------------------------- its parts
+
+    def _steps(self) -> Steps:
+        plan, pool = self.plan, self._pool
+        available = min(pool.num_free, self._max_pages or pool.num_free)
+        if self.num_pages > available:
+            raise NoRoom(self._no_room(available))
+        self._say("compiling kernels")
+        for _ in warm_up(plan, self.grid.block_tokens, self._device):
+            yield False
+        with ExitStack() as undo:
+            self._say("loading")
+            fingerprint = yield from _paced(load_cut(plan, pool))
+            undo.callback(fingerprint.release)
+            for precision in plan.precisions:
+                self._say(f"making {precision}")
+                yield from _paced(fingerprint.quantise(precision))
+            cache = self._make_cache()
+            undo.callback(cache.release)
+            cache.grow(self._kv_pages)
+            sweep = CacheSweep(self._device, max(plan.missing_bytes(1, name) for name in plan.all_precisions))
+            instance = self._make_instance(fingerprint, cache)
+            requests = Requests(fingerprint, instance, self.grid, sweep, say=self._say, clock=self._clock)
+            self.memory = yield from requests.memory()
+            transient = sweep.nbytes + max(one.activation_bytes for one in self.memory)
+            self.peak_bytes = self.num_pages * pool.page_bytes + transient
+            self.latency = yield from requests.latency()
+
+    def _say(self, progress: str) -> None:
+        self.progress = progress
+
+    def _make_cache(self) -> KVCache:
+        config = self.plan.config
+        return KVCache(
+            self._pool,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_tokens=self.grid.block_tokens,
+            dtype=self.plan.model.dtype,
+            max_blocks=self.grid.num_blocks,
+            owner=self._name,
+        )
+
+    def _make_instance(self, fingerprint: Fingerprint, cache: KVCache) -> Instance:
+        """In no engine and on no card: nobody sends it anything."""
+        return Instance(
+            self._name,
+            fingerprint.model,
+            cache,
+            self.grid.limits,
+            vocab_size=self.plan.config.vocab_size,
+            device=self._device,
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"fingerprint of {self.plan.config.folder.name}"
+
+    @property
+    def _block_bytes(self) -> int:
+        """Of one layer."""
+        config = self.plan.config
+        return config.kv_block_bytes(self.grid.block_tokens, self.plan.model.dtype) // config.num_layers
+
+    @property
+    def _kv_pages(self) -> int:
+        """Of one layer."""
+        return self._pool.pages_for(self.grid.num_blocks * self._block_bytes)
+
+    def _no_room(self, available: int) -> str:
+        mib = self._pool.page_bytes / 2**20
+        return (
+            f"a fingerprint needs {self.num_pages * mib:.1f} MiB of pages ({self.num_pages}), and"
+            f" {available * mib:.1f} ({available}) are available"
+        )
+
+
+def _paced(pieces: Pieces[T]) -> Generator[bool, None, T]:
+    """Each of them a unit of work that another may follow at once."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            made: T = end.value
+            return made
+        yield True

@@ -1,0 +1,143 @@
+"""Dummy requests to a fingerprint, one engine step at a time."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Generator
+
+from bus.deployments import Configuration, LatencySample, MemorySample
+from bus.messages import SamplingParams
+from worker.core import Request
+from worker.engine.instance import Instance
+from worker.fingerprint.activations import peak_memory
+from worker.fingerprint.caches import CacheSweep
+from worker.fingerprint.cut import Fingerprint
+from worker.fingerprint.grid import Grid, Point, is_settled
+
+Found = dict[tuple[int, int], list[float]]  # of a point: (layers, output tokens) -> seconds of repetitions
+
+
+class Failed(Exception):
+    """A fingerprint's own requests did not run."""
+
+
+class Requests:
+    """To one instance, whose layers change between them. Generators yield after every step."""
+
+    def __init__(
+        self,
+        fingerprint: Fingerprint,
+        instance: Instance,
+        grid: Grid,
+        sweep: CacheSweep,
+        *,
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """say: how far it is."""
+        self._fingerprint, self._instance, self._grid = fingerprint, instance, grid
+        self._sweep, self._say, self._clock = sweep, say, clock
+        self._depths = fingerprint.plan.depths
+        self._num_requests = 0
+
+    def memory(self) -> Generator[bool, None, list[MemorySample]]:
+        """Of a prefill of the largest batch in each precision. The last layer computes rows that logits are
+        asked for alone, so one layer would tell less than it takes where others follow it: what two take,
+        which is what any number takes, stands for both."""
+        largest = max(self._grid.points, key=lambda point: point.prompt_tokens * point.batch_size)
+        plan, made = self._fingerprint.plan, []
+        for precision in dict.fromkeys(point.precision for point in self._grid.points):
+            self._say(f"memory in {precision}")
+            self._submit(self._depths[-1], Point(precision, largest.prompt_tokens, largest.batch_size), 2)
+            most = 0
+            while self._instance.has_work:
+                with peak_memory(self._instance.device) as peak:
+                    self._step()
+                most = max(most, peak.nbytes)
+                yield True
+            made += [
+                MemorySample(
+                    num_layers=num_layers,
+                    configuration=Configuration(precision=precision),
+                    weight_bytes=plan.weight_bytes(num_layers, precision),
+                    activation_bytes=most,
+                )
+                for num_layers in self._depths
+            ]
+        return made
+
+    def latency(self) -> Generator[bool, None, list[LatencySample]]:
+        """In rounds over all points that are not known well enough, in an order that is another each time."""
+        found: dict[Point, Found] = {point: defaultdict(list) for point in self._grid.points}
+        for number in range(self._grid.max_rounds):
+            points = [point for point in found if not self._is_known(point, found[point], number)]
+            random.Random(number).shuffle(points)
+            for done, point in enumerate(points):
+                self._say(f"round {number + 1}: {done} of {len(points)} points")
+                for num_layers in self._depths if number % 2 else reversed(self._depths):
+                    timed = yield from self._repetition(point, num_layers)
+                    for output_tokens, seconds in timed.items():
+                        found[point][num_layers, output_tokens].append(seconds)
+        return [
+            LatencySample(
+                num_layers=num_layers,
+                configuration=Configuration(precision=point.precision),
+                prompt_tokens=point.prompt_tokens,
+                output_tokens=output_tokens,
+                batch_size=point.batch_size,
+                seconds=seconds,
+            )
+            for point, repetitions in found.items()
+            for (num_layers, output_tokens), seconds in sorted(repetitions.items())
+        ]
+
+    def _is_known(self, point: Point, found: Found, num_rounds: int) -> bool:
+        return num_rounds >= self._grid.rounds and all(
+            is_settled(
+                [found[depth, length] for depth in self._depths], self._fingerprint.plan.whole.num_layers
+            )
+            for length in self._grid.lengths(point)
+        )
+
+    def _repetition(self, point: Point, num_layers: int) -> Generator[bool, None, dict[int, float]]:
+        """Seconds by length of output. Where all prompts are one step, requests for the shorter length do the
+        same as those for the longer until they end: then these tell both."""
+        shorter, longer = self._grid.lengths(point)
+        if self._grid.num_prefills(point) == 1:
+            steps = yield from self._run(point, num_layers, longer)
+            return {shorter: sum(steps[:shorter]), longer: sum(steps)}
+        found = {}
+        for length in (shorter, longer):
+            found[length] = sum((yield from self._run(point, num_layers, length)))
+        return found
+
+    def _run(self, point: Point, num_layers: int, output_tokens: int) -> Generator[bool, None, list[float]]:
+        """Seconds of each step."""
+        self._submit(num_layers, point, output_tokens)
+        missing = self._fingerprint.plan.missing_bytes(num_layers, point.precision)
+        seconds = []
+        while self._instance.has_work:
+            self._sweep.sweep(missing)
+            began = self._clock()
+            self._step()
+            seconds.append(self._clock() - began)
+            yield True
+        return seconds
+
+    def _submit(self, num_layers: int, point: Point, output_tokens: int) -> None:
+        self._fingerprint.use(num_layers, point.precision)
+        self._instance.reshaped()
+        for _ in range(point.batch_size):
+            self._instance.submit(self._request(point.prompt_tokens, output_tokens))
+
+    def _request(self, prompt_tokens: int, output_tokens: int) -> Request:
+        self._num_requests += 1
+        prompt = [(self._num_requests * 31 + 7 * i) % self._instance.vocab_size for i in range(prompt_tokens)]
+        sampling = SamplingParams(max_tokens=output_tokens, seed=0, temperature=0.0)
+        return Request(id=str(self._num_requests), prompt_token_ids=prompt, sampling=sampling)
+
+    def _step(self) -> None:
+        for output in self._instance.step():
+            if output.delta.error:
+                raise Failed(f"a fingerprint's request failed: {output.delta.error}")

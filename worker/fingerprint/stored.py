@@ -1,0 +1,71 @@
+"""Profiles of fingerprints as files beside their models: what was measured once is not measured again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+import torch
+
+from bus.deployments import Measure, Profile
+from bus.messages import Precision
+from worker.quantize.sets import FOLDER
+
+
+def program_version() -> str:
+    try:
+        return version("instar")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def kind_of(device: torch.device) -> str:
+    """Devices of one kind measure alike: "cpu", or a GPU's name."""
+    return str(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+
+
+def profile_path(folder: Path, device: str, program: str) -> Path:
+    """Where sets and layer orders of this model lie, too. device: its kind."""
+    plain = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device}-{program}")
+    return folder / FOLDER / f"fingerprint-{plain}.json"
+
+
+def read_stored(path: Path) -> Profile | None:
+    """None: there is none that can be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except (OSError, ValueError):
+        return None
+
+
+def write_stored(path: Path, profile: Profile) -> None:
+    """Whole or not at all. Raises OSError: the folder cannot be written to."""
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        unfinished.write_text(json.dumps(asdict(profile), indent=1) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def answers(profile: Profile, command: Measure, device: str, program: str) -> bool:
+    """Whether it holds all that the command asks for, of this very checkpoint, kind and program."""
+    if (profile.digest, profile.device, profile.version) != (command.digest, device, program):
+        return False
+    measured = {(one.configuration.precision, one.prompt_tokens, one.batch_size) for one in profile.latency}
+    return set(points_of(command.precisions, command.prompt_tokens, command.batch_sizes)) <= measured
+
+
+def points_of(
+    precisions: Iterable[Precision], prompt_tokens: Iterable[int], batch_sizes: Iterable[int]
+) -> list[tuple[Precision, int, int]]:
+    tokens, sizes = sorted(set(prompt_tokens)), sorted(set(batch_sizes))
+    return list(itertools.product(dict.fromkeys(precisions), tokens, sizes))
