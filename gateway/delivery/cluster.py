@@ -7,7 +7,7 @@ worker counts as dead after its lease is missing for a while, and not after one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bus.client import LiveWorker
 from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, WorkerMetrics
@@ -39,6 +39,7 @@ class Cluster:
     polled_at: float = float("-inf")
     metrics: Metrics | None = None
     metrics_at: float = float("-inf")
+    awaited: dict[str, str] = field(default_factory=dict)  # models that are being deployed, and how far
     max_tp: int = 0  # no group beyond it is made, as the policy says; 0: any
     parts_groups: bool = True  # by itself, as the policy says
     free_share: float = 0.5  # of the KV, for a group to part
@@ -90,8 +91,26 @@ class Cluster:
         card = self.workers.get(worker)
         if card is not None and card.epoch <= epoch:
             del self.workers[worker]
-            for model, instances in self._ready.items():
-                self._ready[model] = [ready for ready in instances if ready.worker != worker]
+            self._choose_no_more(worker)
+
+    def told_to_leave(self, worker: str, epoch: int) -> None:
+        """From now on it is asked for nothing, though the last poll does not know that it drains."""
+        card = self.workers.get(worker)
+        if card is not None and card.epoch == epoch and card.state == "serving":
+            self.workers[worker] = replace(card, state="draining")
+            self._choose_no_more(worker)
+
+    def _choose_no_more(self, worker: str) -> None:
+        for model, instances in self._ready.items():
+            self._ready[model] = [ready for ready in instances if ready.worker != worker]
+
+    def forget_retired(self, active: set[str]) -> None:
+        """Models that were deployed, are not to be served any more (all but `active`), and are not."""
+        served = {card.model for worker in self.workers.values() for card in worker.instances}
+        for model, card in list(self.cards.items()):
+            if card.deployed and model not in active | served:
+                del self.cards[model]
+                self.served_at.pop(model, None)
 
     def add_metrics(self, metrics: Metrics, now: float) -> None:
         self.metrics = metrics
