@@ -49,7 +49,9 @@ class Sequence:
                    0        num_computed ^ (anywhere)                   len(token_ids)
 
     `num_computed` and `block_ids` are written by the scheduler, `token_ids` by the instance, `row` (place
-    in the batch tables, -1 while waiting) by the batch.
+    in the batch tables, -1 while waiting) and `num_exits` by the batch. In a pipeline a step counts as
+    computed when it is on its way: nothing remains of a sequence then whose next token is to come back with
+    it.
     """
 
     __slots__ = (
@@ -57,6 +59,7 @@ class Sequence:
         "block_ids",
         "last_token_at",
         "num_computed",
+        "num_exits",
         "num_prompt",
         "num_prompt_counted",
         "prompt_logprobs",
@@ -73,6 +76,7 @@ class Sequence:
         self.num_computed = 0
         self.block_ids: list[int] = []
         self.row = -1
+        self.num_exits = 0  # how often it has lost its row: what was planned before is void
         self.arrived = arrived  # monotonic seconds, as the next two; 0.0: not yet
         self.started_at = 0.0
         self.last_token_at = 0.0
@@ -87,7 +91,8 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Known tokens that are not in the KV cache: 1 while decoding, more while prefilling."""
+        """Known tokens that are not in the KV cache: 1 while decoding, more while prefilling; 0 while the
+        next token is on its way."""
         return len(self.token_ids) - self.num_computed
 
     def num_blocks_needed(self, block_tokens: int) -> int:

@@ -48,6 +48,7 @@ class Batch:
         if seq.row >= 0:
             self._free_rows.append(seq.row)
             seq.row = -1
+            seq.num_exits += 1
 
     def reread_blocks(self, seq: Sequence) -> None:
         """Its blocks were moved: the next step's table takes all of them anew."""

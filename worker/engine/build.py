@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -57,8 +58,10 @@ class Shape:
         )
 
 
-def make_cache(pool: PagePool, model: Model, limits: Limits, owner: str) -> KVCache:
-    """A KV cache without pages yet, over addresses for all the pool could ever give it."""
+def make_cache(
+    pool: PagePool, model: Model, limits: Limits, owner: str, max_blocks: int | None = None
+) -> KVCache:
+    """A KV cache without pages yet, over addresses for all the pool could ever give it, or for max_blocks."""
     config = model.config
     block_bytes = config.kv_block_bytes(limits.block_tokens, model.dtype)
     return KVCache(
@@ -68,7 +71,7 @@ def make_cache(pool: PagePool, model: Model, limits: Limits, owner: str) -> KVCa
         head_dim=config.head_dim,
         block_tokens=limits.block_tokens,
         dtype=model.dtype,
-        max_blocks=max(1, pool.num_pages * pool.page_bytes // block_bytes),
+        max_blocks=max_blocks or max(1, pool.num_pages * pool.page_bytes // block_bytes),
         owner=owner,
     )
 
@@ -111,6 +114,24 @@ def make_instance(
     instance_id: str, model: Model, cache: KVCache, limits: Limits, *, bits: Seq[int] = ()
 ) -> Instance:
     """`bits`: of the quantised variants that its layers may become."""
+    compile_kernels(model, limits, cache.pool.backend.device, bits=bits)
+    return instance_of(instance_id, model, cache, limits)
+
+
+def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> Instance:
+    """The same where the kernels are compiled."""
+    return Instance(
+        instance_id,
+        model,
+        cache,
+        limits,
+        vocab_size=model.config.vocab_size,
+        device=cache.pool.backend.device,
+    )
+
+
+def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits: Seq[int] = ()) -> None:
+    """What this model's steps will run. In any thread."""
     config = model.config
     for tp in degrees(config, model.plan.max_tp):  # Triton compiles for a number of heads
         kernels.warm_up(
@@ -121,22 +142,20 @@ def make_instance(
             num_kv_heads=config.num_kv_heads // tp,
             head_dim=config.head_dim,
             block_tokens=limits.block_tokens,
-            device=cache.pool.backend.device,
+            device=device,
             bits=bits if tp == 1 else (),
         )
-    return Instance(
-        instance_id,
-        model,
-        cache,
-        limits,
-        vocab_size=config.vocab_size,
-        device=cache.pool.backend.device,
-    )
 
 
 def run_canary(instance: Instance) -> None:
-    """A first request through every part, before anybody else's: a prefill and two decodes. ModelError if
-    the model's numbers are not numbers. Leaves no trace in the statistics."""
+    """`canary_steps`, one after the other."""
+    for _ in canary_steps(instance):
+        pass
+
+
+def canary_steps(instance: Instance) -> Iterator[None]:
+    """A first request through every part, before anybody else's: a prefill and two decodes, a yield after
+    each. ModelError if the model's numbers are not numbers. Leaves no trace in the statistics."""
     longest = min(instance.limits.max_model_len - 3, instance.limits.max_num_batched_tokens + 1, 64)
     prompt = [i * 7 % instance.vocab_size for i in range(max(1, longest))]
     sampling = SamplingParams(max_tokens=3, seed=0, temperature=0.0, logprobs=0)
@@ -147,6 +166,7 @@ def run_canary(instance: Instance) -> None:
             if output.delta.error:
                 raise ModelError(f"{instance.id}: the first request failed: {output.delta.error}")
             logprobs += [each.logprob for each in output.delta.logprobs or []]
+        yield
     if not logprobs or not all(-1e30 < logprob <= 0 for logprob in logprobs):
         raise ModelError(f"{instance.id}: the first forward pass gave {logprobs}; the weights are damaged")
     instance.check_integrity()

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from bus.messages import RETIRED, Delta
 from worker.core import Request
 from worker.engine.instance import Instance, Output
 
@@ -44,12 +46,36 @@ def result_of(instance: Instance, outputs: list[Output]) -> StepResult:
     )
 
 
+def _gone(instance_id: str, request: Request) -> StepResult:
+    """Of a request that came for an instance that is not here any more."""
+    delta = Delta(
+        request_id=request.id,
+        attempt=request.attempt,
+        index=len(request.sent_token_ids),
+        token_ids=[],
+        finish_reason="error",
+        error=f"{RETIRED} {instance_id} is not here any more",
+    )
+    return StepResult(instance_id, 0, time.time_ns(), [Output(request, delta)], "", 0)
+
+
+class Parts(Protocol):
+    """What this device runs of instances elsewhere."""
+
+    @property
+    def can_step(self) -> bool: ...
+
+    def step(self) -> None: ...
+
+
 class Engine:
     """Verbs: `submit`, `cancel`, `step`; the order of instances is the order in which they step."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.instances: dict[str, Instance] = {}
+        self.parts: Parts | None = None
         self._device = device or torch.device("cpu")
+        self._unsent: list[StepResult] = []  # ends of requests whose instance is gone
 
     def bind_thread(self) -> None:
         """Call once in the thread that will step, if it is not the one that loaded: the current CUDA device
@@ -65,10 +91,22 @@ class Engine:
     def remove_instance(self, instance_id: str) -> Instance:
         return self.instances.pop(instance_id)
 
+    def send_away(self, instance_id: str, reason: str) -> int:
+        """Everything that waits or runs there ends with this error; the next step tells. Returns how many."""
+        instance, outputs = self.instances[instance_id], list[Output]()
+        while instance.has_work:
+            outputs += instance.fail(reason)
+        if outputs:
+            self._unsent.append(result_of(instance, outputs))
+        return len(outputs)
+
     def submit(self, instance_id: str, request: Request, arrived: float | None = None) -> None:
-        """`arrived`: monotonic seconds when the worker got it, if not now. KeyError for an unknown
-        instance, ValueError for an id that already runs there."""
-        self.instances[instance_id].submit(request, arrived)
+        """`arrived`: monotonic seconds when the worker got it, if not now. One for an instance that is gone
+        ends at once. ValueError for an id that already runs there."""
+        if instance := self.instances.get(instance_id):
+            instance.submit(request, arrived)
+        else:
+            self._unsent.append(_gone(instance_id, request))
 
     def cancel(self, request_ids: Iterable[str]) -> int:
         ids = list(request_ids)
@@ -76,18 +114,31 @@ class Engine:
 
     def reset(self) -> None:
         """A new epoch: nothing that was submitted before says anything any more, and counters begin at 0."""
+        self._unsent.clear()
         for instance in self.instances.values():
             instance.reset()
 
     @property
     def has_work(self) -> bool:
-        return any(instance.has_work for instance in self.instances.values())
+        return bool(self._unsent) or any(instance.has_work for instance in self.instances.values())
 
-    def step(self) -> list[StepResult]:
-        """One step of every instance that has something to do, in turn: none can starve another."""
-        results = []
-        for instance in self.instances.values():
-            if instance.has_work and (outputs := self._step(instance)):
+    def can_step(self, *, is_paused: bool = False) -> bool:
+        """Whether `step` has something to do now; what has work may wait for others."""
+        if self.parts and self.parts.can_step:
+            return True
+        has_own = bool(self._unsent) or any(instance.can_step for instance in self.instances.values())
+        return has_own and not is_paused
+
+    def step(self, *, is_paused: bool = False) -> list[StepResult]:
+        """One step of every instance that has something to do, in turn: none can starve another. is_paused:
+        only what others wait for, elsewhere."""
+        if self.parts and self.parts.can_step:
+            self.parts.step()
+        if is_paused:
+            return []
+        results, self._unsent = self._unsent, []
+        for instance in list(self.instances.values()):
+            if instance.can_step and (outputs := self._step(instance)):
                 results.append(result_of(instance, outputs))
         return results
 

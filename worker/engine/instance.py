@@ -90,6 +90,11 @@ class Instance:
     def has_work(self) -> bool:
         return bool(self._sequences or self._unsent)
 
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has something to do now."""
+        return self.has_work
+
     def submit(self, request: Request, arrived: float | None = None) -> None:
         """`arrived`: the clock when the worker got it. ValueError for an id that runs already; any other
         problem becomes an `error` Delta."""
@@ -193,10 +198,10 @@ class Instance:
         )
         return self.finish(planned, logits, began)
 
-    def plan(self, max_tokens: int | None = None) -> Planned | None:
-        """What to run next, of at most so many tokens; None: nothing. A plan that is not run may be
-        forgotten: the next one is as if it had not been made."""
-        plan = self.scheduler.plan(max_tokens)
+    def plan(self, max_tokens: int | None = None, max_decodes: int | None = None) -> Planned | None:
+        """What to run next, of at most so many tokens and decodes; None: nothing. A plan that is not run may
+        be forgotten: the next one is as if it had not been made."""
+        plan = self.scheduler.plan(max_tokens, max_decodes)
         self._settle(plan)
         return Planned(plan, self.batch.build(plan)) if plan.chunks else None
 
@@ -207,10 +212,7 @@ class Instance:
         plan = planned.plan
         plan.chunks = [chunk for chunk in plan.chunks if self._is_here(chunk.seq)]
         self.scheduler.commit(plan)
-        published = self._publish(plan, planned.inputs, sampled)
-        self.num_steps += 1
-        self.stats.step.observe(self._clock() - began)
-        return self.take_unsent() + published
+        return self._conclude(plan, planned.inputs, sampled, began)
 
     def take_unsent(self) -> list[Output]:
         """Ends that needed no step."""
@@ -244,6 +246,12 @@ class Instance:
         for seq in plan.admitted:
             row = self.batch.admit(seq)
             self.sampler.set_row(row, seq.request.sampling, seq.token_ids[seq.num_prompt :])
+
+    def _conclude(self, plan: StepPlan, inputs: StepInputs, sampled: Sampled, began: float) -> list[Output]:
+        published = self._publish(plan, inputs, sampled)
+        self.num_steps += 1
+        self.stats.step.observe(self._clock() - began)
+        return self.take_unsent() + published
 
     def _sample(self, inputs: StepInputs, logits: torch.Tensor) -> Sampled:
         num_sampling = len(inputs.sampling)

@@ -3,8 +3,9 @@
 Continuous batching with chunked prefill, after Orca (OSDI '22, iteration-level scheduling) and
 Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budget). The rules:
 
-1.  A sequence that decodes runs in every step; in a group, whose planners share a step's tokens, they take
-    turns where there are more of them than this planner may run.
+1.  A sequence that decodes runs in every step; in a group, whose planners share a step's tokens, and in a
+    pipeline, where several batches are on their way, they take turns where there are more of them than this
+    batch may run.
 2.  Prefills share what is left of `max_num_batched_tokens`, or of this planner's part, oldest first.
 3.  Admission is first come, first served: when the head does not fit, nobody passes it. A sequence is
     admitted when there are blocks for all its known tokens and one spare block for each sequence that
@@ -50,12 +51,13 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
 
-    def plan(self, max_tokens: int | None = None) -> StepPlan:
-        """max_tokens: of this step, where others share it; None: as many as one worker runs."""
+    def plan(self, max_tokens: int | None = None, max_decodes: int | None = None) -> StepPlan:
+        """max_tokens: of this step, where others share it; None: as many as one worker runs. max_decodes: of
+        one batch of several; None: all."""
         plan = StepPlan()
         max_tokens = self.limits.max_num_batched_tokens if max_tokens is None else max_tokens
         self._find_blocks(plan)
-        self._run_decodes(plan, max_tokens)
+        self._run_decodes(plan, max_tokens if max_decodes is None else min(max_tokens, max_decodes))
         self._run_prefills(plan, max_tokens)
         self._admit(plan, max_tokens)
         return plan

@@ -90,37 +90,24 @@ class Link:
                 self._write(_PING)
 
 
-class Links:
-    """Listens, and connects to others. `address` and `key` are for the card: who can read it may come."""
+class Door:
+    """Listens. `address` and `key` are for the card: who can read it may come, and each must show the key."""
 
-    def __init__(self, host: str, timeout_s: float, on_message: OnMessage, on_lost: OnLost) -> None:
-        """Raises OSError where the host cannot be listened on."""
+    def __init__(self, host: str, on_knock: Callable[[Opening], object]) -> None:
+        """on_knock: in a thread of the door, with what opens the connection; the key is asked for then.
+        Raises OSError where the host cannot be listened on."""
         self.key = os.urandom(KEY_BYTES)
-        self._timeout_s, self._on_message, self._on_lost = timeout_s, on_message, on_lost
+        self._on_knock = on_knock
         self._listener = Listener((host, 0))
         port: int = self._listener.address[1]
         self.address = f"{host}:{port}"
-        self._links: list[Link] = []
         self._is_closed = False
-        threading.Thread(target=self._accept, name="group-links", daemon=True).start()
-
-    def connect(self, address: str, key: bytes) -> Link:
-        """Returns at once; `on_lost` tells where nobody listens or the key is not right."""
-        host, _, port = address.rpartition(":")
-        return self._add(lambda: Client((host, int(port)), authkey=key))
+        threading.Thread(target=self._accept, name="door", daemon=True).start()
 
     def close(self) -> None:
         self._is_closed = True
         with suppress(OSError):
             self._listener.close()
-        for link in self._links:
-            link.close()
-
-    def _add(self, open_: Opening) -> Link:
-        self._links = [link for link in self._links if not link._is_closed]
-        link = Link(open_, self._timeout_s, self._on_message, self._on_lost)
-        self._links.append(link)
-        return link
 
     def _accept(self) -> None:
         while not self._is_closed:
@@ -129,7 +116,7 @@ class Links:
                 if self._is_closed:  # closing does not wake who waits in accept
                     connection.close()
                     return
-                self._add(lambda connection=connection: self._greet(connection))  # type: ignore[misc]
+                self._on_knock(lambda connection=connection: self._greet(connection))  # type: ignore[misc]
             except OSError as error:
                 if not self._is_closed:
                     log.warning("a connection to %s failed: %s", self.address, error)
@@ -145,3 +132,42 @@ class Links:
             log.warning("somebody came to %s without its key: %s", self.address, error)
             raise ConnectionRefusedError(f"it did not show the key of {self.address}") from error
         return connection
+
+
+def knock(address: str, key: bytes) -> Opening:
+    """At another's door, when it is called."""
+    host, _, port = address.rpartition(":")
+    return lambda: Client((host, int(port)), authkey=key)
+
+
+class Links:
+    """Listens, and connects to others."""
+
+    def __init__(self, host: str, timeout_s: float, on_message: OnMessage, on_lost: OnLost) -> None:
+        """Raises OSError where the host cannot be listened on."""
+        self._timeout_s, self._on_message, self._on_lost = timeout_s, on_message, on_lost
+        self._links: list[Link] = []
+        self._door = Door(host, self._add)
+
+    @property
+    def address(self) -> str:
+        return self._door.address
+
+    @property
+    def key(self) -> bytes:
+        return self._door.key
+
+    def connect(self, address: str, key: bytes) -> Link:
+        """Returns at once; `on_lost` tells where nobody listens or the key is not right."""
+        return self._add(knock(address, key))
+
+    def close(self) -> None:
+        self._door.close()
+        for link in self._links:
+            link.close()
+
+    def _add(self, open_: Opening) -> Link:
+        self._links = [link for link in self._links if not link._is_closed]
+        link = Link(open_, self._timeout_s, self._on_message, self._on_lost)
+        self._links.append(link)
+        return link

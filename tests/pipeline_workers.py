@@ -1,0 +1,216 @@
+"""Workers of one process that are stages of a pipeline: an engine's thread each, real sockets between
+them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bus.messages import RETIRED, SamplingParams, TokenLogprobs
+from worker.core import Limits, Request
+from worker.engine.engine import Engine, StepResult
+from worker.memory import CpuBackend, PagePool
+from worker.model import load_model
+from worker.morph.executor import MorphExecutor
+from worker.pipeline.build import part_of, start_leading
+from worker.pipeline.instance import PipelinedInstance
+from worker.pipeline.pipeline import Behind
+from worker.pipeline.stages import Stages
+from worker.service.engine_thread import EngineThread
+
+WAIT_S = 30.0
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, block_tokens=4)
+
+
+class StageWorker:
+    """`tokens[request]` as published, `ends[request]` its finish reason or error; `ended` pipelines, and
+    why."""
+
+    def __init__(self, name: str, *, megabytes: float = 8, timeout_s: float = 20.0) -> None:
+        self.name, self.epoch = name, 1
+        self.pool = PagePool(CpuBackend(4096), int(megabytes * 1024 * 1024))
+        self.stages = Stages("127.0.0.1", timeout_s, is_gpu=False)
+        self.engine = Engine()
+        self.engine.parts = self.stages
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+        self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self.ended: dict[str, str] = {}
+        self.death: BaseException | None = None
+        self._changed = threading.Condition()
+        self.thread = EngineThread(
+            self.engine,
+            self.pool.counts,
+            MorphExecutor(name, {}),
+            snapshot_s=1.0,
+            on_results=self._results,
+            on_snapshot=lambda snapshot: None,
+            on_reports=lambda reports: None,
+            on_death=self._died,
+        )
+        self.stages.wake = self.wake
+        self.stages.on_ended = self._ended
+        self.thread.fence(self.epoch)
+        self.thread.start()
+
+    def wake(self) -> None:
+        self.thread._inbox.put(lambda: None)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """In the engine's thread, between two steps; returns what it returns."""
+        done, made, errors = threading.Event(), list[Any](), list[BaseException]()
+
+        def run() -> None:
+            try:
+                made.append(work())
+            except BaseException as error:  # noqa: BLE001 the waiting side raises it again
+                errors.append(error)
+            done.set()
+
+        self.thread._inbox.put(run)
+        assert done.wait(WAIT_S), f"{self.name} does not come to a boundary"
+        if errors:
+            raise errors[0]
+        return made[0]
+
+    def submit(self, instance: str, name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
+        params = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, **sampling})
+        self.tokens[name] = []
+        self.thread.submit(instance, Request(id=name, prompt_token_ids=prompt, sampling=params))
+
+    def wait(self, until: Callable[[], bool], what: str) -> None:
+        ends_at = time.monotonic() + WAIT_S
+        with self._changed:
+            while not until():
+                assert self.death is None, self.death
+                left_s = ends_at - time.monotonic()
+                assert left_s > 0, f"{self.name} waited {WAIT_S} s for {what}"
+                self._changed.wait(min(left_s, 0.2))
+
+    def wait_ends(self, *names: str) -> None:
+        self.wait(lambda: all(name in self.ends for name in names), f"the ends of {names}")
+
+    def is_empty(self) -> bool:
+        return bool(self.call(lambda: self.pool.num_free == self.pool.num_pages))
+
+    def stop(self) -> None:
+        if self.thread._thread.is_alive():
+            self.call(self.stages.close)
+            self.thread.stop()
+
+    def _results(self, epoch: int, results: list[StepResult]) -> None:
+        with self._changed:
+            for result in results:
+                for output in result.outputs:
+                    delta, name = output.delta, output.request.id
+                    assert name not in self.ends, f"{name} goes on after its end"
+                    if delta.error is None:
+                        assert delta.index == len(self.tokens[name]), f"{name}: index {delta.index}"
+                    self.tokens[name] += delta.token_ids
+                    known = self.logprobs.setdefault(name, [])
+                    known += delta.prompt_logprobs or []
+                    known += delta.logprobs or []
+                    if delta.finish_reason:
+                        self.ends[name] = delta.error or delta.finish_reason
+            self._changed.notify_all()
+
+    def _ended(self, pipeline: str, reason: str) -> None:
+        with self._changed:
+            self.ended[pipeline] = reason
+            self._changed.notify_all()
+
+    def _died(self, error: BaseException) -> None:
+        self.death = error
+
+
+class Line:
+    """One instance over workers: layers [bounds[i], bounds[i + 1]) at each. `with` gives everything back."""
+
+    def __init__(
+        self,
+        folder: Path,
+        bounds: list[int],
+        *,
+        blocks: int = 60,
+        max_blocks: int = 0,
+        workers: list[StageWorker] | None = None,
+        timeout_s: float = 20.0,
+        limits: Limits = LIMITS,
+        name: str = "m",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        parts = list(pairwise(bounds))
+        self.workers = workers or [StageWorker(f"w{i}", timeout_s=timeout_s) for i in range(len(parts))]
+        self.leader, self.id = self.workers[0], f"{name}@{self.workers[0].name}"
+        for i, (worker, layers) in enumerate(zip(self.workers[1:], parts[1:], strict=True), start=1):
+            worker.call(partial(self._follow, folder, worker, layers, i, limits, dtype))
+        behind = [
+            Behind(worker.name, worker.epoch, worker.stages.address, worker.stages.key, *layers)
+            for worker, layers in zip(self.workers[1:], parts[1:], strict=True)
+        ]
+        model = self.leader.call(lambda: load_model(folder, self.leader.pool, dtype=dtype, layers=parts[0]))
+        steps = start_leading(
+            self.id,
+            self.leader.name,
+            model,
+            self.leader.pool,
+            limits,
+            behind,
+            blocks=blocks,
+            max_blocks=max_blocks,
+            timeout_s=timeout_s,
+            wake=self.leader.wake,
+        )
+        self.instance: PipelinedInstance = self.leader.call(lambda: _run(steps))
+        self.leader.call(lambda: self.leader.engine.add_instance(self.instance))
+
+    def _follow(
+        self,
+        folder: Path,
+        worker: StageWorker,
+        layers: tuple[int, int],
+        stage: int,
+        limits: Limits,
+        dtype: Any,
+    ) -> None:
+        model = load_model(folder, worker.pool, dtype=dtype, layers=layers)
+        worker.stages.add(part_of(self.id, stage, worker.epoch, model, worker.pool, limits), WAIT_S)
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
+        self.leader.submit(self.id, name, prompt, max_tokens, **sampling)
+
+    def end(self, reason: str = "retired") -> None:
+        """As a Retire does."""
+
+        def release() -> None:
+            self.leader.engine.send_away(self.id, f"{RETIRED} {reason}")
+            self.leader.engine.remove_instance(self.id)
+            self.instance.pipeline.close(reason)
+            self.instance.release()
+
+        self.leader.call(release)
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self.workers:
+            worker.stop()
+
+
+def _run(steps: Any) -> Any:
+    ends_at = time.monotonic() + WAIT_S
+    while True:
+        try:
+            next(steps)
+            assert time.monotonic() < ends_at
+            time.sleep(0.005)
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,178 @@
+"""A stage that dies, hangs or fails costs its pipeline: requests go elsewhere, every page is given back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bus.messages import RETIRED
+from tests.model_folders import make_oracle
+from tests.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker
+from worker.model import load_model
+from worker.pipeline.build import part_of, start_leading
+from worker.pipeline.pipeline import Behind, PipelineLost
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    make_oracle("llama", num_hidden_layers=4, seed=3).save_pretrained(made)
+    return made
+
+
+def vanish(worker: StageWorker) -> None:
+    """As a process that is killed: its connections end, nobody says anything."""
+    worker.thread.stop()
+    worker.stages._door.close()
+    hops = [*worker.stages._hops, *(each._next for each in worker.stages.followers if each._next)]
+    for hop in hops:
+        hop.is_closed = True
+        hop._hang_up()
+
+
+def let_go(line: Line) -> None:
+    """What a worker does about a lost pipeline that it leads."""
+
+    def gone(reason: str) -> None:
+        line.leader.engine.remove_instance(line.id)
+        line.instance.release()
+
+    line.instance.on_lost = gone
+
+
+def busy(line: Line) -> list[str]:
+    """Requests under way, and some that wait."""
+    names = [str(i) for i in range(10)]
+    for name in names:
+        line.submit(name, [int(name) + 1] * 9, 200)
+    line.leader.wait(lambda: any(line.leader.tokens.values()), "a first token")
+    return names
+
+
+def wait_empty(*workers: StageWorker) -> None:
+    ends_at = time.monotonic() + WAIT_S
+    while not all(worker.is_empty() for worker in workers):
+        assert time.monotonic() < ends_at
+        time.sleep(0.02)
+
+
+def check_all_went_elsewhere(line: Line, names: list[str], why: str) -> None:
+    line.leader.wait_ends(*names)
+    for name in names:
+        assert line.leader.ends[name].startswith(RETIRED)
+        assert why in line.leader.ends[name]
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_stage_that_dies_ends_the_pipeline_and_nobody_keeps_a_page(folder: Path, which: int) -> None:
+    with Line(folder, [0, 1, 3, 4]) as line:
+        let_go(line)
+        names = busy(line)
+        vanish(line.workers[which])
+        check_all_went_elsewhere(line, names, "gone")
+        wait_empty(line.leader, line.workers[3 - which])
+        line.submit("late", [1], 3)
+        line.leader.wait_ends("late")
+        assert line.leader.ends["late"].startswith(RETIRED)
+
+
+def test_a_leader_that_dies_leaves_no_page_at_any_stage(folder: Path) -> None:
+    with Line(folder, [0, 1, 3, 4]) as line:
+        busy(line)
+        line.leader.thread.stop()
+        for hop in line.instance.pipeline._hops:
+            hop.is_closed = True
+            hop._hang_up()
+        wait_empty(*line.workers[1:])
+        assert all("leader" in worker.ended[line.id] for worker in line.workers[1:])
+
+
+def test_a_step_that_fails_at_a_stage_says_why(folder: Path) -> None:
+    with Line(folder, [0, 2, 4]) as line:
+        let_go(line)
+        names = busy(line)
+        part = line.workers[1].stages.followers[0].part
+
+        def poison(*args: Any) -> torch.Tensor:
+            raise RuntimeError("a bad kernel")
+
+        line.workers[1].call(lambda: setattr(part.model, "run", poison))
+        check_all_went_elsewhere(line, names, "a bad kernel")
+        wait_empty(*line.workers)
+
+
+def test_a_stage_that_hangs_counts_as_gone_after_the_timeout(folder: Path) -> None:
+    with Line(folder, [0, 2, 4], timeout_s=1.0) as line:
+        let_go(line)
+        names = busy(line)
+        awake = threading.Event()
+
+        def hang() -> None:
+            awake.wait(WAIT_S)
+
+        line.workers[1].thread._inbox.put(hang)
+        check_all_went_elsewhere(line, names, "did not come back within 1 s")
+        awake.set()
+        wait_empty(*line.workers)
+
+
+def test_a_stage_gives_its_pages_back_when_no_leader_comes(folder: Path) -> None:
+    worker = StageWorker("w1")
+    part = part_of("m@w0", 1, 1, load(folder, worker, (2, 4)), worker.pool, LIMITS)
+    worker.call(lambda: worker.stages.add(part, 0.05))
+    wait_empty(worker)
+    assert "no leader came" in worker.ended["m@w0"]
+    worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("layers", "epoch", "why"),
+    [((1, 4), 1, "its range of layers is"), ((2, 4), 7, "its worker's epoch is 7"), ((2, 4), 1, "room for")],
+)
+def test_a_leader_that_does_not_fit_is_told_why_and_keeps_nothing(
+    folder: Path, layers: tuple[int, int], epoch: int, why: str
+) -> None:
+    leader, worker = StageWorker("w0"), StageWorker("w1")
+    part = part_of("m@w0", 1, epoch, load(folder, worker, layers), worker.pool, LIMITS)
+    worker.call(lambda: worker.stages.add(part, WAIT_S))
+    model = load(folder, leader, (0, 2))
+    before = leader.pool.num_free
+    behind = [Behind("w1", 1, worker.stages.address, worker.stages.key, 2, 4)]
+    steps = start_leading(
+        "m@w0", "w0", model, leader.pool, LIMITS, behind, blocks=10**6, timeout_s=5.0, wake=leader.wake
+    )
+    with pytest.raises(Exception, match=why):
+        while True:
+            next(steps)
+            time.sleep(0.005)
+    assert leader.pool.num_free == before
+    model.release()
+    worker.call(lambda: worker.stages.end("m@w0", "over"))
+    wait_empty(leader, worker)
+    leader.stop()
+    worker.stop()
+
+
+def test_nobody_joins_without_the_key(folder: Path) -> None:
+    leader, worker = StageWorker("w0"), StageWorker("w1")
+    model = load(folder, leader, (0, 2))
+    behind = [Behind("w1", 1, worker.stages.address, b"x" * 32, 2, 4)]
+    steps = start_leading(
+        "m@w0", "w0", model, leader.pool, LIMITS, behind, blocks=1, timeout_s=5.0, wake=leader.wake
+    )
+    with pytest.raises(PipelineLost, match="w1 is gone"):
+        while True:
+            next(steps)
+            time.sleep(0.005)
+    model.release()
+    leader.stop()
+    worker.stop()
+
+
+def load(folder: Path, worker: StageWorker, layers: tuple[int, int]) -> Any:
+    return load_model(folder, worker.pool, dtype=torch.float32, layers=layers)

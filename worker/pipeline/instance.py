@@ -1,0 +1,188 @@
+"""The leader's instance: it plans, embeds and runs the first layers, and ends steps that come back.
+
+As many batches as there are stages are on their way at a time, so that each stage has one. A step counts as
+computed when it is sent: a sequence whose next token is to come back with it has nothing left to compute, so
+the scheduler passes it over, while the next chunk of a long prompt may follow at once: every stage takes the
+steps in the same order, and finds in its KV what the ones before have written. Blocks that are freed
+meanwhile are written over by a later step, behind all that read them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from bus.messages import RETIRED, LayerShape
+from worker.core import Limits, Request, Sequence, StepPlan
+from worker.engine.batch import StepInputs
+from worker.engine.instance import Instance, Output, Planned
+from worker.engine.shape import fingerprint, layers_below_full
+from worker.engine.work import attention_plan, to_tensor
+from worker.memory import KVCache
+from worker.model import Model
+from worker.pipeline.pipeline import Pipeline, PipelineLost
+
+
+@dataclass(frozen=True, slots=True)
+class OnItsWay:
+    """`exits`: of each chunk's sequence, when it was planned. Whoever has lost its row since gets nothing."""
+
+    planned: Planned
+    exits: dict[int, int]
+    began: float
+
+
+class PipelinedInstance(Instance):
+    """`model` has the first layers, `kv` their cache, with no more blocks than the stages behind have."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        model: Model,
+        kv: KVCache,
+        limits: Limits,
+        pipeline: Pipeline,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pipeline, self.part, self.cache = pipeline, model, kv
+        self.lost = ""  # why it serves no more
+        self.on_lost: Callable[[str], None] = lambda reason: None  # once, between two steps
+        self._on_their_way: deque[OnItsWay] = deque()
+        self._may_plan = True  # something has changed since there was nothing to plan
+        super().__init__(instance_id, model, kv, limits, vocab_size=vocab_size, device=device, clock=clock)
+
+    @property
+    def can_step(self) -> bool:
+        if self.pipeline.has_news or self._unsent:
+            return True
+        if not self._on_their_way:
+            return self.has_work
+        return self._may_plan and self._has_room and self.has_work
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._on_their_way) < self.pipeline.num_stages
+
+    def step(self) -> list[Output]:
+        """Take in what has come back, and send one batch more."""
+        if self.lost:
+            return self.take_unsent()
+        try:
+            outputs = self._take_done()
+            if self._has_room:
+                self._send()
+        except PipelineLost as error:
+            return self._end_all(str(error))
+        return outputs + self.take_unsent()
+
+    def _take_done(self) -> list[Output]:
+        outputs: list[Output] = []
+        while (behind := self.pipeline.take_done()) is not None:
+            back = self._on_their_way.popleft()
+            self._may_plan = True
+            rows = behind.view(self.part.dtype).view(-1, self.part.config.hidden_size)
+            outputs += self._finish(back, self.part.logits(rows.to(self.device, non_blocking=True)))
+        return outputs
+
+    def _send(self) -> None:
+        began = self._clock()
+        decoding = sum(seq.num_remaining <= 1 for seq in self.scheduler.running)
+        planned = self.plan(max_decodes=-(-decoding // self.pipeline.num_stages))
+        self._may_plan = planned is not None
+        if planned is None:
+            return
+        chunks, work = planned.plan.chunks, planned.inputs.work
+        exits = {id(chunk.seq): chunk.seq.num_exits for chunk in chunks}
+        residual = self.part.run(
+            self.part.embed(to_tensor(work.token_ids, self.device)),
+            attention_plan(work, self.limits.block_tokens, self.device),
+            self.cache,
+        )
+        self.pipeline.send(work, residual)
+        self.scheduler.commit(planned.plan)
+        self._on_their_way.append(OnItsWay(planned, exits, began))
+
+    def _finish(self, back: OnItsWay, logits: torch.Tensor) -> list[Output]:
+        """`finish` of what still counts."""
+
+        def counts(seq: Sequence) -> bool:
+            return self._is_here(seq) and seq.num_exits == back.exits[id(seq)]
+
+        inputs, plan = back.planned.inputs, back.planned.plan
+        if not all(counts(chunk.seq) for chunk in plan.chunks):
+            inputs, logits = _of_those(inputs, logits, counts)
+            plan = StepPlan([chunk for chunk in plan.chunks if counts(chunk.seq)])
+        return self._conclude(plan, inputs, self._sample(inputs, logits), back.began)
+
+    # ----------------------------------------------------------------------------- what changes between steps
+
+    def submit(self, request: Request, arrived: float | None = None) -> None:
+        self._may_plan = True
+        super().submit(request, arrived)
+        if self.lost:
+            self._unsent += super().fail(self._elsewhere)
+
+    def cancel(self, request_ids: Iterable[str]) -> int:
+        self._may_plan = True  # blocks are free
+        return super().cancel(request_ids)
+
+    def renumber_blocks(self, moved: Mapping[int, int]) -> None:
+        """The stages behind move theirs, after all that is on its way."""
+        self.pipeline.move(moved)
+        super().renumber_blocks(moved)
+
+    def reshaped(self) -> None:
+        self.shape: list[LayerShape] = self.model.shape() + self.pipeline.shape
+        self.fingerprint = fingerprint(self.shape, self.tp)
+        self.layers_below_full = layers_below_full(self.shape)
+
+    # ----------------------------------------------------------------------------- the end
+
+    def release(self) -> None:
+        """Every page of this stage back; nothing may run here any more."""
+        self.cache.release()
+        self.part.release()
+
+    @property
+    def _elsewhere(self) -> str:
+        return f"{RETIRED} {self.id}: {self.lost}"
+
+    def _end_all(self, reason: str) -> list[Output]:
+        """Its requests go on elsewhere, with the tokens they have."""
+        self.lost = reason
+        self._on_their_way.clear()
+        self.pipeline.close(reason)
+        outputs = self.take_unsent()
+        while self.has_work:
+            outputs += super().fail(self._elsewhere)
+        self.on_lost(reason)
+        return outputs
+
+
+def _of_those(
+    inputs: StepInputs, logits: torch.Tensor, counts: Callable[[Sequence], bool]
+) -> tuple[StepInputs, torch.Tensor]:
+    """Of a step's inputs and logits [R + P, vocab] those of sequences that count."""
+    kept = [i for i, chunk in enumerate(inputs.sampling) if counts(chunk.seq)]
+    rows, at = list(kept), len(inputs.sampling)
+    for seq, first, end in inputs.prompt_ranges:
+        if counts(seq):
+            rows += range(at, at + end - first)
+        at += end - first
+    return (
+        replace(
+            inputs,
+            sampling=[inputs.sampling[i] for i in kept],
+            sampling_rows=inputs.sampling_rows[kept],
+            output_positions=inputs.output_positions[kept],
+            prompt_ranges=[each for each in inputs.prompt_ranges if counts(each[0])],
+        ),
+        logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)],
+    )
