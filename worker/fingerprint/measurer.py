@@ -42,7 +42,6 @@ class Measurer:
 
     pool: PagePool
     settings: WorkerSettings
-    dtypes: dict[str, torch.dtype]
 
     @property
     def device(self) -> str:
@@ -59,16 +58,13 @@ class Measurer:
 
     def prepare(self, command: Measure) -> Profiler:
         """Raises CannotMeasure."""
-        settings, device = self.settings, self.pool.backend.device
+        settings = self.settings
         try:
             config = read_config(Path(command.path))
-            dtype = self.dtypes.get(settings.dtype)
-            if dtype is None and device.type == "cpu":
-                dtype = torch.float32
             plan = CutPlan(
                 config,
                 command.precisions,
-                dtype=dtype or config.dtype,
+                dtype=_dtype(settings.dtype, self.pool.backend.device) or config.dtype,
                 page_bytes=self.pool.page_bytes,
                 max_tp=settings.max_tp,
                 load_format=settings.load_format,
@@ -114,6 +110,14 @@ class Measurer:
                 f"{command.path} is not the checkpoint that was registered ({digest}, not"
                 f" {command.digest}): it has changed; register it again"
             )
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """What to serve in; None: what the checkpoint has."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _points(command: Measure, context: int) -> list[Point]:
