@@ -33,7 +33,7 @@ class Monitor:
     def __init__(self, settings: MonitorSettings, bus: Bus) -> None:
         self._settings = settings
         self._bus = bus
-        self._load = asyncio.Event()
+        self._news = asyncio.Event()  # load, or another shape
         self._rhythm = Rhythm()
         self._start_afresh()
         bus.on_restart(self._restarted)
@@ -55,20 +55,22 @@ class Monitor:
         async with self._bus.reader(self._bus.names.telemetry, WorkerTelemetry, start="0") as reader:
             async for batch in reader:
                 for entry_id, report in batch:
-                    self._smoother.observe(self._clock.observe(entry_id, time.monotonic()), report)
+                    at_s = self._clock.observe(entry_id, time.monotonic())
+                    if self._smoother.observe(at_s, report):
+                        self._news.set()
                 if self._smoother.has_load(self._now()):
-                    self._load.set()
+                    self._news.set()
 
     async def report(self) -> None:
-        """Every `interval_s` while there is load, every `idle_interval_s` otherwise; load ends the longer
-        pause."""
+        """Every `interval_s` while there is load, every `idle_interval_s` otherwise; load or another shape
+        ends the longer pause."""
         while True:
             await asyncio.sleep(self._settings.interval_s)
             if not self._smoother.has_load(self._now()):
-                self._load.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._settings.idle_interval_s - self._settings.interval_s):
-                        await self._load.wait()
+                        await self._news.wait()
+            self._news.clear()
             await self._publish(self._smoother.metrics(self._now(), time.time_ns() // 1_000_000))
 
     async def _publish(self, metrics: Metrics) -> None:

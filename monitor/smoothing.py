@@ -67,6 +67,10 @@ class _History:
         return self.reports[-1]
 
 
+def _shape(report: WorkerTelemetry) -> object:
+    return report.pages, [(one.id, one.kv_blocks, one.layers, one.workers) for one in report.instances]
+
+
 class Smoother:
     """`window_s`: over which rates and percentiles are taken. `stale_s`: older reports are not used: the
     instance is absent from the metrics then, since absent is not zero."""
@@ -77,18 +81,21 @@ class Smoother:
         self._stale_s = stale_s
         self._workers: dict[str, _History] = {}
 
-    def observe(self, at_s: float, report: WorkerTelemetry) -> None:
-        """Takes one report. A newer epoch starts its worker afresh; reports of an older one are dropped."""
+    def observe(self, at_s: float, report: WorkerTelemetry) -> bool:
+        """Takes one report. A newer epoch starts its worker afresh; reports of an older one are dropped.
+        Returns whether it tells of another shape than the one before: an idle worker may morph, too."""
         history = self._workers.get(report.worker)
         if history is None or report.epoch > history.epoch:
             history = self._workers[report.worker] = _History(report.epoch)
         elif report.epoch < history.epoch:
-            return
+            return False
+        is_morphed = not history.reports or _shape(history.newest[1]) != _shape(report)
         self._average(history, report)
         history.reports.append((at_s, report))
         # one report from before the window stays: it is the window's beginning
         while len(history.reports) > 2 and history.reports[1][0] <= at_s - self._window_s:
             history.reports.popleft()
+        return is_morphed
 
     def _average(self, history: _History, report: WorkerTelemetry) -> None:
         first = not history.reports

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from bus.client import Bus, connect
@@ -62,6 +63,25 @@ async def test_idle_metrics_are_rare_and_load_makes_them_frequent_at_once(bus: B
         busy = await bus.length(bus.names.metrics) - idle
     assert idle <= 4
     assert busy >= 5
+
+
+async def test_another_shape_of_an_idle_worker_is_told_at_once(bus: Bus) -> None:
+    slow = Settings(
+        monitor=MonitorSettings(interval_s=0.05, idle_interval_s=30.0, window_s=2.0, stale_s=60.0)
+    )
+    first = telemetry()
+    (one,) = first.instances
+    async with service_loop.running(main, Settings(monitor=rare), bus):
+        await bus.publish(bus.names.telemetry, first)
+        await metrics_with(bus, lambda m: bool(m.instances), start="0")
+        morphed = replace(first, instances=[replace(one, kv_blocks=140)])
+        await bus.publish(bus.names.telemetry, morphed)
+        metrics = await metrics_with(bus, lambda m: any(i.kv_blocks == 140 for i in m.instances), start="0")
+        assert metrics.instances[0].kv_blocks == 140
+        num = await bus.length(bus.names.metrics)
+        await bus.publish(bus.names.telemetry, morphed)
+        await asyncio.sleep(0.2)
+        assert await bus.length(bus.names.metrics) == num  # the same again is no news
 
 
 async def test_the_monitor_outlives_a_redis_that_comes_back_empty(
