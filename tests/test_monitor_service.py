@@ -66,9 +66,7 @@ async def test_idle_metrics_are_rare_and_load_makes_them_frequent_at_once(bus: B
 
 
 async def test_another_shape_of_an_idle_worker_is_told_at_once(bus: Bus) -> None:
-    slow = Settings(
-        monitor=MonitorSettings(interval_s=0.05, idle_interval_s=30.0, window_s=2.0, stale_s=60.0)
-    )
+    rare = MonitorSettings(interval_s=0.05, idle_interval_s=30.0, window_s=2.0, stale_s=60.0)
     first = telemetry()
     (one,) = first.instances
     async with service_loop.running(main, Settings(monitor=rare), bus):
