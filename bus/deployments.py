@@ -162,6 +162,7 @@ class Deployment:
     since_ms: int = 0  # in this state
     attempts: int = 0  # to load, in a row
     epochs: dict[str, int] = field(default_factory=dict)  # of the workers of `stages`, when they were told to
+    is_ungrouped: bool = False  # workers would not form a group for it: it is served without one
 
 
 # --------------------------------------------------------------------------- gateway -> controller

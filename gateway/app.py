@@ -24,7 +24,7 @@ from gateway.errors import ApiError, from_status, internal, invalid, no_such_pat
 from gateway.http.body import Message, Receive, Scope, Send
 from gateway.loops import Loops
 from gateway.openai.endpoint import Api, Chat, Completions, Endpoint
-from gateway.operations import admin, morphing, public
+from gateway.operations import admin, deployments, models, morphing, public
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
@@ -60,6 +60,8 @@ def create_app(gateway: Gateway, on_death: Callable[[], None]) -> Front:
     app.include_router(public.router)
     app.include_router(admin.router)
     app.include_router(morphing.router)
+    app.include_router(models.router)
+    app.include_router(deployments.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

@@ -14,6 +14,7 @@ from bus.client import BusFull, BusUnavailable, Restart
 from bus.messages import Event, Metrics, MorphReport, StepOutput
 from bus.pending import as_numbers
 from gateway.delivery.demand import demands
+from gateway.operations.deployed import active_models, awaited_models
 from gateway.state import BUS_PATIENCE_S, Gateway
 from gateway.text import tokenizer
 
@@ -38,7 +39,7 @@ class Loops:
         self._bus = gateway.bus
         self._delivery = gateway.delivery
         self._watch = gateway.watch
-        self._poll_now = asyncio.Event()
+        self._poll_now = gateway.poll_now
         self._had_lease = False
         self._is_data_lost = False  # and what we know is not written again yet
 
@@ -159,7 +160,7 @@ class Loops:
             self._gateway.morphs.worker_gone(
                 event.subject, int(epoch), "left" if event.kind == "worker_left" else "died"
             )
-        if event.kind.startswith(("worker_", "epoch_", "policy_")):
+        if event.kind.startswith(("worker_", "epoch_", "policy_", "model_", "deployment_")):
             self._poll_now.set()
 
     async def _publish_events(self) -> None:
@@ -215,6 +216,9 @@ class Loops:
         self._watch.on_poll()
         self._gateway.morphs.sweep(self._gateway.cluster.workers, 2 * self._gateway.settings.worker.lease_s)
         await self._poll_policy()
+        self._gateway.catalogue = await self._bus.catalogue.read()
+        self._gateway.cluster.awaited = awaited_models(self._gateway.catalogue)
+        self._gateway.cluster.forget_retired(active_models(self._gateway.catalogue))
         self._gateway.live.changed()
 
     async def _poll_policy(self) -> None:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections import deque
 
+from bus.catalogue import Contents
 from bus.client import Bus
 from bus.messages import Policy
 from bus.settings import Settings
@@ -56,6 +57,8 @@ class Gateway:
         self.ended = EndedRequests()
         self.morphs = Morphs()
         self.policy = Policy()  # as last read
+        self.catalogue = Contents()  # the same
+        self.poll_now = asyncio.Event()  # the registry and the catalogue have news
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)
         self.intake = Intake(

@@ -217,14 +217,15 @@ class World:
     def plan(self, question: Question) -> Chosen | Refused:
         """On the first workers by name."""
         names = sorted(device.card.id for device in question.devices)
-        if self.refusal or len(names) < self.tp * self.pp:
+        tp = self.tp if question.may_group else 1
+        if self.refusal or len(names) < tp * self.pp:
             return self.refusal or Refused(reason=f"there are {len(names)} workers")
         share = NUM_LAYERS // self.pp
         stages = [
-            Stage(workers=names[i * self.tp : (i + 1) * self.tp], first=i * share, end=(i + 1) * share)
+            Stage(workers=names[i * tp : (i + 1) * tp], first=i * share, end=(i + 1) * share)
             for i in range(self.pp)
         ]
-        return Chosen(estimate=estimate(tp=self.tp, pp=self.pp), stages=stages, blocks=8)
+        return Chosen(estimate=estimate(tp=tp, pp=self.pp), stages=stages, blocks=8)
 
     def turn(self, after_ms: int = 500) -> list[Decision]:
         self.now_ms += after_ms
@@ -311,5 +312,5 @@ def instance(model: str, worker: str, **facts: Any) -> InstanceCard:
         dtype="float32",
         block_tokens=16,
         workers=[worker],
-        **facts,
+        **{"degrees": [1, 2, 4]} | facts,
     )

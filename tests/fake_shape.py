@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from bus.messages import PRECISIONS, LayerShape, Morph, Precision, Resize, Transform
+from bus.messages import PRECISIONS, LayerShape, Morph, Precision, Resize, Swap, Transform
 
 NUM_LAYERS = 2
 
@@ -29,6 +29,8 @@ class FakeShape:
             return
         if isinstance(command, Transform):
             self.tp = command.tp
+            return
+        if not isinstance(command, Swap):  # whole instances come and go
             return
         for layer in command.layers or range(command.count):
             self.layers[layer] = replace(

@@ -222,7 +222,7 @@ class FakeWorker:
             self.cancelled_morphs.append(command.morph_id)
             if morph := self._morphs.get(command.morph_id):
                 morph.cancel()
-        else:
+        elif isinstance(command, Cancel):
             self._cancel(command)
 
     async def _morph(self, command: Morph) -> None:

@@ -143,7 +143,7 @@ def test_a_group_loads_whole_models_and_then_becomes_one() -> None:
     assert world.deployment(answer).state == "serving"
 
 
-def test_a_group_that_cannot_be_made_leaves_nothing_behind_and_is_tried_again() -> None:
+def test_a_group_that_cannot_be_made_leaves_nothing_behind_and_it_is_served_without() -> None:
     world = measured("w0", "w1", tp=2)
     answer = world.deploy()
     world.turn()
@@ -154,7 +154,21 @@ def test_a_group_that_cannot_be_made_leaves_nothing_behind_and_is_tried_again() 
     assert world.deployment(answer).state == "waiting"
     assert "no group of w0, w1: failed" in world.deployment(answer).reason
     world.settle(10)
-    assert (world.deployment(answer).state, world.deployment(answer).attempts) == ("serving", 2)
+    found = world.deployment(answer)
+    assert (found.state, found.attempts, found.instance) == ("serving", 2, "m@w0")
+    assert world.shown() == ["m@w0"]
+
+
+def test_workers_that_form_no_group_of_it_serve_it_without() -> None:
+    world = measured("w0", "w1", tp=2)
+    answer = world.deploy()
+    world.turn()
+    world.workers["w0"].instances.append(instance("m", "w0", deployed="x", degrees=[1]))
+    world.workers["w1"].instances.append(instance("m", "w1", deployed="x", degrees=[1]))
+    world.turn()
+    reason = world.deployment(answer).reason
+    assert reason == "w0 forms no group of degree 2; m can be at 1; it is tried again"
+    assert world.commands(Transform) == []
 
 
 def test_the_stages_of_a_pipeline_are_told_of_each_other() -> None:

@@ -50,12 +50,13 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a planner decides on. `devices`: those it may use."""
+    """What a planner decides on. `devices`: those it may use. `may_group`: by tensor parallelism."""
 
     card: ModelCard
     intent: Intent
     profiles: dict[str, Profile]
     devices: list[Device]
+    may_group: bool = True
 
 
 Planner = Callable[[Question], Chosen | Refused]
@@ -102,7 +103,13 @@ def _place(
     if not free:
         why = f"no worker is free: each has {card.name} already, loads, measures, or does not tell its memory"
         return noted(deployment, why)
-    question = Question(card=card, intent=deployment.intent, profiles=profiles, devices=free)
+    question = Question(
+        card=card,
+        intent=deployment.intent,
+        profiles=profiles,
+        devices=free,
+        may_group=not deployment.is_ungrouped,
+    )
     answer = plan(question)
     if isinstance(answer, Refused):
         if answer.is_final and len(free) == len(devices):
@@ -179,10 +186,17 @@ def _loaded(deployment: Deployment, picture: Picture) -> Decision | None:
     tp = deployment.configuration.tp if deployment.configuration else 1
     card = picture.workers[leader].instance(instance_at(deployment, leader))
     assert card is not None
+    if tp > 1 and tp not in card.degrees:
+        why = f"{leader} forms no group of degree {tp}; {deployment.model} can be at {_listed(card.degrees)}"
+        return failed_attempt(replace(deployment, is_ungrouped=True), why, picture.now_ms)
     if tp > 1 and card.tp != tp:
         return _grouping(deployment, tp, picture)
     record = replace(deployment, instance=instance_at(deployment, leader))
     return becomes(record, "serving", picture.now_ms, "")
+
+
+def _listed(degrees: list[int]) -> str:
+    return ", ".join(map(str, degrees))
 
 
 def _grouping(deployment: Deployment, tp: int, picture: Picture) -> Decision | None:
@@ -190,7 +204,7 @@ def _grouping(deployment: Deployment, tp: int, picture: Picture) -> Decision | N
     report = picture.reports.get(command_id)
     if report is not None and report.state not in ("running", "applied"):
         why = f"no group of {', '.join(workers_of(deployment))}: {report.state}: {report.reason}"
-        return failed_attempt(deployment, why, picture.now_ms)
+        return failed_attempt(replace(deployment, is_ungrouped=True), why, picture.now_ms)
     if picture.is_known(command_id):
         if picture.is_unheard(command_id, picture.sent.get(command_id, deployment.since_ms)):
             why = f"{workers_of(deployment)[0]} did not take the order to lead a group"

@@ -69,7 +69,7 @@ def _tenant(
 def planned(question: Question, room: Room, window: placement.LoadWindow, at_s: float) -> Plan | None:
     """Of the kinds of devices that were measured the one whose best is best. None: none was."""
     plans = [
-        _plan(profile, question.intent, there, room, window, at_s)
+        _plan(profile, question, there, room, window, at_s)
         for kind, profile in sorted(question.profiles.items())
         if (there := [device for device in question.devices if device.kind == kind])
     ]
@@ -89,7 +89,7 @@ def _rank(one: Plan, intent: Intent) -> float:
 
 def _plan(
     profile: Profile,
-    intent: Intent,
+    question: Question,
     devices: Sequence[Device],
     room: Room,
     window: placement.LoadWindow,
@@ -106,9 +106,10 @@ def _plan(
         )
         for device in devices
     ]
-    degrees = [degree for degree in DEGREES if degree <= len(devices)]
+    num_joining = sum(bool(device.card.link) for device in devices) if question.may_group else 0
+    degrees = [degree for degree in DEGREES if degree <= max(1, num_joining)]
     stages = min(MAX_STAGES, len(devices))
-    return plan(profile, intent, seen, degrees=degrees, max_stages=stages, tenants=room.tenants)
+    return plan(profile, question.intent, seen, degrees=degrees, max_stages=stages, tenants=room.tenants)
 
 
 def answer_of(found: Plan | None) -> Chosen | Refused:

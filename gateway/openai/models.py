@@ -39,6 +39,8 @@ class Models:
                 raise unavailable(
                     f"worker {worker.id} is still loading ({worker.progress or 'starting'})", 2.0
                 )
+        if model in self._cluster.awaited:
+            raise unavailable(f"{model} is being deployed: {self._cluster.awaited[model]}", 2.0)
         known = self._cluster.known_models()
         if not known:
             raise unavailable("no worker has joined yet, so no model is served", 2.0)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from bus.client import BusFull, BusUnavailable
 from bus.messages import CancelMorph, Event, Morph
-from gateway.errors import ApiError, bad_json, unavailable
-from gateway.http.body import ClientLeft, check_content_type, read_body
-from gateway.openai.formats import to_json
+from gateway.errors import ApiError
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
 from gateway.operations.admin import Here, allowed
+from gateway.operations.answers import body_of, bus_or_503, json_answer, new_id
 from gateway.operations.morphs import Entry
 from gateway.state import Gateway
 
@@ -32,8 +28,8 @@ router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 async def transform(request: Request, gateway: Here, wait: bool = False) -> Response:
     """Serve a model at another degree of tensor parallelism. 404 for a worker there is not, 409 for one that
     loads or drains, 400 for workers and degrees that make no group."""
-    body = orders.parse(transforms.TransformBody, await _body(request, gateway))
-    place, command = transforms.transform(gateway.cluster, body, _new_id())
+    body = orders.parse(transforms.TransformBody, await body_of(request, gateway))
+    place, command = transforms.transform(gateway.cluster, body, new_id())
     entry = await _send(gateway, place, command)
     return await _told(entry, wait)
 
@@ -42,18 +38,18 @@ async def transform(request: Request, gateway: Here, wait: bool = False) -> Resp
 async def swap(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
     """Hold layers in another precision. 404 for an instance, 400 for a layer or precision there is not, 409
     for an instance whose worker drains."""
-    body = orders.parse(orders.SwapBody, await _body(request, gateway))
+    body = orders.parse(orders.SwapBody, await body_of(request, gateway))
     place = orders.find(gateway.cluster, instance)
-    entry = await _send(gateway, place, orders.swap(place, body, _new_id()))
+    entry = await _send(gateway, place, orders.swap(place, body, new_id()))
     return await _told(entry, wait)
 
 
 @router.post("/instances/{instance:path}/resize")
 async def resize(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
     """Have so many KV blocks. 404 for an instance there is not, 409 for one whose worker drains."""
-    body = orders.parse(orders.ResizeBody, await _body(request, gateway))
+    body = orders.parse(orders.ResizeBody, await body_of(request, gateway))
     place = orders.find(gateway.cluster, instance)
-    entry = await _send(gateway, place, orders.resize(place, body, _new_id()))
+    entry = await _send(gateway, place, orders.resize(place, body, new_id()))
     return await _told(entry, wait)
 
 
@@ -63,7 +59,7 @@ async def morph(morph_id: str, gateway: Here, wait: bool = False) -> Response:
     entry = _entry(gateway, morph_id)
     if wait:
         await entry.wait(WAIT_S)
-    return _json(entry.as_json())
+    return json_answer(entry.as_json())
 
 
 @router.delete("/morphs/{morph_id}")
@@ -74,39 +70,28 @@ async def cancel(morph_id: str, gateway: Here, wait: bool = False) -> Response:
         message = f"morph {morph_id} has ended: {entry.state}; to undo it, order the way back"
         raise ApiError(409, message, param="morph", code="morph_ended")
     command = CancelMorph(id=uuid.uuid4().hex, epoch=entry.epoch, morph_id=entry.id)
-    with _bus_or_503():
+    with bus_or_503():
         await gateway.bus.publish(gateway.bus.names.control(entry.worker), command)
     return await _told(entry, wait)
 
 
 @router.get("/policy")
 async def get_policy(gateway: Here) -> Response:
-    with _bus_or_503():
+    with bus_or_503():
         gateway.policy = await gateway.bus.read_policy()
-    return _json(asdict(gateway.policy))
+    return json_answer(asdict(gateway.policy))
 
 
 @router.put("/policy")
 async def put_policy(request: Request, gateway: Here) -> Response:
     """Changes the fields that are given. 400 for what is out of range or order, 409 for an old revision."""
-    body = orders.parse(policies.PolicyBody, await _body(request, gateway))
-    with _bus_or_503():
+    body = orders.parse(policies.PolicyBody, await body_of(request, gateway))
+    with bus_or_503():
         before, after = await policies.write(gateway.bus, body)
     gateway.policy = after
     told = policies.differences(before, after)
     gateway.tell("policy_changed", "policy", told, {"revision": float(after.revision)})
-    return _json(asdict(after))
-
-
-async def _body(request: Request, gateway: Gateway) -> bytes:
-    settings, headers = gateway.settings.gateway, request.headers.raw
-    check_content_type(headers)
-    try:
-        return await read_body(
-            headers, request.receive, max_bytes=settings.max_body_bytes, timeout_s=settings.header_timeout_s
-        )
-    except ClientLeft as error:  # nothing was ordered; nobody reads this answer
-        raise bad_json("the body is incomplete") from error
+    return json_answer(asdict(after))
 
 
 async def _send(gateway: Gateway, place: orders.Place, command: Morph) -> Entry:
@@ -127,17 +112,12 @@ async def _send(gateway: Gateway, place: orders.Place, command: Morph) -> Entry:
     batch.publish(bus.names.control(worker), command)
     batch.publish(bus.names.events, event)
     try:
-        with _bus_or_503():
+        with bus_or_503():
             await batch.send()
     except ApiError:
         gateway.morphs.unsent(entry)
         raise
     return entry
-
-
-def _new_id() -> str:
-    """Short, since people type it."""
-    return uuid.uuid4().hex[:12]
 
 
 def _entry(gateway: Gateway, morph_id: str) -> Entry:
@@ -153,16 +133,4 @@ async def _told(entry: Entry, wait: bool) -> Response:
     """202 while it runs."""
     if wait:
         await entry.wait(WAIT_S)
-    return _json(entry.as_json(), 202 if entry.is_running else 200)
-
-
-def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(to_json(body), status, media_type="application/json")
-
-
-@contextmanager
-def _bus_or_503() -> Iterator[None]:
-    try:
-        yield
-    except (BusUnavailable, BusFull) as error:
-        raise unavailable(f"the bus cannot be reached: {error}") from error
+    return json_answer(entry.as_json(), 202 if entry.is_running else 200)

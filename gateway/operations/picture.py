@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import InstanceCard, InstanceTelemetry, WorkerCard
 from gateway.delivery.precision import layers_below_full
+from gateway.operations.deployed import deployment_json, model_json
 from gateway.operations.transforms import layer_degrees
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
         "instances": [_instance(gateway, worker, card) for worker, card in cluster.instances()],
         "metrics": _metrics(gateway) if metrics is None else metrics,
         "policy": asdict(gateway.policy),
-        "deployments": [],
+        "models": [model_json(card) for card in gateway.catalogue.models.values()],
+        "deployments": [deployment_json(one) for one in gateway.catalogue.deployments.values()],
         "morphs": [entry.as_json() for entry in gateway.morphs.recent(SHOWN_MORPHS)],
         "gateway": _gateway(gateway),
     }

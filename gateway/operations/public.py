@@ -30,6 +30,11 @@ ADMIN_ENDPOINTS: Final = (
     "/admin/instances/{instance}/swap",
     "/admin/instances/{instance}/resize",
     "/admin/morphs/{morph}",
+    "/admin/models",
+    "/admin/models/{model}",
+    "/admin/models/{model}/plan",
+    "/admin/deployments",
+    "/admin/deployments/{deployment}",
     "/admin/workers/{worker}/drain",
 )
 

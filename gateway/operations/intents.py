@@ -1,0 +1,83 @@
+"""An intent as a client writes it: in a body, or as the parameters of a query. Whether its fields go together
+is for the controller to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, get_args
+
+from pydantic import ValidationError
+
+from bus.deployments import CostModel, Intent, Objective
+from gateway.errors import invalid
+from gateway.openai.params import MAX_COUNT, Body, between
+from gateway.openai.problems import first_problem, shown
+from gateway.operations.orders import meant
+
+OBJECTIVES: Final = get_args(Objective)
+Tokens = Annotated[int, between(1, MAX_COUNT)]
+Limit = Annotated[float, between(0, 1e30, above=True)]
+
+
+class IntentBody(Body):
+    minimise: Objective = "cost"
+    cost: CostModel = "memory_seconds"
+    max_latency_s: Limit | None = None
+    max_cost: Limit | None = None
+    max_loss: Annotated[float, between(0, 1e6)] | None = None
+    prompt_tokens: Tokens = 256
+    output_tokens: Tokens = 64
+    batch_size: Annotated[int, between(1, 4096)] = 1
+
+
+class _Named(Body):
+    intent: IntentBody
+
+
+def intent_of(value: Any) -> Intent:
+    """Of an object with an intent's fields, or of what to minimise alone. Raises ApiError 400."""
+    if isinstance(value, str):
+        return Intent(minimise=_objective(value))
+    if not isinstance(value, dict):
+        either = f"it must be an object, or one of {', '.join(OBJECTIVES)}"
+        raise invalid(f"intent is {shown(value)}; {either}", "intent")
+    _refuse_unknown(value, "intent.")
+    try:
+        body = _Named.model_validate({"intent": value}).intent
+    except ValidationError as error:
+        raise first_problem(error) from None
+    return Intent(**body.model_dump())
+
+
+def intent_in_query(query: Mapping[str, str]) -> Intent:
+    """Raises ApiError 400."""
+    _refuse_unknown(query, "")
+    try:
+        body = IntentBody.model_validate({name: _number_or_text(text) for name, text in query.items()})
+    except ValidationError as error:
+        raise first_problem(error) from None
+    return Intent(**body.model_dump())
+
+
+def _objective(text: str) -> Objective:
+    for objective in OBJECTIVES:
+        if text == objective:
+            return objective  # type: ignore[no-any-return]
+    raise invalid(f"intent is {text[:100]!r}; {meant(text, OBJECTIVES)}", "intent")
+
+
+def _refuse_unknown(fields: Mapping[str, Any], within: str) -> None:
+    for name in fields:
+        if name not in IntentBody.model_fields:
+            known = meant(name, IntentBody.model_fields)
+            raise invalid(
+                f"unknown field {within}{name[:200]}; {known}", within + name[:200], "unknown_field"
+            )
+
+
+def _number_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
