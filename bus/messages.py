@@ -264,6 +264,7 @@ class StepOutput:
     fingerprint: str  # names the shape that served it
     deltas: list[Delta]
     layers_below_full: int = 0  # of the instance, in this step; a layer counts if either part is swapped
+    step_s: float = 0.0  # that it took: so long before its tokens the wait of those it admits was over
 
 
 # --------------------------------------------------------------------------- registry: keys, no streams

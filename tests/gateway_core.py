@@ -95,6 +95,7 @@ class Core:
             part._clock = lambda: self.now
         self.cards: dict[str, WorkerCard] = {}
         self.fingerprint = ""  # of the shape that makes what is delivered
+        self.step_s = 0.0  # that its step took
 
     def worker(self, name: str = "w0", epoch: int = 1, pid: int = 1, max_model_len: int = 100) -> None:
         """Registers; the gateway sees it at the next `poll`."""
@@ -170,6 +171,7 @@ class Core:
             born_ns=0,
             fingerprint=self.fingerprint,
             deltas=[delta],
+            step_s=self.step_s,
         )
         self.delivery.on_step(step, step.deltas)
         self.delivery.flush()

@@ -16,7 +16,9 @@ import pytest
 
 from bus.messages import StepOutput
 from bus.settings import RedisSettings, SettingsError, TracingSettings
+from gateway.delivery.journey import Journey
 from gateway.tracing import tracer_of
+from gateway.tracing.phases import phases
 from tests.gateway_core import Core
 from tests.gateway_harness import BODY, Gate, running
 from tests.otlp_collector import Collector, collecting
@@ -168,6 +170,23 @@ async def test_a_morph_and_the_shape_that_it_made_are_events(
     ((name, event),) = decode.events
     expected = {"instar.fingerprint": "fp-int4-tp1", "instar.layers_below_full": 1, "instar.first_token": 2}
     assert name == "shape" and event == expected
+
+
+def test_the_wait_is_over_when_the_first_step_begins_and_not_when_it_tells() -> None:
+    core = Core()
+    core.worker()
+    core.poll()
+    flight = core.flight("a")
+    flight.journey = Journey(core.now)
+    core.delivery.submit(flight)
+    core.sent(flight, begun=False)
+    core.now += 1.0
+    core.step_s = 0.25  # the prompt was short: the step that admitted it made a token, too
+    core.deliver(flight, [1])
+    queue, prefill, decode = phases(flight, core.now + 1.0)
+    assert queue.end - queue.start == pytest.approx(0.75)
+    assert prefill.end - prefill.start == pytest.approx(0.25) and decode.start == core.now
+    assert flight.began == queue.end
 
 
 # ------------------------------------------------------------------------------------- harm

@@ -130,7 +130,7 @@ class Delivery:
             self.attempts.too_small(flight, delta.error.removeprefix(KV_CAPACITY).strip())
             return
         if not flight.is_running:
-            self._started(flight, now)
+            self._started(flight, max(now - step.step_s, flight.arrived))
         token_ids = delta.token_ids[skip:] if skip else delta.token_ids
         is_enough = False
         if token_ids:
@@ -149,14 +149,14 @@ class Delivery:
                 flight.sink.on_tokens([], delta, skip, step)
             self.endings.end(flight, delta.finish_reason)
 
-    def _started(self, flight: Flight, now: float) -> None:
+    def _started(self, flight: Flight, began: float) -> None:
         flight.is_running = True
         if flight.journey is not None:
-            flight.journey.began(now)
+            flight.journey.began(began)
         if not flight.was_admitted:
             flight.was_admitted = True
-            flight.began = now
-            self.stats.of(flight.model).request_queue_time.observe(now - flight.arrived)
+            flight.began = began
+            self.stats.of(flight.model).request_queue_time.observe(began - flight.arrived)
             flight.sink.on_admitted()
 
     def _count(self, flight: Flight, num_tokens: int, step: StepOutput, now: float) -> None:

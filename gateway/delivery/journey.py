@@ -54,8 +54,9 @@ class Journey:
         attempt = self.now
         attempt.target, attempt.number, attempt.num_known, attempt.sent = target, number, num_known, now
 
-    def began(self, now: float) -> None:
-        self.now.began = now
+    def began(self, at: float) -> None:
+        """A worker told how long ago its first step began."""
+        self.now.began = max(at, self.now.sent)
 
     def made(self, step: StepOutput, index: int, num_tokens: int, now: float) -> None:
         """Output tokens from `index` on."""

@@ -24,7 +24,8 @@ DEVICE_ERRORS: tuple[type[Exception], ...] = (
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step of one instance made; `born_ns` is the wall clock when its tokens were known."""
+    """What one step of one instance made; `born_ns` is the wall clock when its tokens were known, `step_s`
+    how long it took."""
 
     instance: str
     step: int
@@ -32,6 +33,7 @@ class StepResult:
     outputs: list[Output]
     fingerprint: str  # of the shape that it ran in, as the next
     layers_below_full: int
+    step_s: float = 0.0
 
 
 def result_of(instance: Instance, outputs: list[Output]) -> StepResult:
@@ -43,6 +45,7 @@ def result_of(instance: Instance, outputs: list[Output]) -> StepResult:
         outputs=outputs,
         fingerprint=instance.fingerprint,
         layers_below_full=instance.layers_below_full,
+        step_s=instance.step_s,
     )
 
 

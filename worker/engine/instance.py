@@ -79,6 +79,7 @@ class Instance:
         self.sampler = Sampler(limits.max_num_seqs, vocab_size, device)
         self.stats = Stats()
         self.num_steps = 0
+        self.step_s = 0.0  # that the last one took
         self.tp = 1  # the degree; while it changes, the old one
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
@@ -226,6 +227,9 @@ class Instance:
             self._drop(seq)
         return self.take_unsent() + [self._end(seq, "error", error=reason) for seq in victims]
 
+    def close(self) -> None:
+        """It serves no more: whoever takes part elsewhere hears it."""
+
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
         assert len(self._sequences) == len(self.scheduler.running) + len(self.scheduler.waiting)
@@ -250,7 +254,8 @@ class Instance:
     def _conclude(self, plan: StepPlan, inputs: StepInputs, sampled: Sampled, began: float) -> list[Output]:
         published = self._publish(plan, inputs, sampled)
         self.num_steps += 1
-        self.stats.step.observe(self._clock() - began)
+        self.step_s = self._clock() - began
+        self.stats.step.observe(self.step_s)
         return self.take_unsent() + published
 
     def _sample(self, inputs: StepInputs, logits: torch.Tensor) -> Sampled:
