@@ -148,6 +148,9 @@ class WorkerSettings(Section):
     models: list[str] = Field(
         default_factory=list, description="model folders; `name=dir` sets the served name"
     )
+    may_be_empty: bool = Field(
+        False, description="start without a model, and wait for those that are deployed"
+    )
     device: str = Field("", description='"cpu", "cuda:0", ...; empty: a GPU if there is one')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -26,20 +27,20 @@ from kernels import reference
 
 FACES = {"reference": "kernels.reference", "cpu": "kernels.cpu", "cuda": "kernels.gpu"}
 
-_forced: str | None = None
+# Of one thread: what another one checks must not change what the steps run.
+_forced: ContextVar[str | None] = ContextVar("forced face", default=None)
 
 
 @contextmanager
 def use_face(face: str) -> Iterator[None]:
-    """Force one face for the calls inside, process-wide: for tests and benchmarks. Raises ValueError."""
-    global _forced
+    """Force one face for the calls inside, in this thread. Raises ValueError."""
     if face not in FACES:
         raise ValueError(f"no face {face!r} of the kernels; there are {', '.join(FACES)}")
-    before, _forced = _forced, face
+    before = _forced.set(face)
     try:
         yield
     finally:
-        _forced = before
+        _forced.reset(before)
 
 
 @cache
@@ -51,4 +52,4 @@ def implementation(op: str, face: str) -> Callable[..., Any]:
 
 
 def pick(op: str, tensor: torch.Tensor) -> Callable[..., Any]:
-    return implementation(op, _forced or tensor.device.type)
+    return implementation(op, _forced.get() or tensor.device.type)

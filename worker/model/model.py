@@ -19,7 +19,7 @@ from worker.model.layout import ModelPlan, plan_model
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
 from worker.model.transformer import Ends, Segment, Transformer
-from worker.model.weights import LayerWeights, ModelWeights, Progress, WeightBytes, load_weights
+from worker.model.weights import LayerWeights, LoadedRange, ModelWeights, Progress, WeightBytes, load_weights
 
 LoadFormat = Literal["safetensors", "dummy"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +59,15 @@ class Model:
     def weights(self) -> list[LayerWeights]:
         """Of every layer, in full precision."""
         return self._weights.layers
+
+    @property
+    def ranges(self) -> list[LoadedRange]:
+        """In full precision: embedding, halves of layers, head."""
+        return self._weights.ranges()
+
+    def complete(self) -> None:
+        """Of one that was made without pages: what it runs is installed, embedding and head are there."""
+        self._transformer = Transformer(self.config, self.layers, ends=_ends(self._weights))
 
     def shape(self) -> list[LayerShape]:
         """The precision of each layer's halves, now."""

@@ -61,11 +61,11 @@ class ModelWeights:
 
     def release(self) -> None:
         """Give every page back; the tensors must not be used any more."""
-        for loaded in self._ranges():
+        for loaded in self.ranges():
             loaded.memory.release()
             loaded.tensors.clear()
 
-    def _ranges(self) -> list[LoadedRange]:
+    def ranges(self) -> list[LoadedRange]:
         layers = [part for layer in self.layers for part in (layer.attention, layer.feed_forward)]
         return [part for part in (self.embedding, *layers, self.head) if part]
 

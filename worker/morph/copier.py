@@ -40,6 +40,10 @@ class Copy:
         if self._error:
             raise self._error
 
+    def abandon(self) -> None:
+        """As `stop`, for work that writes nowhere: it may go on for a while."""
+        self._stopping.set()
+
     def stop(self) -> None:
         """Returns when nothing writes any more, at the latest after a chunk. RuntimeError if that never
         comes: the memory below it cannot be given to anybody."""

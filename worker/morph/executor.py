@@ -12,10 +12,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from bus.messages import Morph, MorphOutcome, MorphReport, Number, Resize, Swap, Transform
+from bus.messages import (
+    Deploy,
+    Morph,
+    MorphOutcome,
+    MorphReport,
+    Number,
+    Resize,
+    Retire,
+    Swap,
+    Transform,
+)
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
 from worker.morph.copier import Copier
+from worker.morph.deployments import Deployments
 from worker.morph.groups import Groups, Peers
 from worker.morph.job import Job
 from worker.morph.outcome import NotApplied
@@ -44,15 +55,16 @@ class MorphExecutor:
         step_share: float = 0.025,
         copy_share: float = 1.0,
         groups: Groups | None = None,
+        deployments: Deployments | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """step_share: of the time of a busy engine, for work between its steps. copy_share: of the time,
         for copying while the engine is busy; below 1 where copying takes cores or memory from the steps."""
         self.targets = dict(targets)
         self.wake: Callable[[], None] = lambda: None  # called in another thread: `advance` is due
-        self._groups = groups
-        if groups:
-            groups.attach(lambda: "a morph is running there" if self._jobs else "", self._let_part)
+        self._groups: Groups | None = None
+        self._deployments = deployments
+        self._why_no_deploy = ""
         self._worker, self._clock = worker, clock
         self._pace = Pace(step_share)
         self._copier = Copier(lambda: self.wake(), lambda: copy_share if self._is_busy else 1.0)
@@ -63,6 +75,20 @@ class MorphExecutor:
         self._known: OrderedDict[str, None] = OrderedDict()
         self._reports: list[MorphReport] = []
         self._is_hurried = False
+        self.join_groups(groups)
+        if deployments:
+            deployments.attach(self._add, self._drop, lambda: self.wake(), lambda: self._is_busy)
+
+    def join_groups(self, groups: Groups | None) -> None:
+        """From here on; None: it joins none."""
+        self._groups = groups
+        if groups:
+            groups.attach(self._why_no_group, self._let_part)
+
+    def _why_no_group(self) -> str:
+        if len(self.targets) > 1:
+            return f"it serves {len(self.targets)} models"
+        return "a morph is running there" if self._jobs else ""
 
     @property
     def num_running(self) -> int:
@@ -109,11 +135,20 @@ class MorphExecutor:
                 self._abort(job, f"epoch {job.epoch} ended: the worker had lost its lease")
         self._epoch = epoch
 
+    def refuse_deploys(self, reason: str) -> None:
+        """No model comes any more; one that is on its way is given up."""
+        self._why_no_deploy = reason
+        for job in list(self._jobs.values()):
+            if job.kind == "deploy":
+                self._abort(job, reason)
+
     def close(self) -> list[MorphReport]:
         """Give everything up, the variants last: no step may follow. Returns what there is to tell."""
         for job in list(self._jobs.values()):
             self._abort(job, "the worker leaves")
         self._copier.close()
+        if self._deployments:
+            self._deployments.close()
         for target in self.targets.values():
             target.variants.release()
         reports, self._reports = self._reports, []
@@ -134,8 +169,18 @@ class MorphExecutor:
             if len(self._jobs) > 1:
                 first = next(iter(self._jobs))
                 self._jobs[first] = self._jobs.pop(first)
+        if self._deployments and len(self.targets) > 1 and is_busy:
+            self._share(self._deployments)
         reports, self._reports = self._reports, []
         return reports
+
+    def _share(self, deployments: Deployments) -> None:
+        """KV pages to who misses them; a resize by order is left alone."""
+        if not self._jobs:
+            self._pace.begin(is_busy=True)
+        resized = {job.command.instance for job in self._jobs.values() if job.kind == "resize"}
+        while self._pace.has_time and deployments.share(resized):
+            self._pace.spent()
 
     def _carry_on(self, job: Job) -> None:
         try:
@@ -164,6 +209,9 @@ class MorphExecutor:
         command = job.command
         if command.epoch != self._epoch:
             raise NotApplied("stale", f"it is for epoch {command.epoch}; this is {self._epoch}")
+        if isinstance(command, Deploy):
+            self._start_deploy(job, command)
+            return
         target = self.targets.get(command.instance)
         if target is None:
             there_are = ", ".join(self.targets) or "none"
@@ -173,12 +221,42 @@ class MorphExecutor:
         self._refuse_in_group(command)
         if isinstance(command, Transform):
             job.start(self._transform(command, peers))
+        elif isinstance(command, Retire):
+            job.start(self._can_deploy().retire(command))
         elif isinstance(command, Swap):
             job.start(self._swap(job, command, target))
             for other in self._jobs.values():
                 job.refuse_beside(other)
         else:
             job.start(self._resize(command, target))
+
+    def _start_deploy(self, job: Job, command: Deploy) -> None:
+        if command.instance in self.targets:
+            raise NotApplied("conflict", f"{command.instance} is served here already; retire it first")
+        if len(command.stages) > 1:
+            raise NotApplied(
+                "failed", f"{command.model} was to be served in {len(command.stages)} stages; one is possible"
+            )
+        for other in self._jobs.values():
+            job.refuse_beside(other)
+        self._refuse_in_group(command)
+        job.start(self._can_deploy().deploy(command))
+
+    def _can_deploy(self) -> Deployments:
+        """Raises NotApplied."""
+        if self._deployments is None:
+            raise NotApplied("failed", "this worker takes no models while it runs")
+        if self._why_no_deploy:
+            raise NotApplied("conflict", self._why_no_deploy)
+        if self._groups and self._groups.is_in_group:
+            raise NotApplied("conflict", "it is in a group; let the group part first")
+        return self._deployments
+
+    def _add(self, target: Target) -> None:
+        self.targets[target.instance.id] = target
+
+    def _drop(self, instance: str) -> None:
+        del self.targets[instance]
 
     def _let_part(self) -> None:
         assert self._groups
@@ -194,7 +272,7 @@ class MorphExecutor:
             raise NotApplied("conflict", f"it is in a group that {groups.leader} leads; order it there")
 
     def _transform(self, command: Transform, peers: Peers) -> Run:
-        if self._groups is None:
+        if self._groups is None or len(self.targets) > 1:
             raise NotApplied(
                 "failed", "this worker joins no group: it has several models, or no worker.group_host"
             )
@@ -236,7 +314,8 @@ class MorphExecutor:
     ) -> None:
         report = job.report(state, reason, numbers)
         del self._jobs[job.command.id]
-        self.targets[job.command.instance].check_integrity(with_pool=not self._is_busy)
+        if target := self.targets.get(job.command.instance):
+            target.check_integrity(with_pool=not self._is_busy)
         self._tell(report)
 
     def _tell(self, report: MorphReport) -> None:

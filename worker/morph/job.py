@@ -65,7 +65,7 @@ class Job:
         """Raises NotApplied if the two would mix; `other` came first."""
         if other.command.instance != self.command.instance:
             return
-        if "transform" in (self.kind, other.kind):
+        if {"transform", "deploy", "retire"} & {self.kind, other.kind}:
             raise NotApplied("conflict", f"morph {other.command.id}, a {other.kind}, is running")
         if self.kind == other.kind == "resize":
             about = "the size of its KV cache"

@@ -42,11 +42,25 @@ class SourceCopy:
     def __call__(self, may_go_on: Callable[[], bool]) -> None:
         """Asks after each tensor, some tens of MiB, and then as a `HostCopy` does. Raises ModelError too."""
         where = self._device if self._source.depends_on_device else torch.device("cpu")
-        laid_out = torch.zeros(self._plan.nbytes, dtype=torch.uint8, device=where)
-        tensors = tensors_in(laid_out, self._plan)
-        for source in self._plan.sources:
-            self._source.fill(source.target(tensors), source)
-            if not may_go_on():
-                return
-        image = laid_out.cpu()
+        try:
+            image = lay_out(self._plan, self._source, where, may_go_on).cpu()
+        except _Stopped:
+            return
         HostCopy(self._what, image, row_sums(image), self._target, self._device, self._spans)(may_go_on)
+
+
+class _Stopped(Exception):
+    """It may not go on."""
+
+
+def lay_out(
+    plan: RangePlan, source: Weights, device: torch.device, may_go_on: Callable[[], bool] = lambda: True
+) -> torch.Tensor:
+    """uint8 [plan.nbytes] in full precision, as it lies in the pages of a model. Asks after each tensor."""
+    laid_out = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
+    tensors = tensors_in(laid_out, plan)
+    for each in plan.sources:
+        source.fill(each.target(tensors), each)
+        if not may_go_on():
+            raise _Stopped
+    return laid_out

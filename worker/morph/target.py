@@ -21,7 +21,8 @@ class Target:
         """order: in which layers lose bits; default front to back."""
         self.instance, self.variants, self.resizer = instance, variants, resizer
         self.order = list(order) or list(range(len(instance.shape)))
-        self._swapped: list[int] = []  # layers below full, the last swapped last
+        # Layers below full, the last swapped last.
+        self._swapped = [layer for layer in self.order if instance.shape[layer] != LayerShape()]
         self._left_mapped: set[tuple[Half, Precision]] = set()  # the system refused to unmap them
 
     def precision(self, half: Half) -> Precision:

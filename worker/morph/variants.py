@@ -6,7 +6,7 @@ others are addresses until a swap maps them. All of them wait in host memory (`H
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,13 +19,14 @@ from worker.model.model import Model
 from worker.model.quantized_layout import plan_quantized
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint
-from worker.model.weights import LoadedRange, tensors_in
+from worker.model.weights import Tensors, tensors_in
 from worker.morph.checked_pages import CheckedPages
 from worker.morph.host import HostStore, Images
 from worker.morph.host_copy import HostCopy
 from worker.morph.host_file import Progress
-from worker.morph.host_images import find_matrices, write_half
+from worker.morph.host_images import Matrices, find_matrices, write_half
 from worker.morph.ranges import HalfRanges, Pages, Place, checked_pages, half_of, name_of
+from worker.morph.source_copy import lay_out
 from worker.morph.sums import num_rows, row_sums
 from worker.morph.variants_check import check_outputs, expected_outputs, num_outputs
 from worker.quantize.fingerprint import model_fingerprint
@@ -45,22 +46,34 @@ class LayerVariants:
         method: str = "",
         host_dir: Path = Path("/dev/shm"),
         progress: Progress | None = None,
+        matrices: Mapping[Precision, Matrices] | None = None,
     ) -> None:
         """Reserve the ranges, and have the host images of this model, made if no worker has yet.
 
         precisions: besides full. method: whose quantisation, as in `find_matrices`. progress: bytes of the
-        images done and in all. Raises ModelError: a set that cannot be used, no room on the host.
+        images done and in all. matrices: what was found already, of a model without pages; then the images
+        are for `open` to have. Raises ModelError: a set that cannot be used, no room on the host.
         """
         self._model, self._pool = model, pool
         self.precisions: list[Precision] = [name for name in PRECISIONS if name in ("full", *precisions)]
         self._proven: set[Place] = set()  # the products of these were right once
-        self._matrices = {name: find_matrices(model, name, method) for name in self.precisions[1:]}
+        self._is_filled = matrices is None
+        if matrices is None:
+            matrices = {name: find_matrices(model, name, method) for name in self.precisions[1:]}
+        self._matrices = matrices
+        self._opened: HostStore[ImageName] | None = None
         self.ranges = HalfRanges(model, pool, self._lay_out())
         try:
-            self._store = self._open_store(host_dir, progress)
+            if self._is_filled:
+                self.open(host_dir, progress)
         except BaseException:
             self.ranges.release()
             raise
+
+    def open(self, host_dir: Path, progress: Progress | None = None) -> None:
+        """Have the host images, made if no worker has yet. In any thread, before anything is copied; raises
+        ModelError and what `progress` raises."""
+        self._opened = self._open_store(host_dir, progress)
 
     def pages(self, layer: int, part: Part, precision: Precision) -> int:
         """How many a variant takes while it is mapped."""
@@ -114,7 +127,13 @@ class LayerVariants:
     def release(self) -> None:
         """Give back all pages but those of full, which are the model's, and leave the host images."""
         self.ranges.release()
-        self._store.close()
+        if self._opened:
+            self._opened.close()
+
+    @property
+    def _store(self) -> HostStore[ImageName]:
+        assert self._opened, "the host images were not opened"
+        return self._opened
 
     # ----------------------------------------------------------------------------- ranges and halves
 
@@ -152,9 +171,17 @@ class LayerVariants:
         """Over the pages that are mapped."""
         return self.ranges.half(place, self._shard(place[0]))
 
-    def _full(self, layer: int, part: Part) -> LoadedRange:
-        weights = self._model.weights[layer]
-        return weights.attention if part == "attention" else weights.feed_forward
+    def _full(self, layer: int, part: Part) -> tuple[torch.Tensor, Tensors]:
+        """The half in full precision: uint8 [its bytes], and the tensors in them. From the model's pages or,
+        of a model that is not filled yet, from where it is loaded from."""
+        weights, plan = self._model.weights[layer], self._model.plan.layers[layer][PARTS.index(part)]
+        if self._is_filled:
+            full = weights.attention if part == "attention" else weights.feed_forward
+            return full.memory.tensor(torch.uint8, (plan.nbytes,)), full.tensors
+        source = self._model.source
+        where = self._device if source.depends_on_device else torch.device("cpu")
+        laid_out = lay_out(plan, source, where).to(self._device)
+        return laid_out, tensors_in(laid_out, plan)
 
     def _whole(self, place: Place, image: torch.Tensor) -> Half:
         """Of all heads and rows, over uint8 [n] anywhere."""
@@ -170,7 +197,7 @@ class LayerVariants:
             imagined = self._whole(place, torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"))
             sizes[*place, "weights"], sizes[*place, "sums"] = plan.nbytes, 8 * num_rows(plan.nbytes)
             sizes[*place, "outputs"] = 4 * num_outputs(imagined)
-        contents = [identity(model), *(matrices.name for matrices in self._matrices.values())]
+        contents = [identity(model, self._device), *(matrices.name for matrices in self._matrices.values())]
         return HostStore(
             folder,
             f"{contents} {model.config.rms_norm_eps} {self.ranges.plans}",
@@ -185,12 +212,11 @@ class LayerVariants:
         for place in self._places():
             layer, part, precision = place
             plan = self.ranges.plans[part, precision]
-            full = self._full(layer, part)
-            if precision == "full":
-                made = full.memory.tensor(torch.uint8, (plan.nbytes,))
+            if precision == "full":  # the first of each half
+                made, tensors = self._full(layer, part)
             else:
                 made = torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device)
-                write_half(tensors_in(made, plan), self._matrices[precision], layer, full.tensors)
+                write_half(tensors_in(made, plan), self._matrices[precision], layer, tensors)
             images[*place, "weights"].copy_(made)
             images[*place, "sums"].view(torch.int64).copy_(row_sums(made))
             images[*place, "outputs"].view(torch.float32).copy_(
@@ -208,9 +234,9 @@ class LayerVariants:
         return self._pool.backend.device
 
 
-def identity(model: Model) -> str:
+def identity(model: Model, device: torch.device) -> str:
     """Which weights these are: the same for a checkpoint wherever it lies."""
     source = model.source
     if isinstance(source, Checkpoint):
         return model_fingerprint(model.config, source)
-    return f"{source} on {model.weights[0].attention.tensors['qkv'].device.type}"
+    return f"{source} on {device.type}"

@@ -18,6 +18,9 @@
 `loading`             page pool, models, KV caches, the first forward pass
 `load_morphs`         variants of the layers, their order, the executor of morphs
 `load_task`           the same in a thread, with progress on the card
+`cards`               what is shown of an instance
+`residents`           the instances' streams and cards, of models that come and go, too
+`site_hooks`          how they hear of those from the engine's thread
 `worker`              puts them together; drain and exit
 ====================  ============================================================================
 """

@@ -13,6 +13,7 @@ from bus.messages import InstanceTelemetry, Morph, MorphReport, PageCounts
 from worker.core import Request
 from worker.engine.engine import Engine, StepResult, result_of
 from worker.engine.snapshot import instance_telemetry
+from worker.fingerprint.measuring import Measuring
 from worker.morph.executor import MorphExecutor
 from worker.parallel.grouping import Grouping
 from worker.parallel.party import Party
@@ -52,10 +53,12 @@ class EngineThread:
         on_snapshot: OnSnapshot,
         on_reports: OnReports,
         on_death: OnDeath,
+        measuring: Measuring | None = None,
     ) -> None:
         self._engine, self._pages, self._snapshot_s = engine, pages, snapshot_s
         self._on_results, self._on_snapshot, self._on_death = on_results, on_snapshot, on_death
         self._morphs, self._on_reports = morphs, on_reports
+        self._measuring = measuring or Measuring()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         morphs.wake = lambda: self._inbox.put(lambda: None)
         self._grouping = grouping
@@ -90,7 +93,20 @@ class EngineThread:
         self._inbox.put(lambda: self._morphs.begin(command, peers))
 
     def cancel_morph(self, morph_id: str) -> None:
-        self._inbox.put(lambda: self._morphs.cancel(morph_id))
+        """Or the profile of this id."""
+        self._inbox.put(lambda: self._cancel_morph(morph_id))
+
+    def refuse_deploys(self, reason: str) -> None:
+        """No model comes any more; one that is on its way is given up."""
+        self._inbox.put(lambda: self._morphs.refuse_deploys(reason))
+
+    def call(self, verb: Callable[[], None]) -> None:
+        """Between two steps."""
+        self._inbox.put(verb)
+
+    def measure(self, act: Callable[[Measuring], None]) -> None:
+        """Begin or cancel a profile."""
+        self._inbox.put(lambda: act(self._measuring))
 
     def meet_ahead(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
         """Make the communicator of a group that may form."""
@@ -147,6 +163,7 @@ class EngineThread:
                     self._step()
             if self._grouping:
                 self._grouping.close()
+            self._measuring.cancel_all("the worker leaves")
             if reports := self._morphs.close():
                 self._on_reports(reports)
         except BaseException as error:  # noqa: BLE001 whatever it was, the process must not sit there dead
@@ -157,11 +174,11 @@ class EngineThread:
         """Whether to go on at once. In a group that is for the leader to say: what it says comes here."""
         if self._grouping and self._grouping.party:
             return self._must_look_again
-        return not self._is_paused and self._engine.has_work
+        return self._engine.can_step(is_paused=self._is_paused)
 
     def _receive(self) -> None:
         """Carry out what has come; with nothing to do, sleep until something does."""
-        patience_s = 0.0 if self._may_step else self._morphs.patience_s
+        patience_s = 0.0 if self._may_step else self._patience_s
         try:
             self._inbox.get(block=patience_s != 0, timeout=patience_s)()
             while True:
@@ -169,21 +186,29 @@ class EngineThread:
         except Empty:
             return
 
+    @property
+    def _patience_s(self) -> float | None:
+        """None: until something comes."""
+        known = [one for one in (self._morphs.patience_s, self._measuring.patience_s) if one is not None]
+        return min(known, default=None)
+
     def _carry_on_morphs(self) -> None:
         if reports := self._morphs.advance(is_busy=self._may_step):
             self._on_reports(reports)
             self._report(time.monotonic())
+        if self._measuring.advance(is_busy=self._may_step):
+            self._report(time.monotonic())
 
     def _step(self) -> None:
         self._step_began = began = time.monotonic()
-        results = self._engine.step()
+        results = self._engine.step(is_paused=self._is_paused)
         ended = time.monotonic()
         self._busy_s += ended - began
         self._step_began = None
         self._num_steps += 1
         if results:
             self._on_results(self._epoch, results)
-        if not self._engine.has_work:
+        if results and not self._engine.has_work:
             self._engine.check_integrity()
             self._report(ended)
         elif ended >= self._snapshot_due:
@@ -222,9 +247,14 @@ class EngineThread:
         self._engine.cancel(request_ids)
         self._report(time.monotonic())
 
+    def _cancel_morph(self, morph_id: str) -> None:
+        self._morphs.cancel(morph_id)
+        self._measuring.cancel(morph_id)
+
     def _fence(self, epoch: int) -> None:
         self._engine.reset()
         self._engine.check_integrity()
         self._morphs.fence(epoch)
+        self._measuring.cancel_all(f"epoch {self._epoch} ended: the worker had lost its lease")
         self._epoch = epoch
         self._report(time.monotonic())

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from bus.client import Bus, BusFull, BusUnavailable, GroupReader, StreamReader
-from bus.messages import Cancel, CancelMorph, Command, Drain, Resize, Submit, Swap, Transform
+from bus.deployments import Measure
+from bus.messages import Cancel, CancelMorph, Command, Deploy, Drain, Resize, Retire, Submit, Swap, Transform
 from bus.names import consumer
 from worker.core import Request
 from worker.parallel.wire import Peer
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
+COMMANDS = (Cancel, CancelMorph, Deploy, Drain, Measure, Resize, Retire, Swap, Transform)
 
 
 class Intake:
@@ -39,6 +41,7 @@ class Intake:
         self._bus, self._worker, self._epoch = bus, worker, epoch
         self._ledger, self._thread, self._outbox = ledger, thread, outbox
         self._beginning: dict[str, asyncio.Task[None]] = {}  # Transforms whose peers are being read
+        self.on_measure: Callable[[Measure], None] = lambda command: None
         self.is_listening = asyncio.Event()  # from here on no command is missed
 
     # ----------------------------------------------------------------------------- requests
@@ -97,7 +100,7 @@ class Intake:
     async def read_commands(self, on_drain: Callable[[], None]) -> None:
         """Those that are meant for the epoch of now; a morph for another one is answered, too: `stale`."""
         stream = self._bus.names.control(self._worker)
-        async with self._bus.reader(stream, Cancel, CancelMorph, Drain, Resize, Swap, Transform) as reader:
+        async with self._bus.reader(stream, *COMMANDS) as reader:
             await self._open(reader)
             self.is_listening.set()
             try:
@@ -107,9 +110,9 @@ class Intake:
             finally:  # what has not begun is answered, too
                 await end(*self._beginning.values())
 
-    def _obey(self, command: Command, on_drain: Callable[[], None]) -> None:
+    def _obey(self, command: Command | Measure, on_drain: Callable[[], None]) -> None:
         match command:
-            case Swap() | Resize():
+            case Swap() | Resize() | Deploy() | Retire():
                 self._thread.morph(command)
             case Transform():
                 self._begin(command)
@@ -121,6 +124,8 @@ class Intake:
                 self._cancel_morph(command.morph_id)
             case Drain():
                 on_drain()
+            case Measure():
+                self.on_measure(command)
 
     def _begin(self, command: Transform) -> None:
         """Who takes part is on the cards. The same order again changes nothing."""

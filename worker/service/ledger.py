@@ -82,6 +82,9 @@ class Ledger:
     def get(self, request_id: str) -> Ticket | None:
         return self._tickets.get(request_id)
 
+    def num_of(self, instance: str) -> int:
+        return sum(ticket.instance == instance for ticket in self._tickets.values())
+
     def gateways(self) -> set[str]:
         return {ticket.gateway for ticket in self._tickets.values()}
 

@@ -8,9 +8,12 @@ import torch
 
 from bus.messages import PRECISIONS
 from bus.settings import WorkerSettings
+from worker.deploy.deployments import SiteDeployments
+from worker.deploy.site import Site
 from worker.engine.build import MIB
 from worker.memory import PagePool
 from worker.model import Model
+from worker.model.layout import degrees
 from worker.model.quantized_layout import BITS
 from worker.morph.copier import Copier
 from worker.morph.executor import MorphExecutor
@@ -22,6 +25,7 @@ from worker.parallel.grouping import Grouping
 from worker.parallel.morphs import GroupMorphs
 from worker.parallel.place import Place
 from worker.profile.order import load_order
+from worker.service.cards import card_of_newcomer
 from worker.service.loaded import Progress
 
 # Of an exchange: as large as keeps the cost of its calls small, and no larger.
@@ -59,21 +63,32 @@ def layer_order(folder: Path, model: Model, settings: WorkerSettings) -> tuple[l
 
 def make_executor(
     worker: str,
-    targets: dict[str, Target],
+    site: Site,
     settings: WorkerSettings,
     device: torch.device,
     grouping: Grouping | None,
 ) -> MorphExecutor:
-    """On a CPU copying takes cores and memory from the steps: both kinds of work share the allowance."""
+    """For the models that are there, and those that come. On a CPU copying takes cores and memory from the
+    steps: both kinds of work share the allowance."""
     share = settings.morph_share
     of_each = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
     return MorphExecutor(
         worker,
-        targets,
+        {name: resident.target for name, resident in site.residents.items()},
         step_share=of_each[0],
         copy_share=of_each[1],
         groups=GroupMorphs(grouping, layers_per_step=settings.layers_per_step) if grouping else None,
+        deployments=SiteDeployments(site, card_of_newcomer),
     )
+
+
+def grouping_for(
+    name: str, target: Target, model: Model, pool: PagePool, settings: WorkerSettings, worker: str
+) -> Grouping | None:
+    """Of a worker's only model; None where it joins no group."""
+    if not settings.group_host or len(degrees(model.config, settings.max_tp)) < 2:
+        return None
+    return make_grouping(name, target, model, pool, settings, worker)
 
 
 def make_grouping(

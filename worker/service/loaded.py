@@ -10,6 +10,7 @@ from bus.messages import InstanceCard, PageCounts
 from bus.settings import WorkerSettings
 
 if TYPE_CHECKING:  # the engine brings torch; who only wants to catch CannotServe need not wait for it
+    from worker.deploy.site import Site
     from worker.engine.engine import Engine
     from worker.morph.executor import MorphExecutor
     from worker.parallel.grouping import Grouping
@@ -28,6 +29,7 @@ class Loaded:
     page_bytes: int
     morphs: MorphExecutor
     grouping: Grouping | None = None  # None: it joins no group
+    site: Site | None = None  # None: no model comes or goes
 
 
 Progress = Callable[[str], None]  # called in the loading thread, as often as the loader likes

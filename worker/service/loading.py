@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 import kernels
-from bus.messages import InstanceCard
+from bus.messages import PRECISIONS
 from bus.settings import WorkerSettings
+from worker.deploy.newcomer import dtype_of
+from worker.deploy.site import Resident, Site
 from worker.engine.build import (
     MIB,
     Shape,
@@ -23,17 +25,16 @@ from worker.engine.build import (
 from worker.engine.engine import Engine
 from worker.memory import MappingFailed, OutOfPages, PagePool
 from worker.model import Model, ModelError, load_model
-from worker.model.layout import degrees
+from worker.model.quantized_layout import BITS
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.morph.verbs import layer_pages, reserve_pages
+from worker.morph.verbs import reserve_pages
 from worker.parallel.grouping import Grouping
-from worker.service.load_morphs import bits_of, layer_order, load_variants, make_executor, make_grouping
+from worker.service.cards import card_of
+from worker.service.load_morphs import bits_of, grouping_for, layer_order, load_variants, make_executor
 from worker.service.loaded import CannotServe, Loaded, Progress
 
 log = logging.getLogger("worker")
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
@@ -45,7 +46,7 @@ def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
 
 
 def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
-    folders = model_folders(settings.models)
+    folders = model_folders(settings.models, may_be_empty=settings.may_be_empty)
     device = _device(settings.device)
     kernels.configure(settings.threads)
     pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
@@ -61,30 +62,52 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     for name, model in models.items():
         limits = shape.limits(model)
         parts[name] = (make_cache(pool, model, limits, name), model, limits)
-    reserve = max(reserve_pages(variants[name], model.config.num_layers) for name, model in models.items())
+    reserve = max(
+        (reserve_pages(variants[name], model.config.num_layers) for name, model in models.items()), default=0
+    )
     fill_caches(pool, list(parts.values()), reserve)
     engine = Engine(device)
-    cards, targets = [], {}
+    site = Site(worker, pool, engine, settings)
     grouping: Grouping | None = None
     for name, (cache, model, limits) in parts.items():
         progress(f"{name}: compiling kernels and running the first request")
         instance = make_instance(f"{name}@{worker}", model, cache, limits, bits=bits_of(variants[name]))
         run_canary(instance)
-        engine.add_instance(instance)
         resizer = KVResizer(
             instance, cache, reserve_pages=reserve, useful_pages=useful_pages(cache, model, limits)
         )
         order, order_name = layer_order(folders[name], model, settings)
-        targets[instance.id] = target = Target(instance, variants[name], resizer, order)
-        if len(parts) == 1 and settings.group_host and len(degrees(model.config, settings.max_tp)) > 1:
-            grouping = make_grouping(name, target, model, pool, settings, worker)
-        cards.append(_card(target, name, folders[name], model, order_name, settings, worker, grouping))
+        target = Target(instance, variants[name], resizer, order)
+        if len(parts) == 1:
+            grouping = grouping_for(name, target, model, pool, settings, worker)
+        card = card_of(target, name, folders[name], model, order_name, settings, worker, grouping)
+        site.add(Resident(card, target, model))
         log.info("%s: %d KV blocks of %d tokens", name, cache.num_blocks, limits.block_tokens)
-    morphs = make_executor(worker, targets, settings, device, grouping)
-    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, morphs, grouping)
+    if not parts:
+        progress("compiling kernels")
+        compile_ahead(device, settings)
+    morphs = make_executor(worker, site, settings, device, grouping)
+    cards = [resident.card for resident in site.residents.values()]
+    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, morphs, grouping, site)
 
 
-def model_folders(models: list[str]) -> dict[str, Path]:
+def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
+    """Of a worker that waits for models: a compiler holds up all threads of the process, for longer than a
+    lease lasts. What depends on a model's own sizes is compiled with it."""
+    if device.type == "cpu":
+        kernels.warm_up(
+            dtype_of(settings.dtype, device) or torch.float32,
+            hidden_size=256,
+            intermediate_size=256,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=64,
+            block_tokens=settings.block_tokens,
+            bits=[BITS[name] for name in PRECISIONS if name in settings.variants],
+        )
+
+
+def model_folders(models: list[str], *, may_be_empty: bool = False) -> dict[str, Path]:
     """Served name -> folder, from `name=dir` or `dir` (then the folder's name). Raises CannotServe."""
     folders: dict[str, Path] = {}
     for entry in models:
@@ -96,8 +119,11 @@ def model_folders(models: list[str]) -> dict[str, Path]:
         if name in folders:
             raise CannotServe(f"two models are called {name!r}: {folders[name]} and {path}; use name=dir")
         folders[name] = path
-    if not folders:
-        raise CannotServe("no model to serve: set worker.models (INSTAR_MODEL) to a model folder")
+    if not folders and not may_be_empty:
+        raise CannotServe(
+            "no model to serve: set worker.models (INSTAR_MODEL) to a model folder, or worker.may_be_empty to"
+            " wait for models to be deployed"
+        )
     return folders
 
 
@@ -116,51 +142,14 @@ def _device(name: str) -> torch.device:
 
 
 def _load_model(name: str, path: Path, pool: PagePool, settings: WorkerSettings, progress: Progress) -> Model:
-    dtype = DTYPES.get(settings.dtype)
-    if dtype is None and pool.backend.device.type == "cpu":
-        dtype = torch.float32
-
     def tell(done: int, total: int) -> None:
         progress(f"loading {name}: {done / total:.0%} of {total / MIB:.0f} MiB")
 
     return load_model(
         path,
         pool,
-        dtype=dtype,
+        dtype=dtype_of(settings.dtype, pool.backend.device),
         load_format=settings.load_format,
         max_tp=settings.max_tp,
         progress=tell,
-    )
-
-
-def _card(
-    target: Target,
-    name: str,
-    path: Path,
-    model: Model,
-    order_name: str,
-    settings: WorkerSettings,
-    worker: str,
-    grouping: Grouping | None,
-) -> InstanceCard:
-    possible = degrees(model.config, settings.max_tp) if grouping else [1]
-    return InstanceCard(
-        id=target.instance.id,
-        model=name,
-        model_path=str(path),
-        max_model_len=target.instance.limits.max_model_len,
-        vocab_size=model.config.vocab_size,
-        num_layers=model.config.num_layers,
-        dtype=str(model.dtype).removeprefix("torch."),
-        block_tokens=settings.block_tokens,
-        workers=[worker],
-        variants=list(target.variants.precisions),
-        order=target.order,
-        order_name=order_name,
-        min_blocks=target.resizer.min_blocks,
-        kv_heads=model.config.num_kv_heads,
-        degrees=possible,
-        tokens_at={tp: grouping.place.tokens_at(tp) for tp in possible} if grouping else {},
-        layer_pages=layer_pages(target.variants, model.config.num_layers),
-        attention_pages=layer_pages(target.variants, model.config.num_layers, ["attention"]),
     )

@@ -10,11 +10,13 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
-from bus.client import Bus, BusUnavailable
+from bus.client import Bus
 from bus.messages import MorphReport, WorkerCard
 from bus.service import run_until
 from bus.settings import Settings
 from worker.engine.engine import StepResult
+from worker.fingerprint.measurer import Measurer
+from worker.fingerprint.measuring import Measuring
 from worker.service.dispatch import Dispatch
 from worker.service.engine_thread import EngineThread, Snapshot
 from worker.service.gateways import watch_gateways
@@ -22,10 +24,13 @@ from worker.service.intake import Intake
 from worker.service.ledger import Ledger
 from worker.service.load_task import LoadTask
 from worker.service.loaded import Loaded, Loader
+from worker.service.measures import Measures
 from worker.service.membership import Membership
 from worker.service.morph_reports import MorphReports
 from worker.service.neighbours import meet_neighbours
 from worker.service.outbox import Outbox
+from worker.service.residents import GATEWAYS_LOOK_S, Residents
+from worker.service.site_hooks import SiteHooks
 from worker.service.tasks import end
 from worker.service.telemetry import Reporter
 from worker.service.watchdog import watch_steps
@@ -35,7 +40,6 @@ log = logging.getLogger("worker")
 DRAIN_CHECK_S = 0.05
 PARTING_CHECK_S = 0.3
 NEIGHBOURS_S = 0.5
-GATEWAYS_LOOK_S = 2.2  # gateways read the cards every 2 s: until then one of them may choose this worker
 
 
 async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader) -> None:
@@ -95,6 +99,7 @@ class Serving:
             on_snapshot=self._snapshot_in_thread,
             on_reports=self._reports_in_thread,
             on_death=self._death_in_thread,
+            measuring=Measuring(self._settings.morph_share),
         )
         self._outbox = Outbox(bus, self._thread, membership.may_publish)
 
@@ -112,9 +117,22 @@ class Serving:
             idle_interval_s=self._settings.idle_telemetry_s,
         )
         self._morph_reports = MorphReports(bus)
+        measurer = Measurer(loaded.site.pool, loaded.site.settings) if loaded.site else None
+        self._measures = Measures(bus, worker, self._thread, measurer)
+        self._intake.on_measure = self._measures.begin
+        self._residents = Residents(
+            bus,
+            self._intake,
+            self._ledger,
+            loaded.cards,
+            on_changed=self._residents_changed,
+            on_read_out=self._read_out,
+            on_error=self._die,
+        )
+        if loaded.site:
+            loaded.site.hooks = SiteHooks(self._loop, self._residents)
         if grouping := loaded.grouping:
             grouping.on_regrouped = self._regrouped_in_thread
-        self._reading: asyncio.Task[None] | None = None
         self._showing: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
@@ -123,7 +141,7 @@ class Serving:
         self._thread.start()
         self._thread.fence(self._membership.epoch)
         self._membership.on_fenced = self._fence
-        self._read_requests()
+        self._residents.read(self._membership.epoch)
         work = (
             self._until_drained(stop),
             self._outbox.run(),
@@ -142,8 +160,9 @@ class Serving:
                 task.result()
         finally:
             self._membership.on_fenced = lambda epoch: None
-            rest = [task for task in (self._reading, self._showing) if task]
-            await end(*tasks, self._died, *rest)
+            await end(*tasks, self._died, *([self._showing] if self._showing else []))
+            await self._residents.close()
+            await self._measures.close()
             await asyncio.to_thread(self._thread.stop)
             await self._morph_reports.send_rest()
 
@@ -152,23 +171,24 @@ class Serving:
         self._ledger.clear()
         self._outbox.clear()
         self._thread.fence(epoch)
-        self._read_requests()
+        self._residents.read(epoch)
 
     # ----------------------------------------------------------------------------- parts of a life
 
-    def _read_requests(self) -> None:
-        """Readers belong to an epoch: their consumer's name and what they accept carry it."""
-        self._reading = asyncio.create_task(self._read_epoch(self._membership.epoch, self._reading))
-        self._reading.add_done_callback(self._reading_ended)
+    def _residents_changed(self) -> None:
+        """A model comes, is here, goes or is gone. Before the announcement there is nothing to show."""
+        if self._membership.card.state == "loading":
+            return
+        residents = self._residents
+        self._show(
+            self._membership.update(
+                instances=residents.shown, loading=[residents.loading] if residents.loading else []
+            )
+        )
 
-    async def _read_epoch(self, epoch: int, previous: asyncio.Task[None] | None) -> None:
-        if previous:
-            await end(previous)
-        await asyncio.gather(*(self._intake.read_requests(card.id, epoch) for card in self._loaded.cards))
-
-    def _reading_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()):
-            self._die(error)
+    def _read_out(self, instance: str) -> None:
+        if site := self._loaded.site:
+            self._thread.call(lambda: site.read_out(instance))
 
     async def _announce(self) -> None:
         loaded, grouping = self._loaded, self._loaded.grouping
@@ -176,12 +196,13 @@ class Serving:
             state="serving",
             link=grouping.address if grouping else "",
             link_key=grouping.link_key if grouping else b"",
-            instances=loaded.cards,
+            instances=self._residents.shown,
             device=loaded.device,
             page_bytes=loaded.page_bytes,
             progress="",
         )
-        log.info("serving %s on %s", ", ".join(card.model for card in loaded.cards), loaded.device)
+        models = ", ".join(card.model for card in loaded.cards) or "no model yet: waiting for deployments"
+        log.info("serving %s on %s", models, loaded.device)
 
     async def _meet_neighbours(self) -> None:
         await self._intake.is_listening.wait()
@@ -206,13 +227,15 @@ class Serving:
         """Finish what runs. Submits of gateways that have not yet seen the card change are run, too: they
         would only come back as replays elsewhere."""
         log.info("draining: %d requests to finish", len(self._ledger))
+        self._thread.refuse_deploys(f"{self._membership.card.id} is draining")
         await self._membership.update(state="draining")
+        self._measures.refuse(f"{self._membership.card.id} is draining")
         try:
             async with asyncio.timeout(self._settings.drain_timeout_s):
                 await self._part()  # first, since a group whose leader drains takes nothing new
                 if self._bus.up:  # else nobody can send anything either
                     await asyncio.sleep(GATEWAYS_LOOK_S)
-                while len(self._ledger) or await self._backlog():  # noqa: ASYNC110 one wait a life
+                while len(self._ledger) or await self._residents.backlog():  # noqa: ASYNC110 one wait a life
                     await asyncio.sleep(DRAIN_CHECK_S)
                 await self._part()  # from one that it was ordered into before its card was read
                 await self._outbox.wait_empty()
@@ -226,14 +249,6 @@ class Serving:
             self._thread.ask_to_part()
             await asyncio.sleep(PARTING_CHECK_S)
 
-    async def _backlog(self) -> int:
-        """Entries that are unread or not yet acknowledged; 0 without a Redis to hold any."""
-        try:
-            names = [self._bus.names.requests(card.id) for card in self._loaded.cards]
-            return sum([await self._bus.length(name) for name in names])
-        except BusUnavailable:
-            return 0
-
     async def _show_group(self, members: tuple[str, ...], why: str) -> None:
         """The leader's card is the group's; the other members' say whom they follow."""
         worker = self._membership.card.id
@@ -242,6 +257,7 @@ class Serving:
             replace(card, tp=max(1, len(members)), workers=list(members) or [worker])
             for card in self._membership.card.instances
         ]
+        self._residents.replace(cards)
         log.info("serving in %s: %s", f"a group of {', '.join(members)}" if members else "no group", why)
         await self._membership.update(instances=cards)
 
@@ -263,15 +279,27 @@ class Serving:
         self._loop.call_soon_threadsafe(self._reporter.take, snapshot)
 
     def _reports_in_thread(self, reports: list[MorphReport]) -> None:
-        self._loop.call_soon_threadsafe(self._morph_reports.put, reports)
+        self._loop.call_soon_threadsafe(self._take_reports, reports)
+
+    def _take_reports(self, reports: list[MorphReport]) -> None:
+        """Whoever hears that a model is served, or no longer, finds it on the card."""
+        if any(report.kind in ("deploy", "retire") for report in reports):
+            self._show(self._put_reports(reports))
+        else:
+            self._morph_reports.put(reports)
+
+    async def _put_reports(self, reports: list[MorphReport]) -> None:
+        self._morph_reports.put(reports)
 
     def _regrouped_in_thread(self, members: tuple[str, ...], why: str) -> None:
         self._loop.call_soon_threadsafe(self._regrouped, members, why)
 
     def _regrouped(self, members: tuple[str, ...], why: str) -> None:
+        self._show(self._show_group(members, why))
+
+    def _show(self, then: Coroutine[Any, Any, None]) -> None:
         """One after the other: a card must not be overtaken by an older one."""
-        before = self._showing
-        self._showing = asyncio.create_task(self._after(before, self._show_group(members, why)))
+        self._showing = asyncio.create_task(self._after(self._showing, then))
 
     async def _after(self, before: asyncio.Task[None] | None, then: Coroutine[Any, Any, None]) -> None:
         if before:

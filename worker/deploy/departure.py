@@ -1,0 +1,108 @@
+"""A Retire as it runs: a model goes while others serve.
+
+::
+
+    leaves        service    its card without it, so that gateways stop sending; what was sent is read
+    last requests engine     for as long as the order waits; then the rest goes on elsewhere
+    removed       engine     from the next step on it is not here
+    pages         engine     range by range: host images, variants, KV, weights; then what others lent
+
+Until it is removed it may be called off. From then on it goes to its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+
+from bus.messages import RETIRED, Number, Retire
+from worker.deploy.site import Resident, Site
+from worker.morph.run import Clock, Patience
+
+Steps = Generator[bool, None, None]
+
+HURRY_S = 5.0  # for the service to have read what was sent; then it is taken for read
+
+
+class DepartureRun:
+    """One Retire."""
+
+    def __init__(self, command: Retire, site: Site, *, clock: Clock = time.monotonic) -> None:
+        self._command, self._site, self._clock = command, site, clock
+        self._patience = Patience(command.wait_s, clock)
+        self._hurry = Patience(HURRY_S, clock)
+        self._is_removed = False
+        self._num_sent_away = self._pages = 0
+
+    progress = ""
+
+    @property
+    def is_beyond_return(self) -> bool:
+        return self._is_removed
+
+    @property
+    def deadline(self) -> float | None:
+        return self._hurry.deadline or self._patience.deadline
+
+    def numbers(self) -> dict[str, Number]:
+        return {
+            "requests_sent_away": self._num_sent_away,
+            "pages_unmapped": self._pages,
+            "wait_seconds": round(self._patience.total_s, 6),
+        }
+
+    def steps(self) -> Steps:
+        site, name = self._site, self._command.instance
+        while site.taken_by:
+            yield False
+        site.taken_by = self._command.id
+        try:
+            site.leaves(name)
+            yield from self._part_with_requests()
+            resident, self._is_removed = site.remove(name), True
+            yield from self._release(resident)
+            while site.give_back():
+                yield True
+        finally:
+            site.taken_by = ""
+            site.has_left(name, is_gone=self._is_removed)
+
+    def _part_with_requests(self) -> Steps:
+        site, name = self._site, self._command.instance
+        instance = site.residents[name].target.instance
+        while instance.has_work or not site.is_read_out(name):
+            if not self._patience.wait():
+                break
+            yield False
+        self._patience.get_on()
+        if not site.is_read_out(name) and site.hooks:
+            site.hooks.hurry(name)
+        while not site.is_read_out(name) and self._hurry.wait():
+            yield False
+        self._num_sent_away = site.engine.send_away(name, f"{RETIRED} {name} is retired")
+
+    def _release(self, resident: Resident) -> Steps:
+        """All of it, even if this is closed half-way."""
+        rest = self._parts(resident)
+        try:
+            for release in rest:
+                self._give(release)
+                yield True
+        finally:
+            for release in rest:
+                self._give(release)
+
+    def _give(self, release: Callable[[], None]) -> None:
+        before = self._site.pool.num_free
+        release()
+        self._pages += self._site.pool.num_free - before
+
+    def _parts(self, resident: Resident) -> Iterator[Callable[[], None]]:
+        """Nothing runs on any of it."""
+        target, site = resident.target, self._site
+        yield target.resizer.cache.release
+        yield target.variants.release
+        for loaded in resident.model.ranges:
+            yield loaded.memory.release
+        yield resident.model.release
+        yield site.update_reserve

@@ -1,0 +1,288 @@
+"""A model on its way into a worker that serves others: what it needs, its pages, and what they hold.
+
+Nothing of it is known to the engine yet. What reads and computes runs in the loading thread and touches no
+page of the pool; what reserves and maps runs in the engine's, between steps; contents are copied by the
+loading thread into pages that are mapped and nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bus.checkpoints import digest_of
+from bus.messages import PARTS, PRECISIONS, Deploy, Part
+from worker.deploy.site import Site
+from worker.engine.build import MIB, Shape, compile_kernels, instance_of, make_cache, useful_pages
+from worker.engine.instance import Instance
+from worker.memory import KVCache, VirtualRange
+from worker.memory.backend import NO_PAGE
+from worker.model import Model, ModelError, read_config
+from worker.model.config import ModelConfig
+from worker.model.hollow import hollow_model, mapped
+from worker.model.layout import ModelPlan, RangePlan, plan_model
+from worker.model.model import DTYPES
+from worker.model.quantized_layout import BITS
+from worker.model.shard import Shard
+from worker.model.sources import Checkpoint, RandomWeights, Weights
+from worker.model.weights import LoadedRange
+from worker.morph.host_images import find_matrices
+from worker.morph.outcome import NotApplied
+from worker.morph.ranges import half_of
+from worker.morph.resizer import KVResizer
+from worker.morph.source_copy import SourceCopy
+from worker.morph.target import Target
+from worker.morph.variants import LayerVariants
+from worker.morph.verbs import CopyJob, NoVariants, Variants, reserve_pages
+from worker.profile.order import load_order
+
+MayGoOn = Callable[[], bool]
+
+MAP_AT_ONCE = 256  # pages: a millisecond on a CPU
+
+
+class GivenUp(Exception):
+    """Raised into what the loading thread does, when it may not go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the weights that is brought in for itself."""
+
+    nbytes: int
+    num_pages: int
+    map: Callable[[], bool]  # a unit of mapping; True: there is more to map
+    job: Callable[[], CopyJob]
+    install: Callable[[], None]
+
+
+class Newcomer:
+    """One Deploy's model. Raises NotApplied and ModelError, each method where it says what is wrong."""
+
+    def __init__(self, command: Deploy, site: Site) -> None:
+        self.command, self.site = command, site
+        self.settings, self.pool = site.settings, site.pool
+        self.told = ""  # how far the images are
+        self.variants: Variants = NoVariants()
+        self.cache: KVCache | None = None
+        self._model: Model | None = None
+
+    # ----------------------------------------------------------------------------- in the loading thread
+
+    def read(self, may_go_on: MayGoOn) -> None:
+        """The folder, but for its weights."""
+        command, settings = self.command, self.settings
+        if command.precision != "full" and command.precision not in settings.variants:
+            there_are = ", ".join(["full", *settings.variants])
+            raise NotApplied(
+                "failed", f"this worker keeps no {command.precision} variants; there are {there_are}"
+            )
+        self.folder = Path(command.path).expanduser().resolve()
+        self.config: ModelConfig = read_config(self.folder)
+        dtype = dtype_of(settings.dtype, self.pool.backend.device) or self.config.dtype
+        if dtype not in DTYPES:
+            raise ModelError(f"{self.folder}: dtype {dtype} is not supported")
+        self.plan: ModelPlan = plan_model(self.config, dtype, self.pool.page_bytes, settings.max_tp)
+        is_dummy = settings.load_format == "dummy"
+        self.source: Weights = RandomWeights() if is_dummy else Checkpoint(self.folder)
+        self.source.check([source for part in self.plan.ranges() for source in part.sources])
+        self.order, self.order_name = (
+            (list(range(self.config.num_layers)), "front-to-back")
+            if is_dummy
+            else load_order(self.folder, settings.layer_order)
+        )
+        if command.digest:
+            check_digest(self.folder, command.digest)
+
+    def find_matrices(self, may_go_on: MayGoOn) -> None:
+        """Of the variants below full."""
+        wanted = [name for name in PRECISIONS if name in self.settings.variants]
+        self._matrices = {
+            name: find_matrices(self.model, name, self.settings.quantization)
+            for name in wanted
+            if may_go_on()
+        }
+
+    def make_images(self, may_go_on: MayGoOn) -> None:
+        """The host's images of all variants, if no worker of the host has made them yet."""
+
+        def tell(done: int, total: int) -> None:
+            self.told = f"variants in host memory: {10 * done // total * 10} % of {total / MIB:.0f} MiB"
+            if not may_go_on():
+                raise GivenUp
+
+        assert isinstance(self.variants, LayerVariants)
+        self.variants.open(Path(self.settings.host_dir), tell)
+
+    def compile(self, may_go_on: MayGoOn) -> None:
+        compile_kernels(self.model, self.limits, self.pool.backend.device, bits=self.bits)
+
+    # ----------------------------------------------------------------------------- in the engine's thread
+
+    @property
+    def model(self) -> Model:
+        assert self._model, "its folder was not read"
+        return self._model
+
+    @property
+    def bits(self) -> list[int]:
+        return [BITS[precision] for precision in self.variants.precisions if precision != "full"]
+
+    def reserve(self) -> None:
+        """Addresses of the weights."""
+        settings = self.settings
+        self._model = hollow_model(self.config, self.plan, self.source, self.pool)
+        self.limits = Shape(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=self.command.max_model_len or settings.max_model_len,
+            block_tokens=settings.block_tokens,
+        ).limits(self.model)
+
+    def reserve_rest(self) -> None:
+        """Addresses of the variants and of the KV cache; from here on its needs are known."""
+        if self.settings.variants:
+            self.variants = LayerVariants(
+                self.model, self.pool, precisions=list(self._matrices), matrices=self._matrices
+            )
+        self.cache = make_cache(self.pool, self.model, self.limits, self.command.model)
+        self.pieces = [*self._ends(), *self._halves()]
+
+    @property
+    def weight_pages(self) -> int:
+        return sum(piece.num_pages for piece in self.pieces)
+
+    @property
+    def least_kv_pages(self) -> int:
+        """Of all layers."""
+        assert self.cache
+        longest = -(-self.limits.max_model_len // self.limits.block_tokens)
+        blocks = min(self.command.blocks or longest, self.cache.max_blocks)
+        return self.cache.num_layers * self.cache.pages_for(max(1, blocks))
+
+    @property
+    def useful_kv_pages(self) -> int:
+        assert self.cache
+        return useful_pages(self.cache, self.model, self.limits)
+
+    @property
+    def reserve_pages(self) -> int:
+        """That swaps of its layers want free."""
+        return reserve_pages(self.variants, self.config.num_layers)
+
+    def make_target(self) -> Target:
+        """What serves and morphs, once its layers are installed and its KV cache has pages."""
+        assert self.cache
+        self.model.complete()
+        instance: Instance = instance_of(self.command.instance, self.model, self.cache, self.limits)
+        resizer = KVResizer(
+            instance,
+            self.cache,
+            reserve_pages=0,  # until the site tells
+            useful_pages=self.useful_kv_pages,
+            owns_rest=False,
+        )
+        return Target(instance, self.variants, resizer, self.order)
+
+    def release(self) -> None:
+        """Every page and every address; nothing runs on them and nothing is copied any more."""
+        if self.cache:
+            self.cache.release()
+        self.variants.release()
+        if self._model:
+            self._model.release()
+            self._model = None
+
+    # ----------------------------------------------------------------------------- pieces
+
+    def _ends(self) -> list[Piece]:
+        """Embedding and head."""
+        ends = [(part, plan) for part, plan in zip(self.model.ranges, self.plan.ranges(), strict=True)]
+        in_layers = {id(half) for layer in self.plan.layers for half in layer}
+        return [self._whole(loaded, plan) for loaded, plan in ends if id(plan) not in in_layers]
+
+    def _halves(self) -> list[Piece]:
+        return [
+            self._half(layer, part)
+            if self.settings.variants
+            else self._whole(*self._full(layer, part), self._install_full(layer, part))
+            for layer in range(self.config.num_layers)
+            for part in PARTS
+        ]
+
+    def _full(self, layer: int, part: Part) -> tuple[LoadedRange, RangePlan]:
+        weights = self.model.weights[layer]
+        loaded = weights.attention if part == "attention" else weights.feed_forward
+        return loaded, self.plan.layers[layer][PARTS.index(part)]
+
+    def _whole(
+        self, loaded: LoadedRange, plan: RangePlan, install: Callable[[], None] = lambda: None
+    ) -> Piece:
+        """From the checkpoint, in full precision."""
+
+        def install_it() -> None:
+            mapped(loaded, plan)
+            install()
+
+        return Piece(
+            plan.nbytes,
+            loaded.memory.num_pages,
+            lambda: _map_some(loaded.memory),
+            lambda: SourceCopy(
+                plan.name, plan, self.source, loaded.memory, [(0, plan.nbytes)], self.pool.backend.device
+            ),
+            install_it,
+        )
+
+    def _install_full(self, layer: int, part: Part) -> Callable[[], None]:
+        def install() -> None:
+            tensors = self._full(layer, part)[0].tensors
+            self.model.install(layer, half_of(self.model, (layer, part, "full"), tensors, Shard()))
+
+        return install
+
+    def _half(self, layer: int, part: Part) -> Piece:
+        """From the host's images, in the precision that was asked for."""
+        variants, precision = self.variants, self.command.precision
+        assert isinstance(variants, LayerVariants)
+
+        def map_it() -> bool:
+            variants.map(layer, part, precision)
+            return False
+
+        def install() -> None:
+            if precision == "full":
+                mapped(*self._full(layer, part))
+            variants.check(layer, part, precision)
+            variants.install(layer, part, precision)
+
+        num_pages = variants.pages(layer, part, precision)
+        job = partial(variants.copy_job, layer, part, precision)
+        return Piece(variants.ranges.plans[part, precision].nbytes, num_pages, map_it, job, install)
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
+    """What the setting means on this device; None: what the checkpoint has."""
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return named.get(name) or (torch.float32 if device.type == "cpu" else None)
+
+
+def check_digest(folder: Path, wanted: str) -> None:
+    """Raises NotApplied for another checkpoint than the one that was planned with."""
+    if (found := digest_of(folder)) != wanted:
+        raise NotApplied(
+            "failed",
+            f"{folder} is not the checkpoint that was planned with: its digest is {found[:12]}, not"
+            f" {wanted[:12]}; register it again",
+        )
+
+
+def _map_some(memory: VirtualRange) -> bool:
+    done = memory.num_mapped
+    memory.map(done, min(MAP_AT_ONCE, memory.num_pages - done), zeroed=False)
+    return bool(np.any(memory.pages == NO_PAGE))

@@ -1,0 +1,83 @@
+"""Who has how much of the KV pages of one worker. Pure.
+
+An idle model's KV is memory for a busy one: who misses blocks gets pages of those who have more than they
+need. Where all want, nobody gives what would take him below his fair share, and what is in use is never
+taken; so shares become fair as sequences end. Who wanted more a moment ago counts as one who wants: without
+that, two who want by turns would send the same pages to and fro.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from worker.engine.build import fair_shares
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The KV of one model. Pages of all its layers together; it has them in multiples of `num_layers`."""
+
+    name: str
+    num_layers: int
+    pages: int
+    needed: int  # below this nothing may go
+    useful: int  # more would lie idle
+    missing: int = 0  # so many more it wants now
+    is_keen: bool = False  # it wants, or did a moment ago
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`pages` from the lender's KV, or from the free pages, to the borrower's."""
+
+    borrower: str
+    pages: int
+    lender: str = ""  # empty: the free pages
+
+
+def next_move(holders: Sequence[Holder], spare: int) -> Move | None:
+    """What to do first; None: nothing. spare: free pages beyond every reserve."""
+    wanting = [one for one in holders if min(one.missing, one.useful - one.pages) >= one.num_layers]
+    if not wanting:
+        return None
+    spare = max(0, spare)
+    fair = fair_pages(holders, spare)
+    borrower = min(wanting, key=lambda one: one.pages / max(1, fair[one.name]))
+    wanted = min(borrower.missing, borrower.useful - borrower.pages)
+    if spare >= borrower.num_layers:
+        return Move(borrower.name, _whole(min(spare, wanted), borrower))
+    others = [one for one in holders if one is not borrower]
+    gifts = {one.name: gift(one, fair) for one in others}
+    if spare + sum(gifts.values()) < borrower.num_layers:
+        return None
+    lender = max(others, key=lambda one: gifts[one.name])
+    asked = -(-(wanted - spare) // lender.num_layers) * lender.num_layers
+    return Move(borrower.name, min(gifts[lender.name], asked), lender.name)
+
+
+def next_lender(holders: Sequence[Holder], missing: int) -> Move | None:
+    """Who makes room first for a model that misses so many pages, and how much; None: nobody can."""
+    fair = fair_pages(holders, 0)
+    lender = max(holders, key=lambda one: gift(one, fair), default=None)
+    if lender is None or not gift(lender, fair):
+        return None
+    asked = -(-missing // lender.num_layers) * lender.num_layers
+    return Move("", min(gift(lender, fair), asked), lender.name)
+
+
+def fair_pages(holders: Sequence[Holder], spare: int) -> Mapping[str, int]:
+    """If all wanted as much as is of use to them."""
+    total = sum(one.pages for one in holders) + spare
+    shares = fair_shares(total, [one.useful for one in holders])
+    return dict(zip((one.name for one in holders), shares, strict=True))
+
+
+def gift(holder: Holder, fair: Mapping[str, int]) -> int:
+    """What it has beyond its need, and, while it wants itself, beyond its fair share."""
+    kept = max(holder.needed, fair[holder.name]) if holder.is_keen else holder.needed
+    return _whole(max(0, holder.pages - kept), holder)
+
+
+def _whole(pages: int, holder: Holder) -> int:
+    return pages // holder.num_layers * holder.num_layers

@@ -1,0 +1,195 @@
+"""The models of one worker: what each has of the device, and who must hear that one comes or goes.
+
+The engine's thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bus.messages import PARTS, InstanceCard
+from bus.settings import WorkerSettings
+from worker.deploy.sharing import Holder
+from worker.engine.engine import Engine
+from worker.memory import PagePool
+from worker.model import Model
+from worker.morph.plan import Half
+from worker.morph.resizer import KVResizer
+from worker.morph.target import Target
+from worker.morph.verbs import reserve_pages
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A model that is served here."""
+
+    card: InstanceCard
+    target: Target
+    model: Model
+
+    @property
+    def weight_pages(self) -> int:
+        """In the precisions of now."""
+        halves = (Half(layer, part) for layer in range(self.model.config.num_layers) for part in PARTS)
+        now = ((half, self.target.precision(half)) for half in halves)
+        in_full = sum(loaded.memory.num_mapped for loaded in self.model.ranges)
+        return in_full + sum(self.target.pages(half, name) for half, name in now if name != "full")
+
+    @property
+    def kv_pages(self) -> int:
+        cache = self.target.resizer.cache
+        return cache.pages_per_layer * cache.num_layers
+
+
+class Hooks:
+    """What the service does about it; by itself nothing. Called in the engine's thread."""
+
+    def coming(self, model: str) -> None:
+        """It is being loaded, or (empty) nothing is any more."""
+
+    def came(self, card: InstanceCard) -> None:
+        """Requests may be sent to it."""
+
+    def leaves(self, instance: str) -> None:
+        """It takes nothing new; `Site.read_out` is to be called when all that was sent was read."""
+
+    def hurry(self, instance: str) -> None:
+        """It cannot wait any longer: `Site.read_out` is to be called at once."""
+
+    def stays(self, instance: str) -> None:
+        """It does not go after all."""
+
+    def gone(self, instance: str) -> None:
+        """With every page."""
+
+
+class Site:
+    """`targets` is the executor's, too."""
+
+    def __init__(self, worker: str, pool: PagePool, engine: Engine, settings: WorkerSettings) -> None:
+        self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
+        self.residents: dict[str, Resident] = {}
+        self.hooks: Hooks | None = None
+        self.add_target: Callable[[Target], None] = lambda target: None
+        self.drop_target: Callable[[str], None] = lambda instance: None
+        self.taken_by = ""  # the morph whose model comes or goes; one at a time
+        self._leaving: dict[str, bool] = {}  # instances that leave, and whether nothing more will come
+        self._claimed = 0  # free pages of a model on its way in
+
+    # ----------------------------------------------------------------------------- who is here
+
+    def add(self, resident: Resident) -> None:
+        """It serves, from the next step on."""
+        self.engine.add_instance(resident.target.instance)
+        self.residents[resident.card.id] = resident
+        self.add_target(resident.target)
+        self.update_reserve()
+
+    def remove(self, instance: str) -> Resident:
+        """It serves no longer; its pages are still its own."""
+        self.engine.remove_instance(instance)
+        self.drop_target(instance)
+        return self.residents.pop(instance)
+
+    def leaves(self, instance: str) -> None:
+        """It takes nothing new."""
+        self._leaving[instance] = self.hooks is None
+        if self.hooks:
+            self.hooks.leaves(instance)
+
+    def read_out(self, instance: str) -> None:
+        """The service: nothing more comes to it."""
+        if instance in self._leaving:
+            self._leaving[instance] = True
+
+    def is_read_out(self, instance: str) -> bool:
+        return self._leaving[instance]
+
+    def has_left(self, instance: str, *, is_gone: bool) -> None:
+        """Or stays, where it was called off."""
+        self._leaving.pop(instance, None)
+        if self.hooks:
+            (self.hooks.gone if is_gone else self.hooks.stays)(instance)
+
+    # ----------------------------------------------------------------------------- pages
+
+    @property
+    def resizers(self) -> Iterator[KVResizer]:
+        return (resident.target.resizer for resident in self.residents.values())
+
+    @property
+    def reserve_pages(self) -> int:
+        """With so many free any layer of any model can be swapped down."""
+        return max((_reserve_of(one.target) for one in self.residents.values()), default=0)
+
+    def claim(self, num_pages: int) -> None:
+        """So many free pages are for the model that comes; nobody else grows into them."""
+        self._claimed = num_pages
+        self.update_reserve()
+
+    def update_reserve(self) -> None:
+        for resizer in self.resizers:
+            resizer.reserve_pages = self.reserve_pages + self._claimed
+
+    @property
+    def num_spare_pages(self) -> int:
+        """Free pages that are nobody's and no reserve; below 0: so many are missing."""
+        return self.pool.num_free - self.reserve_pages - self._claimed
+
+    def give_back(self) -> bool:
+        """A unit of giving every model back what others had of its KV, as far as pages are free, and taking
+        from each what it had of others, as far as it does not need it. False: there is no more to do."""
+        return any(_take_back(resizer) for resizer in self.resizers) or any(map(_get_back, self.resizers))
+
+    def who_has_what(self) -> str:
+        """For people: how the pages are spread."""
+        told = []
+        for resident in self.residents.values():
+            resizer = resident.target.resizer
+            used = resizer.pages_for(resizer.needed_blocks()) * resizer.num_layers
+            told.append(
+                f"{resident.card.id} has {resident.weight_pages} of weights and {resident.kv_pages} of KV"
+                f" ({min(used, resident.kv_pages)} of them needed)"
+            )
+        return "; ".join(told) or "no other model is here"
+
+
+def holder_of(resident: Resident, *, is_keen: bool = False) -> Holder:
+    resizer = resident.target.resizer
+    cache, layers = resizer.cache, resizer.num_layers
+    has = cache.pages_per_layer
+    missing = resizer.pages_for(cache.num_blocks + resizer.wanted_blocks()) - has
+    return Holder(
+        name=resident.card.id,
+        num_layers=layers,
+        pages=has * layers,
+        needed=resizer.pages_for(resizer.needed_blocks()) * layers,
+        useful=max(has, resizer.useful_pages_per_layer) * layers,
+        missing=max(0, missing) * layers,
+        is_keen=is_keen,
+    )
+
+
+def _reserve_of(target: Target) -> int:
+    return reserve_pages(target.variants, len(target.instance.shape))
+
+
+PAGES_AT_ONCE = 8  # per layer, between two steps
+
+
+def _take_back(resizer: KVResizer) -> bool:
+    """From one that has pages of others."""
+    pages = min(-resizer.num_lent, PAGES_AT_ONCE)
+    while pages > 0 and not resizer.can_take(pages, resizer.needed_blocks()):
+        pages -= 1
+    if pages > 0:
+        resizer.lend(pages)
+    return pages > 0
+
+
+def _get_back(resizer: KVResizer) -> bool:
+    pages = min(resizer.num_lent, resizer.growable(), PAGES_AT_ONCE)
+    if pages > 0:
+        resizer.borrow(pages)
+    return pages > 0
