@@ -15,11 +15,13 @@ import torch
 
 from bus.messages import RETIRED, SamplingParams, TokenLogprobs
 from worker.core import Limits, Request
+from worker.engine.build import fill_caches, make_cache
 from worker.engine.engine import Engine, StepResult
-from worker.memory import CpuBackend, PagePool
-from worker.model import load_model
+from worker.memory import CpuBackend, KVCache, PagePool
+from worker.model import Model, load_model
 from worker.morph.executor import MorphExecutor
-from worker.pipeline.build import part_of, start_leading
+from worker.pipeline.build import start_leading
+from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
 from worker.pipeline.pipeline import Behind
 from worker.pipeline.stages import Stages
@@ -130,6 +132,38 @@ class StageWorker:
         self.death = error
 
 
+def load(
+    folder: Path, pool: PagePool, layers: tuple[int, int], limits: Limits, dtype: torch.dtype
+) -> tuple[Model, KVCache]:
+    """With as much KV as there is room for."""
+    model = load_model(folder, pool, dtype=dtype, layers=layers)
+    cache = make_cache(pool, model, limits, "m")
+    fill_caches(pool, [(cache, model, limits)])
+    return model, cache
+
+
+def release(model: Model, cache: KVCache) -> None:
+    cache.release()
+    model.release()
+
+
+def follow(
+    folder: Path,
+    worker: StageWorker,
+    pipeline: str,
+    layers: tuple[int, int],
+    *,
+    stage: int = 1,
+    epoch: int = 1,
+    limits: Limits = LIMITS,
+    dtype: torch.dtype = torch.float32,
+    join_within_s: float = WAIT_S,
+) -> None:
+    model, cache = load(folder, worker.pool, layers, limits, dtype)
+    part = Part(pipeline, stage, epoch, model, cache, partial(release, model, cache))
+    worker.stages.add(part, join_within_s)
+
+
 class Line:
     """One instance over workers: layers [bounds[i], bounds[i + 1]) at each. `with` gives everything back."""
 
@@ -155,16 +189,18 @@ class Line:
             Behind(worker.name, worker.epoch, worker.stages.address, worker.stages.key, *layers)
             for worker, layers in zip(self.workers[1:], parts[1:], strict=True)
         ]
-        model = self.leader.call(lambda: load_model(folder, self.leader.pool, dtype=dtype, layers=parts[0]))
+        model, cache = self.leader.call(partial(load, folder, self.leader.pool, parts[0], limits, dtype))
+        self._release = partial(release, model, cache)
+        if max_blocks:
+            self.leader.call(partial(cache.limit, max_blocks))
         steps = start_leading(
             self.id,
             self.leader.name,
             model,
-            self.leader.pool,
+            cache,
             limits,
             behind,
             blocks=blocks,
-            max_blocks=max_blocks,
             timeout_s=timeout_s,
             wake=self.leader.wake,
         )
@@ -180,8 +216,11 @@ class Line:
         limits: Limits,
         dtype: Any,
     ) -> None:
-        model = load_model(folder, worker.pool, dtype=dtype, layers=layers)
-        worker.stages.add(part_of(self.id, stage, worker.epoch, model, worker.pool, limits), WAIT_S)
+        follow(folder, worker, self.id, layers, stage=stage, limits=limits, dtype=dtype)
+
+    def release(self) -> None:
+        """The leader's own pages."""
+        self._release()
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
         self.leader.submit(self.id, name, prompt, max_tokens, **sampling)
@@ -192,8 +231,8 @@ class Line:
         def release() -> None:
             self.leader.engine.send_away(self.id, f"{RETIRED} {reason}")
             self.leader.engine.remove_instance(self.id)
-            self.instance.pipeline.close(reason)
-            self.instance.release()
+            self.instance.close()
+            self.release()
 
         self.leader.call(release)
 

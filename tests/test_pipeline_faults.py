@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 
 from bus.messages import RETIRED
 from tests.model_folders import make_oracle
-from tests.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker
-from worker.model import load_model
-from worker.pipeline.build import part_of, start_leading
+from tests.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
+from worker.model import ModelError
+from worker.pipeline.build import start_leading
 from worker.pipeline.pipeline import Behind, PipelineLost
 
 
@@ -40,7 +41,7 @@ def let_go(line: Line) -> None:
 
     def gone(reason: str) -> None:
         line.leader.engine.remove_instance(line.id)
-        line.instance.release()
+        line.release()
 
     line.instance.on_lost = gone
 
@@ -123,8 +124,7 @@ def test_a_stage_that_hangs_counts_as_gone_after_the_timeout(folder: Path) -> No
 
 def test_a_stage_gives_its_pages_back_when_no_leader_comes(folder: Path) -> None:
     worker = StageWorker("w1")
-    part = part_of("m@w0", 1, 1, load(folder, worker, (2, 4)), worker.pool, LIMITS)
-    worker.call(lambda: worker.stages.add(part, 0.05))
+    worker.call(partial(follow, folder, worker, "m@w0", (2, 4), join_within_s=0.05))
     wait_empty(worker)
     assert "no leader came" in worker.ended["m@w0"]
     worker.stop()
@@ -132,26 +132,18 @@ def test_a_stage_gives_its_pages_back_when_no_leader_comes(folder: Path) -> None
 
 @pytest.mark.parametrize(
     ("layers", "epoch", "why"),
-    [((1, 4), 1, "its range of layers is"), ((2, 4), 7, "its worker's epoch is 7"), ((2, 4), 1, "room for")],
+    [
+        ((1, 4), 1, "its range of layers is"),
+        ((2, 4), 7, "its worker's epoch is 7"),
+        ((2, 4), 1, "1000000 KV blocks are wanted"),
+    ],
 )
 def test_a_leader_that_does_not_fit_is_told_why_and_keeps_nothing(
     folder: Path, layers: tuple[int, int], epoch: int, why: str
 ) -> None:
     leader, worker = StageWorker("w0"), StageWorker("w1")
-    part = part_of("m@w0", 1, epoch, load(folder, worker, layers), worker.pool, LIMITS)
-    worker.call(lambda: worker.stages.add(part, WAIT_S))
-    model = load(folder, leader, (0, 2))
-    before = leader.pool.num_free
-    behind = [Behind("w1", 1, worker.stages.address, worker.stages.key, 2, 4)]
-    steps = start_leading(
-        "m@w0", "w0", model, leader.pool, LIMITS, behind, blocks=10**6, timeout_s=5.0, wake=leader.wake
-    )
-    with pytest.raises(Exception, match=why):
-        while True:
-            next(steps)
-            time.sleep(0.005)
-    assert leader.pool.num_free == before
-    model.release()
+    worker.call(partial(follow, folder, worker, "m@w0", layers, epoch=epoch))
+    lead(folder, leader, worker, worker.stages.key, why)
     worker.call(lambda: worker.stages.end("m@w0", "over"))
     wait_empty(leader, worker)
     leader.stop()
@@ -160,19 +152,19 @@ def test_a_leader_that_does_not_fit_is_told_why_and_keeps_nothing(
 
 def test_nobody_joins_without_the_key(folder: Path) -> None:
     leader, worker = StageWorker("w0"), StageWorker("w1")
-    model = load(folder, leader, (0, 2))
-    behind = [Behind("w1", 1, worker.stages.address, b"x" * 32, 2, 4)]
-    steps = start_leading(
-        "m@w0", "w0", model, leader.pool, LIMITS, behind, blocks=1, timeout_s=5.0, wake=leader.wake
-    )
-    with pytest.raises(PipelineLost, match="w1 is gone"):
-        while True:
-            next(steps)
-            time.sleep(0.005)
-    model.release()
+    lead(folder, leader, worker, b"x" * 32, "w1 is gone")
     leader.stop()
     worker.stop()
 
 
-def load(folder: Path, worker: StageWorker, layers: tuple[int, int]) -> Any:
-    return load_model(folder, worker.pool, dtype=torch.float32, layers=layers)
+def lead(folder: Path, leader: StageWorker, worker: StageWorker, key: bytes, why: str) -> None:
+    model, cache = load(folder, leader.pool, (0, 2), LIMITS, torch.float32)
+    behind = [Behind("w1", 1, worker.stages.address, key, 2, 4)]
+    steps = start_leading(
+        "m@w0", "w0", model, cache, LIMITS, behind, blocks=10**6, timeout_s=5.0, wake=leader.wake
+    )
+    with pytest.raises((PipelineLost, ModelError), match=why):
+        while True:
+            next(steps)
+            time.sleep(0.005)
+    release(model, cache)

@@ -34,6 +34,7 @@ class KVCache:
         """Reserves addresses for max_blocks per layer and maps nothing. Raises MappingFailed."""
         self.pool, self.owner, self.dtype = pool, owner, dtype
         self.block_tokens, self.max_blocks = block_tokens, max_blocks
+        self._most_blocks = max_blocks
         self.block_shape = (num_kv_heads, 2, block_tokens, head_dim)
         self.block_bytes: int = 2 * num_kv_heads * block_tokens * head_dim * dtype.itemsize  # in one layer
         self.layers: list[torch.Tensor] = []  # empty until the first growth
@@ -62,8 +63,8 @@ class KVCache:
     @property
     def growable_pages(self) -> int:
         """Pages per layer by which it could grow now."""
-        room = self._ranges[0].num_pages - self.pages_per_layer
-        return min(room, self.pool.num_free // len(self._ranges))
+        room = min(self._ranges[0].num_pages, self.pages_for(self._most_blocks)) - self.pages_per_layer
+        return max(0, min(room, self.pool.num_free // len(self._ranges)))
 
     def layers_at(self, degree: int) -> list[torch.Tensor]:
         """The layers as a tensor-parallel group of `degree` sees them, at the same addresses:
@@ -85,7 +86,13 @@ class KVCache:
 
     def blocks_in(self, pages_per_layer: int) -> int:
         """Whole blocks that so many pages per layer hold."""
-        return min(pages_per_layer * self.pool.page_bytes // self.block_bytes, self.max_blocks)
+        return min(pages_per_layer * self.pool.page_bytes // self.block_bytes, self._most_blocks)
+
+    def limit(self, num_blocks: int) -> None:
+        """Have no more than these, ever: others who take part have no more. Raises as `shrink` does."""
+        self.shrink(max(0, self.pages_per_layer - self.pages_for(num_blocks)))
+        self.allocator.truncate(min(num_blocks, self.num_blocks))
+        self._most_blocks = num_blocks
 
     def grow(self, pages_per_layer: int) -> None:
         """Map so many more pages in every layer, or none. New blocks hold what their pages held before:

@@ -40,26 +40,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers of a model, loaded for a pipeline; `cache` has no pages yet. `spare_pages`: that its cache may
-    take now, of all layers together."""
+    """Layers of a model, loaded for a pipeline, and a cache as large as it may be. `release`: every page
+    back."""
 
     pipeline: str
     stage: int
     epoch: int
     model: Model
     cache: KVCache
-    spare_pages: Callable[[], int]
+    release: Callable[[], None]
     digest: str = ""
-
-    @property
-    def num_blocks_possible(self) -> int:
-        cache = self.cache
-        return cache.blocks_in(cache.pages_per_layer + max(0, self.spare_pages()) // cache.num_layers)
-
-    def release(self) -> None:
-        """Every page back."""
-        self.cache.release()
-        self.model.release()
 
 
 class Follower:
@@ -79,7 +69,8 @@ class Follower:
     ) -> None:
         """wake: `can_step`, perhaps. on_frame: what the next stage says. on_ended: in the engine's thread,
         the pipeline and why, when all pages are given back."""
-        self.part, self.is_over = part, False
+        self.part, self.is_over, self.has_started = part, False, False
+        self.reason = ""  # why it is over
         self.num_steps = 0
         self._timeout_s, self._wake, self._on_frame, self._on_ended = timeout_s, wake, on_frame, on_ended
         self._mail: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -140,7 +131,7 @@ class Follower:
         """It is over here; the leader hears why. Repeating it is harmless."""
         if self.is_over:
             return
-        self.is_over = True
+        self.is_over, self.reason = True, reason
         self._patience.cancel()
         if self._leader:
             self._leader.send(Broken(pipeline=self.pipeline, stage=self.part.stage, reason=reason))
@@ -199,7 +190,7 @@ class Follower:
             Joined(
                 pipeline=self.pipeline,
                 stage=part.stage,
-                blocks=part.num_blocks_possible,
+                blocks=part.cache.num_blocks,
                 shape=part.model.shape(),
             )
         )
@@ -224,12 +215,13 @@ class Follower:
         return ""
 
     def _start(self, blocks: int) -> None:
-        part = self.part
-        if part.num_blocks_possible < blocks:
-            raise Refused(f"{blocks} KV blocks are wanted and it has room for {part.num_blocks_possible}")
-        part.cache.grow(part.cache.pages_for(blocks) - part.cache.pages_per_layer)
+        cache = self.part.cache
+        if cache.num_blocks < blocks:
+            raise Refused(f"{blocks} KV blocks are wanted and it has {cache.num_blocks}")
+        cache.limit(blocks)
+        self.has_started = True
         assert self._leader
-        self._leader.send(Started(pipeline=self.pipeline, stage=part.stage))
+        self._leader.send(Started(pipeline=self.pipeline, stage=self.part.stage))
 
     # ----------------------------------------------------------------------------- steps
 

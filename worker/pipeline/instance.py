@@ -145,10 +145,9 @@ class PipelinedInstance(Instance):
 
     # ----------------------------------------------------------------------------- the end
 
-    def release(self) -> None:
-        """Every page of this stage back; nothing may run here any more."""
-        self.cache.release()
-        self.part.release()
+    def close(self) -> None:
+        """It serves no more: the stages behind give their pages back."""
+        self.pipeline.close(self.lost or "the instance has ended")
 
     @property
     def _elsewhere(self) -> str:
