@@ -29,7 +29,7 @@ from worker.morph.host_images import FromSet, Matrices, Pieces, Rounded, writing
 from worker.morph.ranges import HalfRanges, half_of
 from worker.quantize.sets import QuantizedSet, find_set
 
-MAX_LAYERS = 2
+DEPTHS = (1, 2)
 COPY_BYTES = 8 << 20  # of a tensor at a time: some milliseconds
 
 Loading = Callable[[RangePlan], Pieces[LoadedRange]]
@@ -48,10 +48,13 @@ class CutPlan:
         max_tp: int = 1,
         load_format: str = "safetensors",
         method: str = "",
+        depths: Sequence[int] = DEPTHS,
     ) -> None:
-        """config: of the whole model. The rest as the worker that measures would load the model. Raises
-        ModelError: no checkpoint, a quantised set that cannot be used."""
-        self.whole, self.config = config, config.part(0, min(MAX_LAYERS, config.num_layers))
+        """config: of the whole model. depths: numbers of layers to be measured, as far as the model has them;
+        the rest as the worker that measures would load it. Raises ModelError: no checkpoint, a quantised set
+        that cannot be used."""
+        self.depths = sorted({min(depth, config.num_layers) for depth in depths})
+        self.whole, self.config = config, config.part(0, self.depths[-1])
         self.all_precisions = list(dict.fromkeys(precisions))
         self.precisions = [name for name in self.all_precisions if name != "full"]
         self.page_bytes = page_bytes
@@ -71,11 +74,6 @@ class CutPlan:
                 has_input_scale=matrices.has_input_scale,
             )
             self.quantized |= {(part, name): plan for part, plan in zip(PARTS, halves, strict=True)}
-
-    @property
-    def depths(self) -> list[int]:
-        """Numbers of layers that are measured."""
-        return list(range(1, self.config.num_layers + 1))
 
     @property
     def num_pages(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bus.messages import Precision
 from worker.core import Limits
@@ -32,10 +32,6 @@ class Grid:
     rounds: int = ROUNDS
     max_rounds: int = MAX_ROUNDS
 
-    @property
-    def prompt_tokens(self) -> int:
-        return max(point.prompt_tokens for point in self.points)
-
     def num_prefills(self, point: Point) -> int:
         """Steps that a batch's prompts take."""
         return -(-point.prompt_tokens * point.batch_size // self.max_num_batched_tokens)
@@ -46,6 +42,11 @@ class Grid:
         prefills = self.num_prefills(point)
         shorter = 1 if prefills == 1 else prefills + 1
         return shorter, shorter + DECODES
+
+    def within(self, context: int) -> Grid:
+        """Without points that are longer than a model's context."""
+        fitting = [one for one in self.points if one.prompt_tokens + self.lengths(one)[1] <= context]
+        return replace(self, points=fitting)
 
     @property
     def limits(self) -> Limits:

@@ -5,6 +5,7 @@ Reads and writes files: not for the engine's thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,19 +16,19 @@ from bus.checkpoints import BadCheckpoint, digest_of
 from bus.deployments import Measure, Profile
 from bus.settings import WorkerSettings
 from worker.fingerprint.cut import CutPlan
-from worker.fingerprint.grid import Grid, Point
+from worker.fingerprint.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.fingerprint.profiler import Profiler
 from worker.fingerprint.stored import (
-    answers,
+    is_of,
     kind_of,
-    points_of,
+    points_in,
     profile_path,
     program_version,
     read_stored,
     write_stored,
 )
 from worker.memory import PagePool
-from worker.model import ModelError, read_config
+from worker.model import ModelConfig, ModelError, read_config
 
 log = logging.getLogger("worker")
 
@@ -42,6 +43,7 @@ class Measurer:
 
     pool: PagePool
     settings: WorkerSettings
+    max_rounds: int = MAX_ROUNDS
 
     @property
     def device(self) -> str:
@@ -52,15 +54,16 @@ class Measurer:
         Raises CannotMeasure."""
         self._check_digest(command)
         found = read_stored(self._path(command))
-        if found and answers(found, command, self.device, program_version()):
-            return replace(found, model=command.model)
-        return None
+        if found is None or not is_of(found, command.digest, self.device, program_version()):
+            return None
+        missing = set(self._grid(command, _config_of(command)).points) - points_in(found)
+        return None if missing else replace(found, model=command.model)
 
     def prepare(self, command: Measure) -> Profiler:
         """Raises CannotMeasure."""
-        settings = self.settings
+        settings, config = self.settings, _config_of(command)
+        grid = self._grid(command, config)
         try:
-            config = read_config(Path(command.path))
             plan = CutPlan(
                 config,
                 command.precisions,
@@ -72,16 +75,6 @@ class Measurer:
             )
         except (ModelError, ValueError) as error:
             raise CannotMeasure(str(error)) from error
-        grid = Grid(
-            points=_points(command, config.max_position_embeddings),
-            block_tokens=settings.block_tokens,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-        )
-        if grid.limits.max_model_len > config.max_position_embeddings:
-            raise CannotMeasure(
-                f"prompts of {grid.prompt_tokens} tokens and an answer are longer than the model's context of"
-                f" {config.max_position_embeddings}"
-            )
         return Profiler(plan, grid, self.pool, max_pages=command.max_bytes // self.pool.page_bytes)
 
     def keep(self, command: Measure, profiler: Profiler) -> Profile:
@@ -96,6 +89,24 @@ class Measurer:
         except OSError as error:
             log.warning("the profile of %s is kept in Redis alone: %s", command.model, error)
         return profile
+
+    def _grid(self, command: Measure, config: ModelConfig) -> Grid:
+        """Raises CannotMeasure."""
+        grid = Grid(
+            points=_points(command),
+            block_tokens=self.settings.block_tokens,
+            max_num_batched_tokens=self.settings.max_num_batched_tokens,
+            rounds=min(ROUNDS, self.max_rounds),
+            max_rounds=self.max_rounds,
+        )
+        context = config.max_position_embeddings
+        fitting = grid.within(context)
+        if not fitting.points:
+            raise CannotMeasure(
+                f"prompts of {min(command.prompt_tokens)} tokens and more, and their answers, are longer than"
+                f" the model's context of {context}"
+            )
+        return fitting
 
     def _path(self, command: Measure) -> Path:
         return profile_path(Path(command.path), self.device, program_version())
@@ -120,10 +131,17 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     return dtype
 
 
-def _points(command: Measure, context: int) -> list[Point]:
+def _config_of(command: Measure) -> ModelConfig:
+    try:
+        return read_config(Path(command.path))
+    except ModelError as error:
+        raise CannotMeasure(str(error)) from error
+
+
+def _points(command: Measure) -> list[Point]:
     if not (command.precisions and command.prompt_tokens and command.batch_sizes):
         raise CannotMeasure("nothing to measure: name a precision, a prompt size and a batch size at least")
     if min(*command.prompt_tokens, *command.batch_sizes) < 1:
         raise CannotMeasure("prompts and batches have one token and one request at least")
-    asked = points_of(command.precisions, command.prompt_tokens, command.batch_sizes)
-    return [Point(precision, tokens, size) for precision, tokens, size in asked]
+    tokens, sizes = sorted(set(command.prompt_tokens)), sorted(set(command.batch_sizes))
+    return [Point(*one) for one in itertools.product(dict.fromkeys(command.precisions), tokens, sizes)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,9 +41,9 @@ class _Job:
 class Measuring:
     """One profile after the other, in the order of their coming. `advance` at every boundary."""
 
-    def __init__(self, share: float = 0.025) -> None:
+    def __init__(self, share: float = 0.025, clock: Callable[[], float] = time.perf_counter) -> None:
         """share: of the time of a busy engine."""
-        self._pace = Pace(share)
+        self._pace = Pace(share, clock)
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
         self._waits = False
 

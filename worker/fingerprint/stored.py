@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,8 +12,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from bus.deployments import Measure, Profile
-from bus.messages import Precision
+from bus.deployments import Profile
+from worker.fingerprint.grid import Point
 from worker.quantize.sets import FOLDER
 
 
@@ -56,16 +54,11 @@ def write_stored(path: Path, profile: Profile) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def answers(profile: Profile, command: Measure, device: str, program: str) -> bool:
-    """Whether it holds all that the command asks for, of this very checkpoint, kind and program."""
-    if (profile.digest, profile.device, profile.version) != (command.digest, device, program):
-        return False
-    measured = {(one.configuration.precision, one.prompt_tokens, one.batch_size) for one in profile.latency}
-    return set(points_of(command.precisions, command.prompt_tokens, command.batch_sizes)) <= measured
+def is_of(profile: Profile, digest: str, device: str, program: str) -> bool:
+    """Of this very checkpoint, kind of device and program."""
+    return (profile.digest, profile.device, profile.version) == (digest, device, program)
 
 
-def points_of(
-    precisions: Iterable[Precision], prompt_tokens: Iterable[int], batch_sizes: Iterable[int]
-) -> list[tuple[Precision, int, int]]:
-    tokens, sizes = sorted(set(prompt_tokens)), sorted(set(batch_sizes))
-    return list(itertools.product(dict.fromkeys(precisions), tokens, sizes))
+def points_in(profile: Profile) -> set[Point]:
+    """What it holds."""
+    return {Point(one.configuration.precision, one.prompt_tokens, one.batch_size) for one in profile.latency}
