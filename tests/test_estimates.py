@@ -232,6 +232,16 @@ def test_three_samples_give_the_memory_of_every_configuration() -> None:
         assert found.basis == "extrapolated"
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 2)])
+def test_unmeasured_stages_are_assumed_to_have_the_activations_of_a_step_each(tp: int, pp: int) -> None:
+    profile = profile_of(Truth(), configurations=(SINGLE, PAIR))
+    found = estimate(profile, Configuration(tp=tp, pp=pp)).memory_bytes
+    ranks = Truth().memory(Configuration(tp=tp), INTENT)
+    assert found.value == pytest.approx(ranks + tp * (pp - 1) * Truth().activation_bytes)
+    assert (found.basis, found.high) == ("assumed", found.value)
+    assert found.low == pytest.approx(ranks)
+
+
 def test_more_samples_than_unknowns_are_met_by_least_squares() -> None:
     profile = profile_of(Truth(), configurations=(SINGLE, PAIR, Configuration(tp=4)))
     memory = [

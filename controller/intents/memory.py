@@ -39,21 +39,19 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Weights or activations: the three unknowns."""
+    """Weights or activations: the three unknowns. Where no stages were measured `per_stage` is None, and what
+    every device of a further stage is assumed to have is `per_further`."""
 
     base: Line
     per_rank: Line
-    per_stage: Line
+    per_stage: Line | None
+    per_further: Line
 
     def at(self, configuration: Configuration, num_layers: int) -> Uncertain:
-        stages = configuration.pp if configuration.pp > 1 else 0
-        return combine(
-            [
-                (1.0, self.base.at(num_layers)),
-                (configuration.tp - 1, self.per_rank.at(num_layers)),
-                (stages, self.per_stage.at(num_layers)),
-            ]
-        )
+        tp, pp = configuration.tp, configuration.pp
+        stages = (pp, self.per_stage) if self.per_stage else (tp * (pp - 1), self.per_further)
+        terms = [(1, self.base), (tp - 1, self.per_rank), stages if pp > 1 else (0, self.base)]
+        return combine((factor, line.at(num_layers)) for factor, line in terms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,17 +136,11 @@ def _solved(samples: Sequence[MemorySample]) -> tuple[Part, Part]:
         within(0.0, weight.other.value, weight.other.value),  # embeddings and head are whole on every rank
         within(0.0, ASSUMED_REPEATED * weight.layer.value, 2 * ASSUMED_REPEATED * weight.layer.value),
     )
+    again = _at_most(activation)
+    weight_rank, activation_rank = _per_rank(weights), _per_rank(activations)
     return (
-        Part(
-            weight,
-            _per_rank(weights) or repeated,
-            _per_stage(weights, _per_rank(weights)) or Line(NOTHING, NOTHING),
-        ),
-        Part(
-            activation,
-            _per_rank(activations) or _assumed(activation),
-            _per_stage(activations, _per_rank(activations)) or _assumed(activation),
-        ),
+        Part(weight, weight_rank or repeated, _per_stage(weights, weight_rank), Line(NOTHING, NOTHING)),
+        Part(activation, activation_rank or again, _per_stage(activations, activation_rank), again),
     )
 
 
@@ -200,11 +192,11 @@ def _through_origin(points: Sequence[tuple[int, float]]) -> float:
     return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
 
 
-def _assumed(activation: Line) -> Line:
-    """Every rank and every stage has a step's activations once more; at least nothing."""
+def _at_most(line: Line) -> Line:
+    """Assumed: all of it, and perhaps nothing."""
+    other, layer = line.other.value, line.layer.value
     return Line(
-        within(0.0, activation.other.value, max(0.0, activation.other.value)),
-        within(0.0, activation.layer.value, max(0.0, activation.layer.value)),
+        within(min(0.0, other), other, max(0.0, other)), within(min(0.0, layer), layer, max(0.0, layer))
     )
 
 

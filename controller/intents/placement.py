@@ -24,8 +24,8 @@ from controller.intents.memory import Need
 PlacementPolicy = Literal["least-loaded", "packing", "hybrid"]
 POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
 WINDOW_S = 120.0  # "matches the rate at which load changes in production" (iServe §6)
-# iServe gives none. In `bench.placement` 0.3 uses five of eight devices, as its Figure 10 does, at half the P95
-# of packing.
+# iServe gives none. In `bench.placement` 0.3 uses five of eight devices, as its Figure 10 does, at half the
+# P95 of packing.
 THRESHOLD = 0.3
 
 
