@@ -105,7 +105,9 @@ def test_a_worker_killed_in_mid_swap_loses_no_request_and_comes_back_at_full(
 def test_the_only_worker_killed_in_mid_swap_finds_its_host_images_again(
     tmp_path: Path, oracle: list[str]
 ) -> None:
-    slow_morphs = {"WORKER__LEASE_S": str(LEASE_S), "WORKER__MORPH_SHARE": "0.004"}
+    # The swap costs a fiftieth of what the stream does: at this share its layers come one by one all the time
+    # that the stream runs. With less none comes before its end, and then, at rest, all come at once.
+    slow_morphs = {"WORKER__LEASE_S": str(LEASE_S), "WORKER__MORPH_SHARE": "0.02"}
     with Service(settings=settings(tmp_path, slow_morphs)) as alone, alone.explained():
         hand = Hand(alone).manual()
         before, inode = hand.pages(), images(alone)[0].stat().st_ino
