@@ -78,17 +78,18 @@ class Place:
     client: Client = field(default_factory=Client)
 
     def __post_init__(self) -> None:
-        self.loaded = load(self.settings, "w0", lambda text: None)
+        self.name = self.settings.id
+        self.loaded = load(self.settings, self.name, lambda text: None)
         assert self.loaded.site
         self.site, self.engine, self.morphs = self.loaded.site, self.loaded.engine, self.loaded.morphs
         self.pool = self.site.pool
 
     def deploy(self, name: str, folder: Path, **fields: Any) -> str:
         """Begin it; returns its id."""
-        stages = [Stage(workers=["w0"], first=0, end=read_config(folder).num_layers)]
+        stages = [Stage(workers=[self.name], first=0, end=read_config(folder).num_layers)]
         command = {
             "epoch": 0,
-            "instance": f"{name}@w0",
+            "instance": f"{name}@{self.name}",
             "model": name,
             "path": str(folder),
             "stages": stages,
@@ -96,7 +97,7 @@ class Place:
         return self.begin(Deploy, **(command | fields))
 
     def retire(self, name: str, **fields: Any) -> str:
-        return self.begin(Retire, **({"epoch": 0, "instance": f"{name}@w0", "wait_s": 5.0} | fields))
+        return self.begin(Retire, **({"epoch": 0, "instance": f"{name}@{self.name}", "wait_s": 5.0} | fields))
 
     def begin(self, kind: Callable[..., Any], **fields: Any) -> str:
         morph_id = f"m{len(self.reports)}-{time.perf_counter_ns()}"
@@ -104,13 +105,13 @@ class Place:
         return morph_id
 
     def submit(self, name: str, model: str, prompt: list[int], max_tokens: int = 8, **sampling: Any) -> None:
-        self.engine.submit(f"{model}@w0", request(name, prompt, max_tokens, **sampling))
+        self.engine.submit(f"{model}@{self.name}", request(name, prompt, max_tokens, **sampling))
 
     def step(self, steps: int = 1) -> None:
         """Boundaries, each with a step if there is something to do."""
         for _ in range(steps):
             self.reports += self.morphs.advance(self.engine.has_work)
-            if self.engine.has_work:
+            if self.engine.can_step():
                 self.client.take(self.engine.step())
 
     def until(self, true: Callable[[], Any], within_s: float = 20.0) -> None:

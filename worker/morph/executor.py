@@ -77,7 +77,9 @@ class MorphExecutor:
         self._is_hurried = False
         self.join_groups(groups)
         if deployments:
-            deployments.attach(self._add, self._drop, lambda: self.wake(), lambda: self._is_busy)
+            deployments.attach(
+                self._add, self._drop, lambda: self.wake(), lambda: self._is_busy, self._begin_own
+            )
 
     def join_groups(self, groups: Groups | None) -> None:
         """From here on; None: it joins none."""
@@ -106,8 +108,8 @@ class MorphExecutor:
     # ----------------------------------------------------------------------------- commands
 
     def begin(self, command: Morph, peers: Peers | None = None) -> None:
-        """A command that comes again changes nothing and is not answered again. peers: of a Transform, the
-        workers that take part."""
+        """A command that comes again changes nothing and is not answered again. peers: of a Transform, or
+        of a Deploy of several stages, the workers that take part."""
         if command.id in self._known:
             return
         self._remember(command.id)
@@ -175,12 +177,15 @@ class MorphExecutor:
         return reports
 
     def _share(self, deployments: Deployments) -> None:
-        """KV pages to who misses them; a resize by order is left alone."""
+        """KV pages to who misses them; a resize by order is left alone. A unit at every boundary, whatever the
+        pace: who finds no block throws a sequence out and computes it anew, which takes longer."""
         if not self._jobs:
             self._pace.begin(is_busy=True)
         resized = {job.command.instance for job in self._jobs.values() if job.kind == "resize"}
-        while self._pace.has_time and deployments.share(resized):
+        while deployments.share(resized):
             self._pace.spent()
+            if not self._pace.has_time:
+                return
 
     def _carry_on(self, job: Job) -> None:
         try:
@@ -210,7 +215,7 @@ class MorphExecutor:
         if command.epoch != self._epoch:
             raise NotApplied("stale", f"it is for epoch {command.epoch}; this is {self._epoch}")
         if isinstance(command, Deploy):
-            self._start_deploy(job, command)
+            self._start_deploy(job, command, peers)
             return
         target = self.targets.get(command.instance)
         if target is None:
@@ -230,17 +235,16 @@ class MorphExecutor:
         else:
             job.start(self._resize(command, target))
 
-    def _start_deploy(self, job: Job, command: Deploy) -> None:
+    def _begin_own(self, make: Callable[[int], Morph]) -> None:
+        self.begin(make(self._epoch))
+
+    def _start_deploy(self, job: Job, command: Deploy, peers: Peers) -> None:
         if command.instance in self.targets:
             raise NotApplied("conflict", f"{command.instance} is served here already; retire it first")
-        if len(command.stages) > 1:
-            raise NotApplied(
-                "failed", f"{command.model} was to be served in {len(command.stages)} stages; one is possible"
-            )
         for other in self._jobs.values():
             job.refuse_beside(other)
         self._refuse_in_group(command)
-        job.start(self._can_deploy().deploy(command))
+        job.start(self._can_deploy().deploy(command, peers))
 
     def _can_deploy(self) -> Deployments:
         """Raises NotApplied."""
