@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bus.deployments import Configuration, CostModel, Estimate, Intent, Profile
 from bus.messages import Precision
 from controller.intents.estimates import estimate_all
+from controller.intents.latency import LatencyModel
 from controller.intents.memory import MemoryModel, kv_blocks
 from controller.intents.uncertain import between, exactly, line_at, repeated, slope_of
 from tests.known_truths import BLOCK_BYTES, PAIR, SINGLE, STAGED, Truth, profile_of
@@ -189,6 +190,14 @@ def test_a_precision_without_both_kinds_of_samples_is_not_in_the_map() -> None:
     profile = replace(whole, memory=[one for one in whole.memory if one.configuration == SINGLE])
     assert [one.configuration for one in estimate_all(profile, INTENT)] == [SINGLE]
     assert estimate_all(replace(profile, latency=[]), INTENT) == []
+
+
+def test_a_precision_nobody_measured_on_one_device_has_no_timing() -> None:
+    latency = LatencyModel(profile_of(Truth(), configurations=(PAIR,)))
+    assert latency.precisions() == []
+    for configuration in (SINGLE, STAGED, Configuration(tp=4)):
+        with pytest.raises(KeyError, match="full was not measured on a single device"):
+            latency.timing(configuration, INTENT)
 
 
 def test_what_was_measured_of_the_whole_model_is_taken_as_it_is() -> None:

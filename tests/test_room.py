@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from controller.intents.fitting import Device, Refusal, fit
 from controller.intents.intents import IntentError
 from controller.intents.memory import Need
 from controller.intents.planning import plan
-from controller.intents.room import Tenant, ways_to_fit
+from controller.intents.room import Step, Tenant, ways_to_fit
 from tests.known_truths import PAIR, SINGLE, STAGED, Truth, profile_of
 
 NEED = Need(layer_bytes=10)
@@ -48,13 +49,19 @@ def test_fewer_bits_are_asked_for_only_where_more_do_not_do() -> None:
 
 def test_several_go_where_one_is_not_enough_and_no_more_than_needed() -> None:
     both = ways_to_fit(NEED, STAGED, 15, HERE, [IDLE, BUSY])
-    assert [[one.instance for one in way.steps] for way in both] == [["idle@w0", "busy@w1"]]
+    assert [[one.target for one in way.steps] for way in both] == [["d1", "d2"]]
 
 
 def test_who_has_little_to_do_goes_first() -> None:
     for tenants in ([IDLE, BUSY], [replace(IDLE, load=1.0), BUSY]):
         (gone,) = (way for way in ways_to_fit(NEED, SINGLE, 7, HERE, tenants) if way.kind == "retire")
-        assert [one.instance for one in gone.steps] == [min(tenants, key=lambda one: one.load).instance]
+        assert [one.target for one in gone.steps] == [min(tenants, key=lambda one: one.load).deployment]
+
+
+def test_a_deployment_of_several_workers_goes_as_one() -> None:
+    stages = [replace(IDLE, kv_kept_bytes=40, layer_bytes={}), replace(BUSY, deployment="d1", layer_bytes={})]
+    (gone,) = ways_to_fit(NEED, STAGED, 15, HERE, stages)
+    assert str(gone) == "retire deployment d1 (140 bytes)"
 
 
 def test_what_came_with_its_worker_is_not_retired() -> None:
@@ -72,18 +79,16 @@ def test_nothing_is_asked_for_where_it_fits_and_nothing_helps_where_it_never_wil
 def test_every_way_does_make_room_and_none_of_its_steps_is_needless(
     configuration: Configuration, num_layers: int
 ) -> None:
-    def fits(steps: list[tuple[tuple[str, ...], int]]) -> bool:
-        freed = {one.worker: one.free_bytes for one in HERE}
-        for workers, size in steps:
-            for worker in workers:
-                freed[worker] += size
-        after = [replace(one, free_bytes=freed[one.worker]) for one in HERE]
+    def fits(steps: Sequence[Step]) -> bool:
+        freed = [sum(step.freed.get(one.worker, 0) for step in steps) for one in HERE]
+        after = [
+            replace(one, free_bytes=one.free_bytes + more) for one, more in zip(HERE, freed, strict=True)
+        ]
         return not isinstance(fit(NEED, configuration, num_layers, after), Refusal)
 
     for way in ways_to_fit(NEED, configuration, num_layers, HERE, [IDLE, BUSY]):
-        steps = [(one.workers, one.freed_bytes) for one in way.steps]
-        assert fits(steps)
-        assert not any(fits(steps[:i] + steps[i + 1 :]) for i in range(len(steps)))
+        assert fits(way.steps)
+        assert not any(fits(way.steps[:i] + way.steps[i + 1 :]) for i in range(len(way.steps)))
 
 
 # --------------------------------------------------------------------------- plans

@@ -39,9 +39,9 @@ def _problems(intent: Intent) -> Iterator[str]:
         yield f"cost is {intent.cost!r}: it may be {', '.join(get_args(CostModel))}"
     for name in ("max_latency_s", "max_cost"):
         value = getattr(intent, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
+        if value is not None and not (_is_number(value) and value > 0):
             yield f"{name} is {value!r}: it must be above 0"
-    if intent.max_loss is not None and not (math.isfinite(intent.max_loss) and intent.max_loss >= 0):
+    if intent.max_loss is not None and not (_is_number(intent.max_loss) and intent.max_loss >= 0):
         yield f"max_loss is {intent.max_loss!r}: it must be 0 or more (0.01 is one per cent of perplexity)"
     for name in ("prompt_tokens", "output_tokens", "batch_size"):
         value = getattr(intent, name)
@@ -49,7 +49,7 @@ def _problems(intent: Intent) -> Iterator[str]:
             yield f"{name} is {value!r}: it must be a whole number, 1 or more"
     if intent.max_latency_s is not None and intent.max_cost is not None:
         yield (
-            f"max_latency_s is {intent.max_latency_s:g} and max_cost is {intent.max_cost:g}: only one of "
+            f"max_latency_s is {intent.max_latency_s!r} and max_cost is {intent.max_cost!r}: only one of "
             "them, the other quantity is minimised"
         )
     elif intent.max_latency_s is not None and intent.minimise != "cost":
@@ -62,6 +62,10 @@ def _problems(intent: Intent) -> Iterator[str]:
             f"minimise is {intent.minimise!r} beside max_cost: a limit of cost minimises the latency; "
             "leave minimise out"
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def objective(intent: Intent) -> Objective:

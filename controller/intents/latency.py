@@ -76,11 +76,11 @@ class LatencyModel:
         if configuration.pp > 1:
             return self._with_hops(configuration, intent)
         degrees = self._degrees(configuration.precision)
+        if 1 not in degrees:
+            raise KeyError(f"{configuration.precision} was not measured on a single device")
         if len(degrees) > 1:
             return self._by_degree(configuration, degrees, intent)
-        single = self.timing(replace(configuration, tp=1), intent) if degrees else None
-        if single is None:
-            raise KeyError(f"{configuration.precision} was not measured on a single device")
+        single = self.timing(replace(configuration, tp=1), intent)
         return self._as_others(single, configuration, intent) or _assumed_at_degree(single, configuration.tp)
 
     # ------------------------------------------------------------------ from layers to the model

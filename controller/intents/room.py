@@ -7,6 +7,7 @@ with the least to do; else those that free most, until the model fits, without t
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -22,7 +23,8 @@ Kind = Literal["resize", "swap", "retire"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """An instance that is served, and what it holds on each of its workers. Bytes of whole pages."""
+    """An instance that is served, and what it holds on each of its workers. Bytes of whole pages. A
+    deployment on several workers may be told as several tenants; it is retired as one."""
 
     instance: str
     deployment: str = ""  # "": it came with its worker and is not retired for another
@@ -38,16 +40,14 @@ class Tenant:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     kind: Kind
-    instance: str
-    deployment: str
-    workers: tuple[str, ...]
-    freed_bytes: int  # on each of them
+    target: str  # an instance, or of a retirement the deployment
+    freed: Mapping[str, int]  # worker -> bytes
     load: float = 0.0
     precision: Precision | None = None  # of a swap
 
     @property
-    def total_bytes(self) -> int:
-        return self.freed_bytes * len(self.workers)
+    def freed_bytes(self) -> int:
+        return sum(self.freed.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +87,18 @@ def ways_to_fit(
         if way := _way(swaps, fits):
             found.append(way)
             break
-    found.append(_way([_retire(one) for one in all_tenants if one.deployment], fits))
+    found.append(_way(_retirements(all_tenants), fits))
     return [way for way in found if way]
 
 
 def _way(steps: Iterable[Step], fits: Callable[[Sequence[Step]], bool]) -> Way | None:
     """One step if one does; else those that free most, as many as it takes."""
-    least_first = sorted(steps, key=lambda one: (one.load, one.total_bytes, natural(one.instance)))
+    least_first = sorted(steps, key=lambda one: (one.load, one.freed_bytes, natural(one.target)))
     for step in least_first:
         if fits([step]):
             return Way((step,))
     taken: list[Step] = []
-    for step in sorted(least_first, key=lambda one: -one.total_bytes):
+    for step in sorted(least_first, key=lambda one: -one.freed_bytes):
         taken.append(step)
         if fits(taken):
             break
@@ -115,9 +115,8 @@ def _after(devices: Iterable[Device], steps: Sequence[Step]) -> list[Device]:
     called empty."""
     freed = {one.worker: 0 for one in devices}
     for step in steps:
-        for worker in step.workers:
-            if worker in freed:
-                freed[worker] += step.freed_bytes
+        for worker in freed.keys() & step.freed.keys():
+            freed[worker] += step.freed[worker]
     return [replace(one, free_bytes=one.free_bytes + freed[one.worker]) for one in devices]
 
 
@@ -125,8 +124,15 @@ def _resize(tenant: Tenant) -> Step:
     return _step("resize", tenant, tenant.kv_bytes - tenant.kv_kept_bytes)
 
 
-def _retire(tenant: Tenant) -> Step:
-    return _step("retire", tenant, tenant.weight_bytes + tenant.kv_bytes)
+def _retirements(tenants: Iterable[Tenant]) -> list[Step]:
+    freed: dict[str, Counter[str]] = defaultdict(Counter)
+    loads: dict[str, float] = defaultdict(float)
+    for one in tenants:
+        if one.deployment:
+            for worker in one.workers:
+                freed[one.deployment][worker] += one.weight_bytes + one.kv_bytes
+            loads[one.deployment] = max(loads[one.deployment], one.load)
+    return [Step(kind="retire", target=name, freed=found, load=loads[name]) for name, found in freed.items()]
 
 
 def _swap(tenant: Tenant, precision: Precision) -> Step | None:
@@ -142,18 +148,12 @@ def _swap(tenant: Tenant, precision: Precision) -> Step | None:
 
 
 def _step(kind: Kind, tenant: Tenant, freed_bytes: int) -> Step:
-    return Step(
-        kind=kind,
-        instance=tenant.instance,
-        deployment=tenant.deployment,
-        workers=tenant.workers,
-        freed_bytes=freed_bytes,
-        load=tenant.load,
-    )
+    freed = dict.fromkeys(tenant.workers, freed_bytes)
+    return Step(kind=kind, target=tenant.instance, freed=freed, load=tenant.load)
 
 
 _SAYS: dict[Kind, Callable[[Step], str]] = {
-    "resize": lambda one: f"shrink the KV cache of {one.instance} by {one.freed_bytes} bytes",
-    "swap": lambda one: f"hold the layers of {one.instance} in {one.precision} ({one.freed_bytes} bytes)",
-    "retire": lambda one: f"retire deployment {one.deployment} ({one.freed_bytes} bytes)",
+    "resize": lambda one: f"shrink the KV cache of {one.target} by {one.freed_bytes} bytes",
+    "swap": lambda one: f"hold the layers of {one.target} in {one.precision} ({one.freed_bytes} bytes)",
+    "retire": lambda one: f"retire deployment {one.target} ({one.freed_bytes} bytes)",
 }
