@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -90,6 +90,27 @@ def test_two_workers_become_one_bracket_and_part_again(service: Service, open_pa
     page.wait_for_selector(".instance:not(.is-group) >> nth=1")
 
 
+def test_the_policy_is_edited_and_a_value_out_of_range_is_told(service: Service, open_page: OpenPage) -> None:
+    before = policy(service)
+    page = open_page(service.url())
+    page.get_by_role("tab", name="Policy").click()
+    high = page.get_by_label("KV use above")
+    high.fill("1.5")
+    page.get_by_role("button", name="Save 1 change").click()
+    wait_for_text(page, ".error", "kv_usage_high is 1.5; .*at most 1")
+    high.fill("0.9")
+    page.get_by_label("Cool-down").fill("7")
+    page.get_by_role("button", name="Save 2 changes").click()
+    wait_for_text(page, ".notice", f"Saved as revision {before['revision'] + 1}")
+    after = policy(service)
+    assert after == before | {"kv_usage_high": 0.9, "cooldown_s": 7.0, "revision": before["revision"] + 1}
+    wait_for_text(page, ".decisions", "kv_usage_high")  # it stands among the decisions, for everybody
+
+
+def policy(service: Service) -> dict[str, Any]:
+    return dict(service.get("/admin/policy").json())
+
+
 def test_it_survives_a_restart_of_the_gateway(service: Service, open_page: OpenPage) -> None:
     page = open_page(service.url())
     wait_for_text(page, "#connection", "^live$")
@@ -98,6 +119,20 @@ def test_it_survives_a_restart_of_the_gateway(service: Service, open_page: OpenP
     service.processes["gateway0"].start()
     wait_for_text(page, "#connection", "^live$")
     wait_for_text(page, ".device", "w1")
+
+
+def test_a_worker_that_is_drained_by_hand_leaves_the_picture(service: Service, open_page: OpenPage) -> None:
+    """The last that needs two workers: it does not come back."""
+    page = open_page(service.url())
+    page.get_by_role("tab", name="By hand").click()
+    page.get_by_label("Worker", exact=True).select_option("w1")
+    page.get_by_role("button", name="Drain", exact=True).click()
+    page.get_by_role("button", name="Yes, w1 is to leave").click()
+    wait_for_text(page, ".outcomes", "w1 finishes what it runs")
+    page.locator(".device").filter(has_text="w1").wait_for(state="detached", timeout=30_000)
+    wait_for_text(page, ".device", "w0")
+    assert service.serving_workers() == {"w0"}
+    wait_for("the process to end", lambda: not service.processes["w1"].is_alive)
 
 
 def test_it_asks_for_the_key_that_is_set(open_page: OpenPage) -> None:
