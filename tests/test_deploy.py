@@ -126,7 +126,7 @@ def test_a_worker_may_begin_without_a_model(folders: dict[str, Path], tmp_path: 
         ({"path": "/nowhere"}, "failed", "/nowhere"),
         ({"max_model_len": 65}, "failed", "ends at 64"),
         ({"instance": "first@w0"}, "conflict", "is served here already"),
-        ({"stages": [Stage(workers=["w0"], first=0, end=1)] * 2}, "failed", "2 stages"),
+        ({"stages": [Stage(workers=["w0"], first=0, end=1)] * 2}, "failed", "cannot be reached"),
         ({"blocks": 100_000}, "failed", "are missing"),
     ],
 )

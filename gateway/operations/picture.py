@@ -96,7 +96,8 @@ def _members(gateway: Gateway, leader: WorkerCard, card: InstanceCard) -> list[I
     """What each worker of the instance reported last; [] where one did not: absent is not zero."""
     cluster, now = gateway.cluster, time.monotonic()
     found = []
-    for name in card.workers or [leader.id]:
+    names = card.workers if card.pp == 1 else []  # a pipeline's leader has all the requests
+    for name in names or [leader.id]:
         worker = cluster.workers.get(name)
         own = next((one for one in worker.instances if one.model == card.model), None) if worker else None
         metrics = cluster.instance_metrics(own.id, worker.epoch, now) if worker and own else None

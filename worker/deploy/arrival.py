@@ -106,12 +106,20 @@ class ArrivalRun:
             back.callback(self._newcomer.release)
             try:
                 yield from self._load()
-                target = yield from self._open()
+                yield from self._serve()
             except ModelError as error:
                 raise NotApplied("failed", str(error)) from error
-            site.add(Resident(self._card_of(self._newcomer, target), target, self._newcomer.model))
             site.claim(0)
             back.pop_all()
+        self._came()
+
+    def _serve(self) -> Steps:
+        target = yield from self._open()
+        newcomer = self._newcomer
+        self._site.add(Resident(self._card_of(newcomer, target), target, newcomer.model))
+
+    def _came(self) -> None:
+        site = self._site
         if site.hooks:
             site.hooks.came(site.residents[self._command.instance].card)
 

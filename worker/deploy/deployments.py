@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container
 
-from bus.messages import Deploy, Retire
+from bus.messages import Deploy, Morph, Retire
 from worker.deploy.arrival import ArrivalRun, CardOf
 from worker.deploy.departure import DepartureRun
 from worker.deploy.shares import Shares
 from worker.deploy.site import Site
 from worker.morph.copier import Copier
+from worker.morph.groups import Peers
 from worker.morph.run import Clock
 from worker.morph.target import Target
+from worker.pipeline.arrivals import FollowerArrival, LeaderArrival
 
 # Of the time, while the engine is busy: on a CPU loading takes cores and memory from the steps. A swap, which
 # is a matter of some layers, takes less; at its share a load would take minutes.
@@ -35,12 +37,25 @@ class SiteDeployments:
         drop: Callable[[str], None],
         wake: Callable[[], None],
         is_busy: Callable[[], bool],
+        begin: Callable[[Callable[[int], Morph]], None],
     ) -> None:
-        self.site.add_target, self.site.drop_target = add, drop
+        site = self.site
+        site.add_target, site.drop_target = add, drop
         self._wake, self._is_busy = wake, is_busy
 
-    def deploy(self, command: Deploy) -> ArrivalRun:
-        return ArrivalRun(command, self.site, self._loader, self._card_of, clock=self._clock)
+        def lost(instance: str, reason: str) -> None:
+            name = f"lost-{instance}-{time.time_ns()}"
+            begin(lambda epoch: Retire(id=name, epoch=epoch, instance=instance, wait_s=0))
+
+        site.on_lost = lost
+
+    def deploy(self, command: Deploy, peers: Peers) -> ArrivalRun:
+        loader, card_of, clock = self._loader, self._card_of, self._clock
+        if len(command.stages) < 2:
+            return ArrivalRun(command, self.site, loader, card_of, clock=clock)
+        if command.stage:
+            return FollowerArrival(command, self.site, loader, card_of, clock=clock)
+        return LeaderArrival(command, self.site, loader, card_of, peers, clock=clock)
 
     def retire(self, command: Retire) -> DepartureRun:
         self.shares.forget(command.instance)

@@ -39,6 +39,7 @@ from worker.morph.source_copy import SourceCopy
 from worker.morph.target import Target
 from worker.morph.variants import LayerVariants
 from worker.morph.verbs import CopyJob, NoVariants, Variants, reserve_pages
+from worker.pipeline.split import own_part
 from worker.profile.order import load_order
 
 MayGoOn = Callable[[], bool]
@@ -83,7 +84,7 @@ class Newcomer:
                 "failed", f"this worker keeps no {command.precision} variants; there are {there_are}"
             )
         self.folder = Path(command.path).expanduser().resolve()
-        self.config: ModelConfig = read_config(self.folder)
+        self.config: ModelConfig = own_part(read_config(self.folder), command)
         dtype = dtype_of(settings.dtype, self.pool.backend.device) or self.config.dtype
         if dtype not in DTYPES:
             raise ModelError(f"{self.folder}: dtype {dtype} is not supported")
@@ -93,7 +94,7 @@ class Newcomer:
         self.source.check([source for part in self.plan.ranges() for source in part.sources])
         self.order, self.order_name = (
             (list(range(self.config.num_layers)), "front-to-back")
-            if is_dummy
+            if is_dummy or len(command.stages) > 1
             else load_order(self.folder, settings.layer_order)
         )
         if command.digest:
@@ -193,7 +194,9 @@ class Newcomer:
         """Every page and every address; nothing runs on them and nothing is copied any more."""
         if self.cache:
             self.cache.release()
+            self.cache = None
         self.variants.release()
+        self.variants = NoVariants()
         if self._model:
             self._model.release()
             self._model = None

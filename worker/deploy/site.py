@@ -18,6 +18,7 @@ from worker.morph.plan import Half
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import reserve_pages
+from worker.pipeline.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ class Site:
         self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
         self.residents: dict[str, Resident] = {}
         self.hooks: Hooks | None = None
+        self.stages: Stages | None = None  # of instances that others lead; None: it takes part in none
+        # An instance whose stages elsewhere are gone, and why: it is to leave.
+        self.on_lost: Callable[[str, str], None] = lambda instance, reason: None
         self.add_target: Callable[[Target], None] = lambda target: None
         self.drop_target: Callable[[str], None] = lambda instance: None
         self.taken_by = ""  # the morph whose model comes or goes; one at a time
@@ -88,7 +92,7 @@ class Site:
 
     def remove(self, instance: str) -> Resident:
         """It serves no longer; its pages are still its own."""
-        self.engine.remove_instance(instance)
+        self.engine.remove_instance(instance).close()
         self.drop_target(instance)
         return self.residents.pop(instance)
 

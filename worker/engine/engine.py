@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,10 +65,17 @@ def _gone(instance_id: str, request: Request) -> StepResult:
 class Parts(Protocol):
     """What this device runs of instances elsewhere."""
 
+    wake: Callable[[], None]  # it can step, perhaps; called in any thread
+
     @property
     def can_step(self) -> bool: ...
 
     def step(self) -> None: ...
+
+    def fence(self) -> None:
+        """This worker has lost its lease: others do not count on it any more."""
+
+    def close(self) -> None: ...
 
 
 class Engine:
@@ -118,6 +125,8 @@ class Engine:
     def reset(self) -> None:
         """A new epoch: nothing that was submitted before says anything any more, and counters begin at 0."""
         self._unsent.clear()
+        if self.parts:
+            self.parts.fence()
         for instance in self.instances.values():
             instance.reset()
 
@@ -154,6 +163,13 @@ class Engine:
         except Exception as error:
             log.exception("a step of %s failed", instance.id)
             return instance.fail(f"the model's step failed: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """No step follows: those who take part elsewhere hear it."""
+        for instance in self.instances.values():
+            instance.close()
+        if self.parts:
+            self.parts.close()
 
     def check_integrity(self) -> None:
         """AssertionError when a block is lost or owned twice."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Protocol
 
-from bus.messages import Deploy, Retire
+from bus.messages import Deploy, Morph, Retire
+from worker.morph.groups import Peers
 from worker.morph.run import Run
 from worker.morph.target import Target
 
@@ -19,11 +20,13 @@ class Deployments(Protocol):
         drop: Callable[[str], None],
         wake: Callable[[], None],
         is_busy: Callable[[], bool],
+        begin: Callable[[Callable[[int], Morph]], None],
     ) -> None:
         """add, drop: for each instance that comes or goes. wake: something was loaded, in another thread.
-        is_busy: whether the engine has steps to run."""
+        is_busy: whether the engine has steps to run. begin: a morph of the worker's own, for its epoch."""
 
-    def deploy(self, command: Deploy) -> Run: ...
+    def deploy(self, command: Deploy, peers: Peers) -> Run:
+        """peers: of several stages, how to reach each. Raises NotApplied."""
 
     def retire(self, command: Retire) -> Run: ...
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from bus.messages import Precision
-from worker.model.config import ModelConfig
+from worker.model.config import ModelConfig, read_config
 from worker.model.errors import ModelError
 from worker.model.model import Model
 from worker.model.quantized_layout import BITS, GROUP
@@ -68,7 +68,8 @@ class FromSet:
     def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
         shapes, made = matrix_shapes(self._config), []
         for name in INPUTS[product]:
-            made.append(self._stored.matrix(matrix_name(layer, name), shapes[name]))
+            stored = matrix_name(self._config.first_layer + layer, name)
+            made.append(self._stored.matrix(stored, shapes[name]))
             yield
         return made
 
@@ -122,7 +123,8 @@ def find_matrices(model: Model, precision: Precision, method: str) -> Matrices:
     config = model.config
     if isinstance(model.source, Checkpoint):
         if path := find_set(config.folder, precision, method):
-            return FromSet(config, QuantizedSet(path, model=model_fingerprint(config, model.source)))
+            whole = read_config(config.folder)  # of which these may be some layers
+            return FromSet(config, QuantizedSet(path, model=model_fingerprint(whole, model.source)))
         if method not in ("", "rtn"):
             raise ModelError(
                 f"{set_path(config.folder, precision, method)} is missing and worker.quantization is"

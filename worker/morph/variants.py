@@ -239,4 +239,4 @@ def identity(model: Model, device: torch.device) -> str:
     source = model.source
     if isinstance(source, Checkpoint):
         return model_fingerprint(model.config, source)
-    return f"{source} on {device.type}"
+    return f"{source}, layers from {model.config.first_layer}, on {device.type}"

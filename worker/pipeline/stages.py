@@ -83,6 +83,11 @@ class Stages:
             follower.end(reason)
         return follower is not None
 
+    def fence(self) -> None:
+        """Their leaders were told of an epoch that is over."""
+        for follower in self.followers:
+            follower.end("its worker has lost its lease")
+
     def close(self) -> None:
         """The worker leaves: leaders hear it, every page is given back."""
         self._door.close()

@@ -60,7 +60,9 @@ class EngineThread:
         self._morphs, self._on_reports = morphs, on_reports
         self._measuring = measuring or Measuring()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        morphs.wake = lambda: self._inbox.put(lambda: None)
+        morphs.wake = self._wake
+        if engine.parts:
+            engine.parts.wake = self._wake
         self._grouping = grouping
         self._must_look_again = False  # in a group: something has changed at the last boundary
         if self._grouping:
@@ -163,6 +165,7 @@ class EngineThread:
                     self._step()
             if self._grouping:
                 self._grouping.close()
+            self._engine.close()
             self._measuring.cancel_all("the worker leaves")
             if reports := self._morphs.close():
                 self._on_reports(reports)
@@ -196,7 +199,8 @@ class EngineThread:
         if reports := self._morphs.advance(is_busy=self._may_step):
             self._on_reports(reports)
             self._report(time.monotonic())
-        if self._measuring.advance(is_busy=self._may_step):
+        is_alone = not (self._grouping and self._grouping.party)  # in a group others would wait for it
+        if is_alone and self._measuring.advance(is_busy=self._may_step):
             self._report(time.monotonic())
 
     def _step(self) -> None:
@@ -230,6 +234,9 @@ class EngineThread:
             self._on_results(self._epoch, [result_of(instance, outputs)])
         if party.step != before and (party.is_over or ended >= self._snapshot_due or not instance.has_work):
             self._report(ended)
+
+    def _wake(self) -> None:
+        self._inbox.put(lambda: None)
 
     def _progress(self) -> None:
         self._progressed_at = time.monotonic()

@@ -112,6 +112,8 @@ class Intake:
 
     def _obey(self, command: Command | Measure, on_drain: Callable[[], None]) -> None:
         match command:
+            case Deploy() if len(command.stages) > 1 and command.stage == 0:
+                self._begin(command)
             case Swap() | Resize() | Deploy() | Retire():
                 self._thread.morph(command)
             case Transform():
@@ -127,20 +129,23 @@ class Intake:
             case Measure():
                 self.on_measure(command)
 
-    def _begin(self, command: Transform) -> None:
+    def _begin(self, command: Transform | Deploy) -> None:
         """Who takes part is on the cards. The same order again changes nothing."""
         if command.id not in self._beginning:
             task = asyncio.create_task(self._with_peers(command), name=f"peers of {command.id}")
             self._beginning[command.id] = task
             task.add_done_callback(lambda _: self._beginning.pop(command.id))
 
-    async def _with_peers(self, command: Transform) -> None:
+    async def _with_peers(self, command: Transform | Deploy) -> None:
         """However the cards cannot be read, the order goes on: that nobody can be reached is its answer."""
         peers: dict[str, Peer] = {}
         try:
             for member in await self._bus.members():
-                if (card := member.card) and card.link and member.lease_epoch == card.epoch:
-                    peers[card.id] = Peer(card.id, card.epoch, card.link, card.link_key)
+                if (card := member.card) and member.lease_epoch == card.epoch:
+                    to_group = isinstance(command, Transform)
+                    link, key = (card.link, card.link_key) if to_group else (card.door, card.door_key)
+                    if link:
+                        peers[card.id] = Peer(card.id, card.epoch, link, key)
         except BusUnavailable as error:
             log.warning("the workers of %s are not known: %s", command.id, error)
         except Exception:

@@ -30,6 +30,7 @@ from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import reserve_pages
 from worker.parallel.grouping import Grouping
+from worker.pipeline.stages import Stages
 from worker.service.cards import card_of
 from worker.service.load_morphs import bits_of, grouping_for, layer_order, load_variants, make_executor
 from worker.service.loaded import CannotServe, Loaded, Progress
@@ -68,6 +69,10 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     fill_caches(pool, list(parts.values()), reserve)
     engine = Engine(device)
     site = Site(worker, pool, engine, settings)
+    if settings.group_host:
+        engine.parts = site.stages = Stages(
+            settings.group_host, settings.group_timeout_s, is_gpu=device.type == "cuda"
+        )
     grouping: Grouping | None = None
     for name, (cache, model, limits) in parts.items():
         progress(f"{name}: compiling kernels and running the first request")

@@ -15,7 +15,7 @@ from bus.messages import MorphReport, WorkerCard
 from bus.service import run_until
 from bus.settings import Settings
 from worker.engine.engine import StepResult
-from worker.fingerprint.measurer import Measurer
+from worker.fingerprint.measurer import measurer_of
 from worker.fingerprint.measuring import Measuring
 from worker.service.dispatch import Dispatch
 from worker.service.engine_thread import EngineThread, Snapshot
@@ -117,7 +117,7 @@ class Serving:
             idle_interval_s=self._settings.idle_telemetry_s,
         )
         self._morph_reports = MorphReports(bus)
-        measurer = Measurer(loaded.site.pool, loaded.site.settings) if loaded.site else None
+        measurer = measurer_of(loaded.site) if loaded.site else None
         self._measures = Measures(bus, worker, self._thread, measurer)
         self._intake.on_measure = self._measures.begin
         self._residents = Residents(
@@ -192,10 +192,13 @@ class Serving:
 
     async def _announce(self) -> None:
         loaded, grouping = self._loaded, self._loaded.grouping
+        stages = loaded.site.stages if loaded.site else None
         await self._membership.update(
             state="serving",
             link=grouping.address if grouping else "",
             link_key=grouping.link_key if grouping else b"",
+            door=stages.address if stages else "",
+            door_key=stages.key if stages else b"",
             instances=self._residents.shown,
             device=loaded.device,
             page_bytes=loaded.page_bytes,

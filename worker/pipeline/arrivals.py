@@ -1,0 +1,153 @@
+"""A Deploy of one stage of several, as it runs: as `worker.deploy.arrival`, up to where the stages meet.
+
+::
+
+    a later stage   its weights, as much KV as there is room for; then it waits for its leader, and has ended
+                    when the leader has told it how many blocks there are
+    the first one   its weights and KV; then it asks the others, and a first request goes through all of them
+
+A stage that nobody leads, since the leader's Deploy failed or was cancelled, gives its pages back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+
+from bus.messages import Deploy, InstanceCard
+from worker.deploy.arrival import ArrivalRun, CardOf, Steps
+from worker.deploy.site import Site
+from worker.engine.build import canary_steps
+from worker.morph.copier import Copier
+from worker.morph.outcome import NotApplied
+from worker.morph.resizer import KVResizer
+from worker.morph.run import Clock
+from worker.morph.target import Target
+from worker.parallel.wire import Peer
+from worker.pipeline.build import start_leading
+from worker.pipeline.follower import Part
+from worker.pipeline.instance import PipelinedInstance
+from worker.pipeline.kept import KeptVariants
+from worker.pipeline.pipeline import Behind, PipelineLost
+from worker.pipeline.split import pipeline_of
+from worker.pipeline.stages import Stages
+
+JOIN_WITHIN_S = 300.0  # for the leader's own load; who orders it gives up before
+
+
+class FollowerArrival(ArrivalRun):
+    """Of a later stage: nobody's requests come here, so that no card is shown."""
+
+    def _serve(self) -> Steps:
+        command, newcomer = self._command, self._newcomer
+        yield from self._fill_cache()
+        assert newcomer.cache
+        newcomer.model.complete()
+        part = Part(
+            pipeline_of(command),
+            command.stage,
+            command.epoch,
+            newcomer.model,
+            newcomer.cache,
+            self._let_go,
+            command.digest,
+        )
+        follower = _stages(self._site).add(part, JOIN_WITHIN_S)
+        self._stage = f"waiting for {command.stages[0].workers[0]}, which leads"
+        try:
+            while not follower.has_started:
+                if follower.is_over:
+                    raise NotApplied("failed", follower.reason)
+                yield False
+        except GeneratorExit:
+            follower.end("its deployment was given up")
+            raise
+
+    def _let_go(self) -> None:
+        self._newcomer.release()
+        self._give_back_all()
+
+    def _came(self) -> None:
+        pass
+
+
+class LeaderArrival(ArrivalRun):
+    """Of the first stage."""
+
+    def __init__(
+        self,
+        command: Deploy,
+        site: Site,
+        loader: Copier,
+        card_of: CardOf,
+        peers: Mapping[str, Peer],
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """peers: by worker, the doors of the stages. Raises NotApplied where one is missing."""
+        super().__init__(command, site, loader, lambda *of: self._card(card_of(*of)), clock=clock)
+        self._behind = [_behind(command, number, peers) for number in range(1, len(command.stages))]
+        _stages(site)
+
+    def _open(self) -> Generator[bool, None, Target]:
+        command, newcomer, site = self._command, self._newcomer, self._site
+        yield from self._fill_cache()
+        cache = newcomer.cache
+        assert cache
+        newcomer.model.complete()
+        self._stage = "waiting for the other stages"
+        try:
+            instance: PipelinedInstance = yield from start_leading(
+                command.instance,
+                site.worker,
+                newcomer.model,
+                cache,
+                newcomer.limits,
+                self._behind,
+                timeout_s=_stages(site).timeout_s,
+                wake=lambda: _stages(site).wake(),
+                blocks=max(1, command.blocks),
+                digest=command.digest,
+            )
+        except PipelineLost as error:
+            raise NotApplied("failed", str(error)) from error
+        self._stage = "its first request"
+        try:
+            for _ in canary_steps(instance):
+                yield instance.can_step
+        except BaseException:
+            instance.close()
+            raise
+        instance.on_lost = lambda reason: site.on_lost(command.instance, reason)
+        useful = min(newcomer.useful_kv_pages, cache.num_layers * cache.pages_per_layer)
+        resizer = KVResizer(instance, cache, reserve_pages=0, useful_pages=useful, owns_rest=False)
+        kept = KeptVariants(newcomer.variants, command.precision, cache.num_layers)
+        return Target(instance, kept, resizer, newcomer.order)
+
+    def _card(self, card: InstanceCard) -> InstanceCard:
+        stages = self._command.stages
+        return replace(
+            card,
+            pp=len(stages),
+            workers=[worker for stage in stages for worker in stage.workers],
+            num_layers=stages[-1].end,
+            degrees=[1],
+        )
+
+
+def _behind(command: Deploy, number: int, peers: Mapping[str, Peer]) -> Behind:
+    stage = command.stages[number]
+    worker = stage.workers[0] if stage.workers else ""
+    peer = peers.get(worker)
+    if peer is None:
+        why = f"stage {number} at {worker} cannot be reached: it is not there, or has no worker.group_host"
+        raise NotApplied("failed", why)
+    epoch = command.epochs.get(worker, peer.epoch)
+    return Behind(worker, epoch, peer.address, peer.key, stage.first, stage.end)
+
+
+def _stages(site: Site) -> Stages:
+    if site.stages is None:
+        raise NotApplied("failed", "this worker takes no part in pipelines: worker.group_host is empty")
+    return site.stages
