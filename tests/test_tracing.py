@@ -16,6 +16,7 @@ import pytest
 
 from bus.messages import StepOutput
 from bus.settings import RedisSettings, SettingsError, TracingSettings
+from gateway.delivery.inflight import Target
 from gateway.delivery.journey import Journey
 from gateway.tracing import tracer_of
 from gateway.tracing.phases import phases
@@ -187,6 +188,16 @@ def test_the_wait_is_over_when_the_first_step_begins_and_not_when_it_tells() -> 
     assert queue.end - queue.start == pytest.approx(0.75)
     assert prefill.end - prefill.start == pytest.approx(0.25) and decode.start == core.now
     assert flight.began == queue.end
+
+
+def test_of_many_attempts_the_first_and_the_last_are_kept() -> None:
+    journey = Journey(0.0)
+    for number in range(1, 100):
+        journey.sent(Target("m@w0", "w0", 1), number, 1, float(number))
+        journey.void("precision_floor", number + 0.5)
+    journey.sent(Target("m@w0", "w0", 1), 100, 1, 100.0)
+    numbers = [attempt.number for attempt in journey.attempts]
+    assert len(numbers) == 8 and numbers[:4] == [1, 2, 3, 4] and numbers[-1] == 100
 
 
 # ------------------------------------------------------------------------------------- harm

@@ -10,7 +10,8 @@ from bus.messages import StepOutput
 if TYPE_CHECKING:
     from gateway.delivery.inflight import Target
 
-KEPT: Final = 16  # attempts; of more, some in the middle are forgotten
+KEPT: Final = 8  # attempts; of more, some in the middle are forgotten
+MAX_SHAPES: Final = 128  # of an attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,10 @@ class Journey:
         if not attempt.num_tokens:
             attempt.first_token = now
         attempt.num_tokens += num_tokens
-        if not attempt.shapes or attempt.shapes[-1].fingerprint != step.fingerprint:
-            attempt.shapes.append(Shape(now, index, step.fingerprint, step.layers_below_full))
+        shapes = attempt.shapes
+        is_new = not shapes or shapes[-1].fingerprint != step.fingerprint
+        if is_new and len(shapes) < MAX_SHAPES:
+            shapes.append(Shape(now, index, step.fingerprint, step.layers_below_full))
 
     def void(self, reason: str, now: float) -> None:
         """It goes on with another attempt, or from anew."""
