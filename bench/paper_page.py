@@ -1,0 +1,85 @@
+"""The numbers of docs/evaluation.md, from bench/results/paper.json: nobody types them.
+
+    python -m bench.paper_page        writes them anew, between their markers
+
+A block of the page is `<!-- numbers: NAME -->` to `<!-- end -->`; its text is a function of the result. What
+the paper reports (MorphServe, sections 5.1 and 5.2) is here too, so that both stand side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from bench.paper_numbers import (
+    figure4,
+    figure5,
+    figure6,
+    figure7,
+    headline,
+    loads,
+    plans,
+    premises,
+    setup,
+    static,
+)
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PAGE: Final = ROOT / "docs" / "evaluation.md"
+RESULT: Final = ROOT / "bench" / "results" / "paper.json"
+UNMEASURED: Final = "Not measured yet: `make bench-paper TRACES=DIR` writes this."
+BLOCKS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
+    "premises": premises,
+    "headline": headline,
+    "setup": setup,
+    "loads": loads,
+    "figure 4": figure4,
+    "plans": plans,
+    "static": static,
+    "figure 5": figure5,
+    "figure 6": figure6,
+    "figure 7": figure7,
+}
+_BLOCK: Final = re.compile(r"(<!-- numbers: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def regenerated(page: str, result: dict[str, Any] | None) -> str:
+    """The page with every block written anew; None: there is no result. Raises ValueError for a marker that
+    is none, or one that is missing."""
+    names = [found[1] for found in _BLOCK.findall(page)]
+    if sorted(names) != sorted(BLOCKS):
+        raise ValueError(
+            f"the page has the blocks {sorted(names)}, there should be {sorted(BLOCKS)}, each once"
+        )
+
+    def block(match: re.Match[str]) -> str:
+        told = UNMEASURED if result is None else BLOCKS[match[2]](result)
+        return f"{match[1]}{told}\n{match[3]}"
+
+    return _BLOCK.sub(block, page)
+
+
+def read_result() -> dict[str, Any] | None:
+    """None where the evaluation was never run."""
+    if not RESULT.exists():
+        return None
+    found: dict[str, Any] = json.loads(RESULT.read_text())
+    return found
+
+
+def card(result: dict[str, Any]) -> str:
+    """The page's tables, for a terminal."""
+    return "\n\n".join(block(result) for block in BLOCKS.values())
+
+
+def main() -> None:
+    PAGE.write_text(regenerated(PAGE.read_text(), read_result()))
+    sys.stdout.write(f"{PAGE}\n")
+
+
+if __name__ == "__main__":
+    main()

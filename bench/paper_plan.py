@@ -1,0 +1,57 @@
+"""A mixed-precision plan made offline, as LLM-PQ makes its own: of each layer the precision, under a budget
+of bits, with the least predicted loss. Exact: losses are taken to add up (MorphServe, Table 2) and bits are
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+# Nominal, without the scales of the groups. Full: as the benchmark serves it.
+BITS: Final = {"full": 32, "int8": 8, "int4": 4, "int3": 3}
+
+Plan = tuple[str, ...]  # of each layer, its precision
+
+
+def plan(losses: Sequence[Mapping[str, float]], mean_bits: float) -> Plan:
+    """losses[layer][precision]: what that layer alone in that precision adds, nats per token; its keys are
+    what the layer may have. Layers are of one size. Of plans with equal losses the one of more bits.
+
+    Raises ValueError where the budget holds no plan.
+    """
+    budget = mean_bits * len(losses)
+    best: dict[int, tuple[float, Plan]] = {0: (0.0, ())}
+    for options in losses:
+        grown: dict[int, tuple[float, Plan]] = {}
+        for bits, (loss, chosen) in best.items():
+            for precision, added in options.items():
+                total = bits + BITS[precision]
+                if total <= budget and (total not in grown or loss + added < grown[total][0]):
+                    grown[total] = (loss + added, (*chosen, precision))
+        best = grown
+    if not best:
+        least = sum(min(BITS[precision] for precision in options) for options in losses)
+        raise ValueError(f"{mean_bits:g} bits a layer are too few: the least is {least / len(losses):g}")
+    bits = min(best, key=lambda total: (best[total][0], -total))
+    return best[bits][1]
+
+
+def bits_of(chosen: Plan) -> float:
+    """Mean of the layers."""
+    return sum(BITS[precision] for precision in chosen) / len(chosen)
+
+
+def ceiling_bits(num_layers: int, num_below: int, precision: str) -> float:
+    """Mean bits when so many layers are in `precision` and the rest at full."""
+    return (num_below * BITS[precision] + (num_layers - num_below) * BITS["full"]) / num_layers
+
+
+def in_words(chosen: Plan) -> str:
+    """`int4: 1, 2; int8: 0`, layers that are not at full."""
+    below = sorted(set(chosen) - {"full"}, key=lambda precision: BITS[precision])
+    told = [
+        f"{precision}: " + ", ".join(str(i) for i, one in enumerate(chosen) if one == precision)
+        for precision in below
+    ]
+    return "; ".join(told) or "all full"

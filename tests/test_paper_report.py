@@ -1,0 +1,199 @@
+"""From runs to numbers, figures and the page: all of it from the JSON alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.paper_loads import Load
+from bench.paper_numbers import judged, number
+from bench.paper_page import BLOCKS, PAGE, UNMEASURED, read_result, regenerated
+from bench.paper_picture import draw_all
+from bench.paper_report import headlines, highest_rates, load_numbers, premises, row
+from bench.paper_run import SLO, PaperRun, text_of
+from bench.paper_service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, ways
+from instar.replay.files import RunFile
+from instar.replay.outcomes import Outcome
+
+PLANS = {PLAN: ("full", "int4"), PLAN_ANY: ("int8", "int4")}
+# P95 TTFT of each way; what is not here has 1 s.
+TTFT_S = {FULL: 6.0, DEFAULT: 1.5, PERFORMANCE: 0.5, INT4: 0.1}
+
+
+def run_of(load: str, way: str, ttft_s: float, blocks: tuple[int, int] = (47, 47)) -> PaperRun:
+    """Four requests a second apart, each with the same wait."""
+    outcomes = [
+        Outcome(
+            number=i,
+            due_s=float(i),
+            prompt_asked=128,
+            output_asked=64,
+            sent_s=i + 0.001,
+            opened_s=i + ttft_s / 2,
+            first_s=i + ttft_s,
+            last_s=i + ttft_s + 0.63,
+            ended_s=i + ttft_s + 0.64,
+            status=200,
+            finish="length",
+            events=64,
+            output_tokens=64,
+            spans=[(32, 0), (32, 0 if way == FULL else 2)],
+        )
+        for i in range(4)
+    ]
+    samples = [
+        {
+            "at_s": at_s,
+            "instances": {
+                "demo@w0": {
+                    "kv_blocks": blocks[at_s > 1],
+                    "kv_used": blocks[0],
+                    "running": 2,
+                    "waiting": int(way == FULL),
+                    "layers_below_full": 2 * (at_s > 1),
+                    "tp": 1,
+                    "queue_delay_s": 0.0,
+                    "preemptions": 0,
+                }
+            },
+        }
+        for at_s in (-0.5, 0.5, 1.5, 2.5)
+    ]
+    morph = {"id": "m", "kind": "swap", "state": "applied", "started": 101.5, "numbers": {}}
+    about = {
+        "name": way,
+        "source": load,
+        "url": "http://x",
+        "model": "demo",
+        "began_at": 100.0,
+        "arrivals_sha256": "",
+    }
+    file = RunFile(about, SLO, outcomes, {"samples": samples, "morphs": [morph]}, [10] * 5)
+    return PaperRun(load, way, file, dict.fromkeys(range(4), "x"), blocks[0], 0.1)
+
+
+def result() -> dict[str, Any]:
+    rows = []
+    for load in ("Azure code", "Gamma burst"):
+        for way in ways(8, PLANS):
+            blocks = (47, 123) if way.name == DEFAULT else (47, 47)
+            f1 = {FULL: 100.0, INT4: 90.0}.get(way.name, 98.0)
+            likeness = {"f1": f1, "f1_error": 1.0, "rouge_l": f1, "rouge_l_error": 1.0, "texts": 4, "same": 2}
+            quality = {
+                "perplexity": 30.0 + (100 - f1) / 100,
+                "nats_above_full": 0.0,
+                "nats_error": 0.001,
+                "against_full": likeness,
+                "against_text": likeness,
+            }
+            found = row(run_of(load, way.name, TTFT_S.get(way.name, 1.0), blocks))
+            rows.append(found | {"quality": quality})
+    ladder = [
+        {"rate": rate, "way": way, "tokens_per_s": 100 * rate, **_ends(p95)}
+        for rate in (2.0, 3.0, 4.0)
+        for way, p95 in ((FULL, rate - 0.5), (INT4, 0.1), (DEFAULT, rate / 2), (PERFORMANCE, 0.2))
+    ]
+    loads = [
+        load_numbers(Load(name, "x", 30.0, [0.0, 1.0, 2.0, 3.0], 9), 2.0)
+        for name in ("Azure code", "Gamma burst")
+    ]
+    plan = {"layers": ["full", "int4"], "in_words": "int4: 1", "mean_bits": 18.0}
+    made: dict[str, Any] = {
+        "quick": True,
+        "settings": {
+            "speed": 2.4,
+            "prompt_tokens": 128,
+            "output_tokens": 64,
+            "busiest_s": 8.0,
+            "ttft_limit_s": 2.0,
+            "num_layers": 8,
+            "kv_blocks": {"full": 47, "pyramid": 94},
+            "capacity_requests_per_s": {FULL: 2.0, INT4: 4.0},
+        },
+        "loads": loads,
+        "offline": {
+            "scored_tokens": 32768,
+            "plans": {PLAN: plan, PLAN_ANY: plan},
+            "pyramid": {"kept_of_prompt": [55, 9], "memory_share": 0.5},
+        },
+        "runs": rows,
+        "ladder": ladder,
+        "headlines": headlines(rows, ladder),
+        "premises": premises(rows),
+    }
+    return dict(json.loads(json.dumps(made)))
+
+
+def _ends(p95: float) -> dict[str, Any]:
+    return {"ttft_s": {"p95": p95}, "served": 9, "requests": 9}
+
+
+def test_a_run_is_told_in_numbers_and_series_that_the_figures_need() -> None:
+    found = row(run_of("code", DEFAULT, 1.5, (47, 123)))
+    assert found["violations"] == 0 and found["ttft_s"]["p95"] == pytest.approx(1.5)
+    assert found["tpot_s"]["mean"] == pytest.approx(0.01)
+    assert (found["kv_blocks_before"], found["kv_blocks_peak"], found["kv_used_peak"]) == (47, 123, 47)
+    assert found["series"]["at_s"] == [0.5, 1.5, 2.5], "what was before the first request is not drawn"
+    assert found["tokens_by_layers_below_full"] == {"0": 128, "2": 128}
+    assert found["morphs"] == [{"kind": "swap", "state": "applied", "at_s": 1.5}]
+
+
+def test_ratios_are_to_full_precision_on_the_same_load() -> None:
+    found = result()["headlines"]["ways"][DEFAULT]
+    assert found["times_lower_ttft_p95"] == [4.0, 4.0]
+    assert found["fewer_violations"] == 1.0 and found["requests"] == 8
+    assert found["times_kv_peak"] == [2.617, 2.617]
+    assert found["loss_percent"]["f1_against_full"] == [2.0, 2.0]
+
+
+def test_the_highest_rate_is_the_last_before_the_first_that_breaks_the_limit() -> None:
+    def at(rate: float, p95: float, served: int = 9) -> dict[str, Any]:
+        return {"way": "w", "rate": rate} | _ends(p95) | {"served": served}
+
+    assert highest_rates([at(1, 0.1), at(2, 2.5), at(3, 0.2)]) == {"w": 1}
+    assert highest_rates([at(1, 0.1), at(2, 0.2, served=8)]) == {"w": 1}
+    assert highest_rates([at(1, 3.0)]) == {"w": None}
+
+
+def test_a_premise_that_failed_is_told() -> None:
+    rows = [row(run_of("code", FULL, 6.0, (47, 47))), row(run_of("code", PERFORMANCE, 6.0))]
+    found = {one["what"]: one["holds"] for one in premises(rows)}
+    assert found["full precision saturates: code"] is True
+    assert found["performance mode holds the load: code"] is False
+
+
+def test_the_page_holds_what_the_result_in_the_repository_says() -> None:
+    page = PAGE.read_text()
+    assert page == regenerated(page, read_result()), "run python -m bench.paper_page"
+
+
+def test_every_block_and_figure_comes_from_the_json_alone(tmp_path: Path) -> None:
+    found = result()
+    page = regenerated(PAGE.read_text(), found)
+    assert UNMEASURED not in page and page == regenerated(page, found)
+    assert "A pilot" in page and "| 6.00 | 4 of 4 |" in page
+    assert UNMEASURED in regenerated(page, None)
+    paths = draw_all(found, tmp_path)
+    assert [path.name for path in paths] == [f"paper-figure{i}.png" for i in (4, 5, 6, 7)]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_a_page_that_lost_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="headline"):
+        regenerated(PAGE.read_text().replace("<!-- numbers: headline -->", ""), None)
+    assert len(BLOCKS) == PAGE.read_text().count("<!-- end -->")
+
+
+def test_numbers_are_told_with_three_digits_and_verdicts_count_loads() -> None:
+    assert [number(value) for value in (None, 0.123, 12.34, 123.4)] == ["-", "0.12", "12.3", "123"]
+    verdicts = [judged(values, lambda x: x >= 2) for values in ([2.0, 3.0], [1.0, 3.0], [1.0, None])]
+    assert verdicts == ["reached", "in 1 of 2", "missed"]
+
+
+def test_the_text_of_a_stream_is_that_of_all_its_events() -> None:
+    events = [{"choices": [{"text": "def"}]}, {"choices": [{"text": " f"}]}, {"choices": [], "usage": {}}]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    assert text_of(stream.encode()) == "def f"
