@@ -90,16 +90,16 @@ def test_noise_alone_makes_no_curve() -> None:
 
 @given(
     layers=st.integers(8, 40),
-    other=st.floats(1e-4, 1e-2),
+    others=st.floats(0.0, 3.0),  # embedding, head and sampling, in layers: 2.4 of Llama-3 8B
     layer=st.floats(1e-4, 1e-2),
     per_token=st.floats(1e-7, 1e-5),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=40, deadline=None)
 def test_a_quiet_machine_gives_latency_within_ten_and_memory_within_five_per_cent(
-    layers: int, other: float, layer: float, per_token: float, seed: int
+    layers: int, others: float, layer: float, per_token: float, seed: int
 ) -> None:
-    truth = Truth(layers=layers, other=other, layer=layer, per_token=per_token)
+    truth = Truth(layers=layers, other=others * layer, layer=layer, per_token=per_token)
     profile = profile_of(truth, configurations=(SINGLE, PAIR, STAGED), noise=0.002, repetitions=9, seed=seed)
     for configuration in (SINGLE, PAIR, STAGED, Configuration(tp=4), Configuration(tp=2, pp=2)):
         found = estimate(profile, configuration)
