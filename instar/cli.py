@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.flags import add_flags, given_flags
+from instar.intent_flags import DEPLOY, MODEL, PLAN, RETIRE, add_deploy, add_model_verbs, add_plan, add_retire
 from instar.morph_flags import TEXT as MORPH
 from instar.morph_flags import add_verbs
 from instar.offline import OFFLINE, run_offline
@@ -27,6 +28,8 @@ Instar serves large language models and changes shape while it serves.
   instar status                     workers, memory, instances, what runs and what waits
   instar morph resize 400           KV blocks, the layers' bits, the policy: changed while it serves
   instar drain w1                   a worker finishes what it runs and leaves
+  instar model add models/llama     measure another model; `instar plan` shows what it would take
+  instar deploy llama               serve it as you want it: cheap, fast, small
   instar complete "def fib(n):"     one completion, as it is written
   instar bench replay azure.csv     recorded traffic sent again, and what came of it
   instar settings                   every setting, its value and who set it
@@ -123,6 +126,11 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
 
     add_verbs(command("morph", _morph, "change the shape of what runs", MORPH), _add_client_flags)
 
+    add_model_verbs(command("model", _model, "register models, and measure them", MODEL), _add_client_flags)
+    add_plan(command("plan", _plan, "what a model would take and give", PLAN), _add_client_flags)
+    add_deploy(command("deploy", _deploy, "serve a model as you want it", DEPLOY), _add_client_flags)
+    add_retire(command("retire", _retire, "take a deployment back", RETIRE), _add_client_flags)
+
     drain = command("drain", _drain, "let a worker finish what it runs, and leave", DRAIN)
     _add_client_flags(drain)
     drain.add_argument("worker", metavar="WORKER", help="as `instar status` shows it")
@@ -208,6 +216,34 @@ def _drain(args: argparse.Namespace) -> int:
     from instar.drain import drain
 
     return drain(settings, args)
+
+
+def _model(args: argparse.Namespace) -> int:
+    if not args.verb:
+        args.help()
+        return 0
+    return _deployments(args, f"model {args.verb}")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    return _deployments(args, "plan")
+
+
+def _deploy(args: argparse.Namespace) -> int:
+    return _deployments(args, "deploy")
+
+
+def _retire(args: argparse.Namespace) -> int:
+    return _deployments(args, "retire")
+
+
+def _deployments(args: argparse.Namespace, command: str) -> int:
+    settings = _load(args)
+    if settings is None:
+        return 2
+    from instar.deploy import run
+
+    return run(settings, args, command)
 
 
 def _bench(args: argparse.Namespace) -> int:

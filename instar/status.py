@@ -44,11 +44,25 @@ def show(state: dict[str, Any], console: Console) -> None:
     console.print()
     for line in shape_lines(state["instances"]):
         console.print(line, highlight=False)
+    for line in deployment_lines(state.get("deployments") or []):
+        console.print(line, highlight=False)
     for morph in shown_morphs(state.get("morphs") or []):
         for indent, line in enumerate(morph_lines(morph)):
             console.print(Padding(line, (0, 0, 0, 2 * indent)), highlight=False)
     console.print(policy_text(state.get("policy") or {}), highlight=False)
     console.print(as_of_text(state.get("metrics") or {}), highlight=False)
+
+
+def deployment_lines(deployments: list[dict[str, Any]]) -> list[str]:
+    """Of all that have not been retired."""
+    lines = []
+    for one in deployments:
+        told = one["instance"] or one["reason"]
+        if one["state"] != "retired":
+            lines.append(
+                f"deployment {one['id']} of {one['model']}: {one['state']}{f' ({told})' if told else ''}"
+            )
+    return lines
 
 
 def workers_table(workers: list[dict[str, Any]]) -> Table:

@@ -1,0 +1,222 @@
+"""`instar model`, `plan`, `deploy` and `retire`, against a gateway that answers by a script."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from instar.plan_table import marked, plan_table, reason_lines, spread
+from instar.status import deployment_lines
+from tests.cli_gateway import Script, be_watched
+
+pytest_plugins = ["tests.cli_fixtures"]
+
+CARD: dict[str, Any] = {
+    "name": "chat",
+    "path": "/models/chat",
+    "num_layers": 8,
+    "state": "profiled",
+    "reason": "measured on cpu",
+    "progress": "",
+}
+PROFILING = CARD | {"state": "profiling", "reason": "", "progress": "on w0: 3 of 8 requests"}
+WAITING: dict[str, Any] = {
+    "id": "a1",
+    "model": "chat",
+    "state": "waiting",
+    "reason": "",
+    "instance": "",
+    "stages": [],
+    "expected": None,
+}
+
+
+def quantity(value: float, basis: str = "extrapolated", spread: float = 0.0) -> dict[str, Any]:
+    return {"value": value, "low": value * (1 - spread), "high": value * (1 + spread), "basis": basis}
+
+
+def estimate(tp: int = 1, precision: str = "full", **fields: Any) -> dict[str, Any]:
+    numbers = {
+        "memory_bytes": quantity(64 << 20),
+        "latency_s": quantity(0.123456, spread=0.08),
+        "cost": quantity(12345678.0, "assumed"),
+        "gpu_hours": quantity(3.4e-5),
+        "loss": quantity(0.0, "measured"),
+        "refusal": "",
+    }
+    return numbers | {"configuration": {"tp": tp, "pp": 1, "precision": precision}} | fields
+
+
+SERVING = WAITING | {
+    "state": "serving",
+    "instance": "chat@w0",
+    "stages": [{"workers": ["w0"], "first": 0, "end": 8}],
+    "expected": estimate(),
+}
+NO_ROOM = "needs 5 bytes; to make room: retire deployment b2 (7 bytes)"
+PLAN = {
+    "model": "chat",
+    "intent": {"cost": "memory_seconds"},
+    "unmet": "",
+    "estimates": [estimate(), estimate(precision="int4", loss=None), estimate(2, refusal=NO_ROOM)],
+}
+
+
+def test_a_model_is_added_and_waited_for(
+    gateway: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    be_watched(monkeypatch)
+    gateway.answers = [(201, PROFILING), (200, PROFILING), (200, CARD)]
+    assert gateway.main("model", "add", str(tmp_path), "--name", "chat") == 0
+    assert gateway.asked[0] == ("POST", "/admin/models", {"path": str(tmp_path), "name": "chat"})
+    assert gateway.asked[1] == ("GET", "/admin/models/chat", None)
+    told = capsys.readouterr()
+    assert told.out == "chat: profiled (measured on cpu)\n"
+    assert "profiling: on w0: 3 of 8 requests" in told.err
+
+
+def test_a_model_that_cannot_be_measured_is_exit_status_1(gateway: Script, tmp_path: Path) -> None:
+    gateway.answers = [(201, CARD | {"state": "failed"})]
+    assert gateway.main("model", "add", str(tmp_path)) == 1
+
+
+def test_models_are_listed_and_removed(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.answers = [(200, {"models": [CARD]})]
+    assert gateway.main("model", "list") == 0
+    assert "profiled" in capsys.readouterr().out
+    gateway.answers = [(200, {"models": []})]
+    assert gateway.main("model", "list") == 0
+    assert "`instar model add DIR`" in capsys.readouterr().out
+    gateway.answers = [(200, CARD)]
+    assert gateway.main("model", "remove", "org/chat") == 0
+    assert gateway.asked[-1] == ("DELETE", "/admin/models/org%2Fchat", None)
+
+
+def test_a_plan_shows_every_configuration_with_what_its_numbers_rest_on(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers = [(200, CARD), (200, PLAN)]
+    argv = ["plan", "chat", "--max-latency", "0.5", "--max-loss", "1%", "--prompt-tokens", "1000"]
+    assert gateway.main(*argv) == 0
+    query = "max_latency_s=0.5&max_loss=0.01&prompt_tokens=1000"
+    assert gateway.asked[-1] == ("GET", f"/admin/models/chat/plan?{query}", None)
+    out = capsys.readouterr().out
+    assert "tp1 pp1 int4" in out and "64~" in out and "0.123~ ±8%" in out and "no (1)" in out
+    assert "11.8?" in out  # MiB s
+    assert "(1) needs 5 bytes" in out
+    assert "~ extrapolated, ? assumed" in out
+
+
+def test_the_table_fits_80_columns() -> None:
+    out = io.StringIO()
+    huge = estimate(8, "full", memory_bytes=quantity(9e11), latency_s=quantity(1234.5, spread=0.5))
+    rows = [huge, estimate(8, "int8", cost=quantity(9e15), gpu_hours=quantity(1.5), refusal="x")]
+    Console(file=out, width=80).print(plan_table(rows, {"cost": "memory_seconds"}))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("tp8 pp1 full" in line and "yes" in line for line in lines)
+    assert "…" not in out.getvalue()
+    assert reason_lines(rows) == ["(1) x"]
+
+
+def test_numbers_say_what_they_rest_on() -> None:
+    assert marked(quantity(0.00012345, "measured")) == "0.000123"
+    assert marked(quantity(12345.6)) == "12346~"
+    assert marked(quantity(2.0, "assumed")) == "2?"
+    assert spread(quantity(2.0)) == ""
+    assert spread(quantity(2.0, spread=0.25)) == "±25%"
+
+
+def test_a_plan_that_nothing_meets_says_the_best_there_is(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers = [(200, CARD), (200, PLAN | {"unmet": "the nearest is TP1 x PP1 full"})]
+    assert gateway.main("plan", "chat", "--max-latency", "0.001") == 1
+    assert "the nearest is TP1 x PP1 full" in capsys.readouterr().out
+
+
+def test_a_plan_is_drawn(gateway: Script, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    gateway.answers = [(200, CARD), (200, PLAN)]
+    assert gateway.main("plan", "chat", "--plot", str(tmp_path / "p.png"), "--json") == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_deployment_is_followed_until_it_serves(
+    gateway: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_watched(monkeypatch)
+    loading = WAITING | {"state": "loading", "reason": "w0: layer 3 of 8"}
+    gateway.answers = [(202, WAITING), (200, loading), (200, SERVING)]
+    assert gateway.main("deploy", "chat", "--minimise", "latency", "--batch-size", "4") == 0
+    order = {"model": "chat", "intent": {"minimise": "latency", "batch_size": 4}}
+    assert gateway.asked[0] == ("POST", "/admin/deployments", order)
+    told = capsys.readouterr()
+    assert told.out == (
+        "deployment a1 of chat: serving\n  chat@w0: tp1 pp1 full on w0\n"
+        "  expected: 64~ MiB, 0.123~ s a request\n"
+    )
+    assert "loading: w0: layer 3 of 8" in told.err
+
+
+def test_a_deployment_that_does_not_fit_in_time_says_what_would_make_room(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers = [(202, WAITING | {"reason": NO_ROOM})]
+    assert gateway.main("deploy", "chat", "--wait", "0.1") == 1
+    assert f"deployment a1 of chat: waiting ({NO_ROOM})" in capsys.readouterr().out
+
+
+def test_a_deployment_need_not_be_waited_for(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.answers = [(202, WAITING)]
+    assert gateway.main("deploy", "chat", "--detach", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == WAITING
+    assert len(gateway.asked) == 1
+
+
+def test_a_deployment_is_retired(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.answers = [(202, SERVING | {"state": "retiring"}), (200, SERVING | {"state": "retired"})]
+    assert gateway.main("retire", "a1") == 0
+    assert gateway.asked[0] == ("DELETE", "/admin/deployments/a1", None)
+    assert capsys.readouterr().out == "deployment a1 of chat: retired\n"
+
+
+def test_what_the_gateway_refuses_is_told_in_its_words(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers = [(404, {"error": {"message": "no deployment 'a2'; did you mean 'a1'?"}})]
+    assert gateway.main("retire", "a2") == 1
+    assert "instar retire: /admin/deployments/a2: 404: no deployment 'a2'; did" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["deploy", "chat", "--minimise", "latncy"], "did you mean latency?"),
+        (["deploy", "chat", "--max-latncy", "1"], "did you mean --max-latency?"),
+        (["deploy", "chat", "--max-latency", "soon"], "'soon' must be a number above 0"),
+        (["plan", "chat", "--max-loss", "much"], "'much' must be a share, as 1% or 0.01"),
+        (["model", "ad", "x"], "did you mean add?"),
+        (["deplo", "x"], "did you mean deploy?"),
+    ],
+)
+def test_slips_are_answered_with_what_was_meant(
+    gateway: Script, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gateway.main(*argv)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_status_shows_deployments_that_were_not_retired() -> None:
+    shown = deployment_lines([SERVING, WAITING | {"reason": NO_ROOM}, WAITING | {"state": "retired"}])
+    assert shown == [
+        "deployment a1 of chat: serving (chat@w0)",
+        f"deployment a1 of chat: waiting ({NO_ROOM})",
+    ]
