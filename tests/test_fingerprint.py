@@ -17,7 +17,8 @@ from tests.variant_models import Morphing
 from worker.fingerprint.activations import peak_memory
 from worker.fingerprint.cut import CutPlan, load_cut
 from worker.fingerprint.grid import Grid, Point, is_settled
-from worker.fingerprint.profiler import NoRoom, Profiler
+from worker.fingerprint.profiler import Profiler
+from worker.fingerprint.room import NoRoom
 from worker.memory import PagePool
 from worker.model import load_model, read_config
 from worker.model.sources import Checkpoint

@@ -15,9 +15,11 @@ import torch
 from bus.checkpoints import BadCheckpoint, digest_of
 from bus.deployments import Measure, Profile
 from bus.settings import WorkerSettings
+from worker.deploy.site import Site
 from worker.fingerprint.cut import CutPlan
 from worker.fingerprint.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.fingerprint.profiler import Profiler
+from worker.fingerprint.room import Room, SiteRoom
 from worker.fingerprint.stored import (
     is_of,
     kind_of,
@@ -43,6 +45,7 @@ class Measurer:
 
     pool: PagePool
     settings: WorkerSettings
+    room: Room | None = None  # None: what is free
     max_rounds: int = MAX_ROUNDS
 
     @property
@@ -75,7 +78,9 @@ class Measurer:
             )
         except (ModelError, ValueError) as error:
             raise CannotMeasure(str(error)) from error
-        return Profiler(plan, grid, self.pool, max_pages=command.max_bytes // self.pool.page_bytes)
+        return Profiler(
+            plan, grid, self.pool, room=self.room, max_pages=command.max_bytes // self.pool.page_bytes
+        )
 
     def keep(self, command: Measure, profiler: Profiler) -> Profile:
         """The profile, and a file of it where the model's folder may be written to. Raises CannotMeasure:
@@ -129,6 +134,11 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
         return torch.float32 if device.type == "cpu" else None
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def measurer_of(site: Site) -> Measurer:
+    """Of a worker that serves."""
+    return Measurer(site.pool, site.settings, SiteRoom(site))
 
 
 def _config_of(command: Measure) -> ModelConfig:

@@ -18,15 +18,12 @@ from worker.fingerprint.caches import CacheSweep
 from worker.fingerprint.cut import CutPlan, Fingerprint, load_cut, warm_up
 from worker.fingerprint.grid import Grid
 from worker.fingerprint.requests import Requests
+from worker.fingerprint.room import FreeRoom, NoRoom, Room
 from worker.memory import KVCache, PagePool
 from worker.morph.host_images import Pieces
 
 T = TypeVar("T")
 Steps = Generator[bool, None, None]  # as `worker.morph.run.Run.steps`: False waits for another thread
-
-
-class NoRoom(Exception):
-    """It takes more pages than it may have."""
 
 
 class Profiler:
@@ -38,10 +35,12 @@ class Profiler:
         grid: Grid,
         pool: PagePool,
         *,
+        room: Room | None = None,
         max_pages: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """max_pages: that it may take; 0: what is free."""
+        """room: where its pages come from; None: from the free ones. max_pages: that it may take; 0: what
+        there is room for."""
         self.plan, self.grid = plan, grid
         self.seconds = 0.0  # of the device, so far
         self.progress = ""
@@ -49,6 +48,7 @@ class Profiler:
         self.memory: list[MemorySample] = []
         self.peak_bytes = 0
         self._pool, self._max_pages, self._clock = pool, max_pages, clock
+        self._room = room or FreeRoom(pool)
         self._device = pool.backend.device
 
     @property
@@ -98,13 +98,17 @@ class Profiler:
 
     def _steps(self) -> Steps:
         plan, pool = self.plan, self._pool
-        available = min(pool.num_free, self._max_pages or pool.num_free)
+        available = self._room.available()
+        available = min(available, self._max_pages or available)
         if self.num_pages > available:
             raise NoRoom(self._no_room(available))
         self._say("compiling kernels")
         for _ in warm_up(plan, self.grid.block_tokens, self._device):
             yield False
         with ExitStack() as undo:
+            undo.callback(self._room.give_back)
+            self._say("making room")
+            yield from self._room.make(self.num_pages)
             self._say("loading")
             fingerprint = yield from _paced(load_cut(plan, pool))
             undo.callback(fingerprint.release)
