@@ -151,6 +151,29 @@ async def test_a_second_attempt_has_spans_of_its_own(
     assert first.end <= collector.named("queue")[1].start
 
 
+async def test_a_workers_death_shows_as_a_second_attempt_elsewhere(
+    redis_settings: RedisSettings, folder: Path, collector: Collector
+) -> None:
+    tracing = TracingSettings(endpoint=collector.url)
+    async with running(redis_settings, folder, workers=2, tracing=tracing) as gate:
+        for worker in gate.workers:
+            worker.stop_at = 2
+        asking = asyncio.create_task(ask(gate, max_tokens=4))
+        await gate.until("it to run", lambda: any(worker.num_running for worker in gate.workers))
+        await asyncio.sleep(0.1)
+        (doomed,) = (worker for worker in gate.workers if worker.num_running)
+        await doomed.die()
+        for worker in gate.workers:
+            worker.stop_at = None
+        await gate.bus.event("worker_lost", doomed.id, "test", epoch=doomed.epoch)
+        assert await asking == 200
+    ((name, event),) = collector.root().events
+    assert (name, event["instar.reason"], event["instar.worker"]) == ("replay", "worker_lost", doomed.id)
+    first, second = collector.named("decode")
+    assert first.facts["instar.worker"] == doomed.id != second.facts["instar.worker"]
+    assert not first.is_error and not collector.root().is_error  # the client got all of it
+
+
 async def test_a_morph_and_the_shape_that_it_made_are_events(
     traced: AbstractAsyncContextManager[Gate], collector: Collector
 ) -> None:
