@@ -44,6 +44,13 @@ BLOCKS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
     "figure 6": figure6,
     "figure 7": figure7,
 }
+# What is drawn stands above its numbers, once there is something drawn.
+FIGURES: Final = {
+    "figure 4": "P95 TTFT against F1 and perplexity, a panel for each load",
+    "figure 5": "KV blocks over time, a panel for each load",
+    "figure 6": "P95 TTFT and output tokens per second against the rate of requests",
+    "figure 7": "Shares of requests by TPOT, a panel for each load",
+}
 _BLOCK: Final = re.compile(r"(<!-- numbers: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -57,8 +64,12 @@ def regenerated(page: str, result: dict[str, Any] | None) -> str:
         )
 
     def block(match: re.Match[str]) -> str:
-        told = UNMEASURED if result is None else BLOCKS[match[2]](result)
-        return f"{match[1]}{told}\n{match[3]}"
+        if result is None:
+            return f"{match[1]}{UNMEASURED}\n{match[3]}"
+        name = match[2]
+        picture = f"../bench/results/paper-{name.replace(' ', '')}.png"
+        shown = f"![{FIGURES[name]}]({picture})\n\n" if name in FIGURES else ""
+        return f"{match[1]}{shown}{BLOCKS[name](result)}\n{match[3]}"
 
     return _BLOCK.sub(block, page)
 
