@@ -77,8 +77,13 @@ class Attempts:
             for flight in self._placement.to_recall(model):
                 self._recall(flight)
         for flight in list(self._table.waiting.values()):
-            if self._table.has(flight):
-                flight.refused_by = frozenset()
+            if not self._table.has(flight):
+                continue
+            flight.refused_by = frozenset()
+            if self._cluster.was_retired(flight.model):
+                known = self._cluster.known_models()
+                self._endings.fail(flight, errors.no_such_model(flight.model, known))
+            else:
                 self._place(flight)
 
     def _recall(self, flight: Flight) -> None:
@@ -113,6 +118,12 @@ class Attempts:
         if flight.was_admitted:
             flight.deadline = self._clock() + self._queue_timeout_s
         self._wait_for_room(flight)
+
+    def retired(self, flight: Flight, detail: str) -> None:
+        """Its instance goes, and did not finish it. The last poll may still show the instance."""
+        if flight.target is not None:
+            flight.refused_by |= {flight.target}
+        self.replay(flight, "retired", detail, is_strike=False)
 
     def _carry_out(self, flight: Flight, found: Found | None) -> None:
         if isinstance(found, Candidate):

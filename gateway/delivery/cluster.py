@@ -49,6 +49,7 @@ class Cluster:
     _steps: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # count, when it grew
     _processes: dict[str, WorkerCard] = field(default_factory=dict)  # as last seen, dead ones too
     _degrees: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # tp, since when
+    _retired: set[str] = field(default_factory=set)
     _fenced: dict[str, int] = field(default_factory=dict)  # worker -> the epoch it gave up and lived on
 
     def update(self, live: Iterable[LiveWorker], now: float) -> None:
@@ -58,12 +59,14 @@ class Cluster:
         self._ready = {}
         for worker in self.workers.values():
             self._notice_fence(self._processes.get(worker.id), worker)
+            self._notice_retired(self._processes.get(worker.id), worker)
             self._processes[worker.id] = worker
             self.seen[worker.id] = (worker.epoch, now)
             for ready in _ready_of(worker):
                 self._ready.setdefault(ready.card.model, []).append(ready)
                 self.served_at[ready.card.model] = now
                 self.cards[ready.card.model] = ready.card
+        self._forget_retired()
         self._degrees = {
             (card.id, worker.epoch): self._degree_of(card, worker.epoch, now)
             for worker in self.workers.values()
@@ -80,6 +83,39 @@ class Cluster:
         """The same process with another epoch did not die: it had lost its lease."""
         if before is not None and before.epoch != card.epoch and _process(before) == _process(card):
             self._fenced[card.id] = before.epoch
+
+    def _notice_retired(self, before: WorkerCard | None, card: WorkerCard) -> None:
+        """The same incarnation does not show it any more."""
+        if before is not None and before.epoch == card.epoch:
+            self._retired |= {one.model for one in before.instances} - {one.model for one in card.instances}
+
+    def _forget_retired(self) -> None:
+        """Unless another worker serves or brings it."""
+        for model in list(self._retired):
+            if model in self._ready or self.is_coming(model):
+                self._retired.discard(model)
+            else:
+                self.cards.pop(model, None)
+                self.served_at.pop(model, None)
+
+    def was_retired(self, model: str) -> bool:
+        """It was served, and will not be any more."""
+        return model in self._retired and model not in self.awaited
+
+    def is_coming(self, model: str) -> bool:
+        """Whether a worker that serves loads it beside what it has."""
+        return any(model in worker.loading for worker in self.workers.values())
+
+    def has_left(self, instance: str, worker: str, epoch: int, now: float) -> bool:
+        """Whether this incarnation is there, and neither shows the instance nor reports of it: what is sent
+        to it is not read."""
+        card = self.workers.get(worker)
+        if card is None or card.epoch != epoch or any(one.id == instance for one in card.instances):
+            return False
+        return (
+            self.worker_metrics(worker, epoch, now) is not None
+            and (instance, epoch) not in self._instance_metrics
+        )
 
     def forget_workers(self) -> None:
         """Redis lost its data: the cards are gone until the workers register again."""
@@ -147,7 +183,8 @@ class Cluster:
         """Whether waiting makes sense: a worker loads the model (or does not say yet what it loads), or an
         instance was ready a moment ago and its worker may be starting again."""
         recently = now - self.served_at.get(model, float("-inf")) < grace_s
-        return recently or any(_may_load(worker, model) for worker in self.workers.values())
+        loads = any(_may_load(worker, model) for worker in self.workers.values())
+        return recently or loads or self.is_coming(model)
 
     def loading(self) -> list[WorkerCard]:
         return [worker for worker in self.workers.values() if worker.state == "loading"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from bus.messages import KV_CAPACITY, PRECISION_FLOOR, Delta, StepOutput
+from bus.messages import KV_CAPACITY, PRECISION_FLOOR, RETIRED, Delta, StepOutput
 from gateway import errors
 from gateway.delivery.attempts import Attempts, OnEvent
 from gateway.delivery.cluster import Cluster
@@ -128,6 +128,9 @@ class Delivery:
             return
         if delta.error is not None and delta.error.startswith(KV_CAPACITY):
             self.attempts.too_small(flight, delta.error.removeprefix(KV_CAPACITY).strip())
+            return
+        if delta.error is not None and delta.error.startswith(RETIRED):
+            self.attempts.retired(flight, delta.error.removeprefix(RETIRED).strip())
             return
         if not flight.is_running:
             self._started(flight, max(now - step.step_s, flight.arrived))

@@ -130,7 +130,9 @@ class Watch:
         silence = now - flight.last_sign
         if silence < LOST_S or flight.target is None:
             return False
-        instance, _, epoch = flight.target
+        instance, worker, epoch = flight.target
+        if self._cluster.has_left(instance, worker, epoch, now):
+            return True
         is_idle = self._cluster.was_idle_after(instance, epoch, flight.last_sign + LOST_S / 2, now)
         if is_idle or not flight.is_running or silence <= SILENT_S:
             return is_idle

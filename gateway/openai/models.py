@@ -39,10 +39,12 @@ class Models:
                 raise unavailable(
                     f"worker {worker.id} is still loading ({worker.progress or 'starting'})", 2.0
                 )
+        if self._cluster.is_coming(model):
+            raise unavailable(f"{model} is being loaded", 2.0)
         if model in self._cluster.awaited:
             raise unavailable(f"{model} is being deployed: {self._cluster.awaited[model]}", 2.0)
         known = self._cluster.known_models()
-        if not known:
+        if not known and not any(worker.state == "serving" for worker in self._cluster.workers.values()):
             raise unavailable("no worker has joined yet, so no model is served", 2.0)
         raise no_such_model(model, known)
 

@@ -177,8 +177,8 @@ class MorphExecutor:
         return reports
 
     def _share(self, deployments: Deployments) -> None:
-        """KV pages to who misses them; a resize by order is left alone. A unit at every boundary, whatever the
-        pace: who finds no block throws a sequence out and computes it anew, which takes longer."""
+        """KV pages to who misses them; a resize by order is left alone. A unit at every boundary, whatever
+        the pace: who finds no block throws a sequence out and computes it anew, which takes longer."""
         if not self._jobs:
             self._pace.begin(is_busy=True)
         resized = {job.command.instance for job in self._jobs.values() if job.kind == "resize"}
