@@ -18,10 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -30,8 +27,7 @@ from typing import Any
 
 import httpx
 
-from bench.idle import spent_s, tree, wait_ready
-from instar.redis_server import free_port
+from bench.idle import serving, spent_s, tree
 
 BAR_PERCENT = 1.0
 VIEWERS = (0, 1, 8)
@@ -41,18 +37,9 @@ RESULT = Path(__file__).with_name("results") / "dashboard.json"
 
 def main() -> int:
     args = _arguments()
-    port = free_port()
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR_")}
-    environ |= {"INSTAR_LOG__LEVEL": "warning"}
-    command = [sys.executable, "-m", "instar", "serve", "--port", str(port), "--workers", str(args.workers)]
-    with subprocess.Popen(command, env=environ, stdout=sys.stderr, start_new_session=True) as service:
-        try:
-            wait_ready(port)
-            gateway = next(p.pid for name, p in tree(service.pid).items() if name.startswith("gateway"))
-            found = asyncio.run(measure(f"http://127.0.0.1:{port}", gateway, args))
-        finally:
-            service.send_signal(signal.SIGTERM)
-            service.wait(60)
+    with serving("--workers", str(args.workers), LOG__LEVEL="warning") as (pid, url):
+        gateway = next(p.pid for name, p in tree(pid).items() if name.startswith("gateway"))
+        found = asyncio.run(measure(url, gateway, args))
     return report(found, args)
 
 

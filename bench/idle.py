@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -31,17 +33,9 @@ RESULT = Path(__file__).with_name("results") / "idle.json"
 
 def main() -> int:
     args = _arguments()
-    port = free_port()
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR_")}
-    command = [sys.executable, "-m", "instar", "serve", *args.model, "--port", str(port)]
-    with subprocess.Popen(command, env=environ, stdout=sys.stderr, start_new_session=True) as service:
-        try:
-            wait_ready(port)
-            time.sleep(SETTLE_S)
-            per_process = cpu_seconds_a_minute(tree(service.pid), args.seconds)
-        finally:
-            service.send_signal(signal.SIGTERM)
-            service.wait(60)
+    with serving(*args.model) as (pid, _):
+        time.sleep(SETTLE_S)
+        per_process = cpu_seconds_a_minute(tree(pid), args.seconds)
     redis = start_redis()
     try:
         baseline = sum(cpu_seconds_a_minute(tree(redis.process.pid), min(args.seconds, 20)).values())
@@ -59,7 +53,25 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wait_ready(port: int) -> None:
+@contextmanager
+def serving(*words: str, **settings: str) -> Iterator[tuple[int, str]]:
+    """`instar serve` as a user starts it: its process id and address, once it is ready. `words`: models and
+    flags; `settings`: INSTAR_* variables without the prefix, the only ones that it sees. Raises RuntimeError
+    when it is not ready in time."""
+    port = free_port()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR_")}
+    environ |= {f"INSTAR_{name}": value for name, value in settings.items()}
+    command = [sys.executable, "-m", "instar", "serve", *words, "--port", str(port)]
+    with subprocess.Popen(command, env=environ, stdout=sys.stderr, start_new_session=True) as service:
+        try:
+            _wait_ready(port)
+            yield service.pid, f"http://127.0.0.1:{port}"
+        finally:
+            service.send_signal(signal.SIGTERM)
+            service.wait(60)
+
+
+def _wait_ready(port: int) -> None:
     """Raises RuntimeError when the service is not ready in time."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:

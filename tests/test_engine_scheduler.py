@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
+from tests.engine_toys import ToyBlocks
 from worker.core import Limits, Request, Sequence, StepPlan
 from worker.engine.scheduler import Scheduler
 
 
-@dataclass
-class Blocks:
-    """A BlockPool that refuses every misuse."""
-
-    capacity: int
-    free_ids: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.free_ids = list(range(self.capacity))
-
-    @property
-    def num_free(self) -> int:
-        return len(self.free_ids)
-
-    @property
-    def num_used(self) -> int:
-        return self.capacity - self.num_free
-
-    def allocate(self, n: int) -> list[int]:
-        assert 0 < n <= self.num_free
-        taken, self.free_ids = self.free_ids[:n], self.free_ids[n:]
-        return taken
-
-    def free(self, ids: Seq[int]) -> None:
-        assert not set(ids) & set(self.free_ids), "freed twice"
-        self.free_ids += ids
-
-
 def make(capacity: int, num_seqs: int = 4, tokens: int = 16, block_tokens: int = 4) -> Scheduler:
-    return Scheduler(Limits(num_seqs, tokens, 1000, block_tokens), Blocks(capacity))
+    return Scheduler(Limits(num_seqs, tokens, 1000, block_tokens), ToyBlocks(capacity))
 
 
 def sequence(name: str, prompt: int, max_tokens: int = 8) -> Sequence:

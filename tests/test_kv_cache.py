@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.memory_backends import BACKENDS, BackendFactory
+from tests.memory_backends import BACKENDS, checked_pool
 from worker.memory import (
     BlockAllocator,
     BlocksInUse,
@@ -26,12 +26,8 @@ PAGES = 30
 
 @pytest.fixture(params=BACKENDS)
 def pool(request: pytest.FixtureRequest) -> Iterator[PagePool]:
-    factory: BackendFactory = request.param
-    backend = factory()
-    made = PagePool(backend, PAGES * backend.page_bytes)
-    yield made
-    made.check_integrity()
-    made.close()
+    with checked_pool(request.param, PAGES) as made:
+        yield made
 
 
 def cache(pool: PagePool, *, block_share: float = 0.3, max_blocks: int = 100) -> KVCache:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.memory_backends import BACKENDS, SMALL_PAGE, BackendFactory, needs_cuda
+from tests.memory_backends import BACKENDS, SMALL_PAGE, checked_pool, needs_cuda
 from worker.memory import BrokenInvariant, CpuBackend, MappingFailed, OutOfPages, PagePool, VirtualRange
 from worker.memory.backend import runs
 
@@ -22,12 +22,8 @@ PAGES = 16
 
 @pytest.fixture(params=BACKENDS)
 def pool(request: pytest.FixtureRequest) -> Iterator[PagePool]:
-    factory: BackendFactory = request.param
-    backend = factory()
-    made = PagePool(backend, PAGES * backend.page_bytes)
-    yield made
-    made.check_integrity()
-    made.close()
+    with checked_pool(request.param, PAGES) as made:
+        yield made
 
 
 def reserve(pool: PagePool, pages: int, owner: str = "someone", kind: str = "weights") -> VirtualRange:
