@@ -190,17 +190,22 @@ class EngineThread:
             return
 
     @property
+    def _is_alone(self) -> bool:
+        """In a group the others would wait for what is measured here."""
+        return not (self._grouping and self._grouping.party)
+
+    @property
     def _patience_s(self) -> float | None:
         """None: until something comes."""
-        known = [one for one in (self._morphs.patience_s, self._measuring.patience_s) if one is not None]
+        measuring_s = self._measuring.patience_s if self._is_alone else None
+        known = [one for one in (self._morphs.patience_s, measuring_s) if one is not None]
         return min(known, default=None)
 
     def _carry_on_morphs(self) -> None:
         if reports := self._morphs.advance(is_busy=self._may_step):
             self._on_reports(reports)
             self._report(time.monotonic())
-        is_alone = not (self._grouping and self._grouping.party)  # in a group others would wait for it
-        if is_alone and self._measuring.advance(is_busy=self._may_step):
+        if self._is_alone and self._measuring.advance(is_busy=self._may_step):
             self._report(time.monotonic())
 
     def _step(self) -> None:
