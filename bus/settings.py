@@ -139,6 +139,12 @@ class ControllerSettings(Section):
 
     interval_s: float = Field(1.0, gt=0, description="how often leases are looked at")
     grace_s: float = Field(2.0, ge=0, description="after Redis came back, before a missing lease means death")
+    placement: Literal["least-loaded", "packing", "hybrid"] = Field(
+        "hybrid", description="which workers a deployment gets; hybrid packs those below the threshold"
+    )
+    placement_threshold: float = Field(
+        0.3, gt=0, le=1, description="share of two minutes that a worker may be busy, to get another model"
+    )
 
 
 class WorkerSettings(Section):

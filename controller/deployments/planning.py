@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bus.deployments import Deployment, Estimate, Intent, Profile
 from bus.messages import InstanceMetrics, Metrics
 from controller.deployments.loading import Chosen, Question, Refused
 from controller.deployments.picture import Device
 from controller.intents import fitting, placement
+from controller.intents.intents import preference
+from controller.intents.estimates import estimate_all
+from controller.intents.intents import judge
 from controller.intents.planning import Plan, plan
 from controller.intents.room import Tenant
 
 MAX_STAGES = 4
 DEGREES = (1, 2, 4)
+GROUPS = False  # workers form none of models that came after their start
+NO_GROUP = "workers form groups only of the models that they start with (worker.models)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,16 @@ def _tenant(
     )
 
 
-def planned(question: Question, room: Room, window: placement.LoadWindow, at_s: float) -> Plan | None:
+def planned(
+    question: Question,
+    room: Room,
+    window: placement.LoadWindow,
+    at_s: float,
+    placing: placement.Placing | None = None,
+) -> Plan | None:
     """Of the kinds of devices that were measured the one whose best is best. None: none was."""
     plans = [
-        _plan(profile, question, there, room, window, at_s)
+        _plan(profile, question, there, room, window, at_s, placing)
         for kind, profile in sorted(question.profiles.items())
         if (there := [device for device in question.devices if device.kind == kind])
     ]
@@ -78,13 +89,9 @@ def planned(question: Question, room: Room, window: placement.LoadWindow, at_s: 
     return min(plans, key=lambda one: (one.chosen is None, one.is_unmet, _rank(one, question.intent)))
 
 
-def _rank(one: Plan, intent: Intent) -> float:
+def _rank(one: Plan, intent: Intent) -> tuple[float, ...]:
     estimate = one.chosen or one.best
-    if estimate is None:
-        return float("inf")
-    if intent.max_cost is not None or intent.minimise == "latency":
-        return estimate.latency_s.value
-    return estimate.cost.value
+    return preference(estimate, intent) if estimate else (float("inf"),)
 
 
 def _plan(
@@ -94,6 +101,7 @@ def _plan(
     room: Room,
     window: placement.LoadWindow,
     at_s: float,
+    placing: placement.Placing | None,
 ) -> Plan:
     seen = [
         fitting.Device(
@@ -106,10 +114,18 @@ def _plan(
         )
         for device in devices
     ]
-    num_joining = sum(bool(device.card.link) for device in devices) if question.may_group else 0
-    degrees = [degree for degree in DEGREES if degree <= max(1, num_joining)]
     stages = min(MAX_STAGES, len(devices))
-    return plan(profile, question.intent, seen, degrees=degrees, max_stages=stages, tenants=room.tenants)
+    num_joining = sum(bool(device.card.link) for device in devices) if question.may_group else 0
+    degrees = [degree for degree in DEGREES if GROUPS and degree <= max(1, num_joining)] or [1]
+    found = plan(profile, question.intent, seen, degrees=degrees, max_stages=stages, tenants=room.tenants)
+    return _with_groups(found, profile, question.intent, set(DEGREES) - set(degrees), stages)
+
+
+def _with_groups(found: Plan, profile: Profile, intent: Intent, degrees: set[int], stages: int) -> Plan:
+    """The map tells of degrees that cannot be had here, too."""
+    others = estimate_all(profile, intent, degrees=degrees, max_stages=stages)
+    refused = [replace(one, refusal=NO_GROUP) for one in others if one.configuration.tp > 1]
+    return replace(found, estimates=[*found.estimates, *judge(refused, intent)])
 
 
 def answer_of(found: Plan | None) -> Chosen | Refused:

@@ -36,7 +36,7 @@ from controller.deployments.planning import Room, answer_of, estimates_of, in_wo
 from controller.deployments.profiling import profiles_of
 from controller.deployments.reconcile import reconcile
 from controller.intents.intents import IntentError, validate
-from controller.intents.placement import LoadWindow
+from controller.intents.placement import LoadWindow, Placing
 from controller.intents.planning import Plan
 
 log = logging.getLogger("controller")
@@ -58,6 +58,8 @@ class Deployer:
         self._workers: list[LiveWorker] = []
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they came
         self._window = LoadWindow()
+        chosen = settings.controller
+        self._placing = Placing(chosen.placement, chosen.placement_threshold)
         self._reports: OrderedDict[str, MorphReport] = OrderedDict()
         self._complaints: OrderedDict[str, str] = OrderedDict()
         self._progress: OrderedDict[str, str] = OrderedDict()
@@ -192,7 +194,7 @@ class Deployer:
         room = self._room(picture)
 
         def plan(question: Question) -> Chosen | Refused:
-            return answer_of(planned(question, room, self._window, time.monotonic()))
+            return answer_of(planned(question, room, self._window, time.monotonic(), self._placing))
 
         return plan
 
@@ -261,7 +263,7 @@ class Deployer:
         question = Question(
             card=card, intent=intent, profiles=profiles_of(self._contents, card), devices=devices
         )
-        return planned(question, self._room(picture), self._window, time.monotonic())
+        return planned(question, self._room(picture), self._window, time.monotonic(), self._placing)
 
     def _model(self, order: Order) -> ModelCard | None:
         name = order.name if isinstance(order, PlanModel | DeployModel) else ""
