@@ -10,9 +10,8 @@ from bus.messages import InstanceMetrics, Metrics
 from controller.deployments.loading import Chosen, Question, Refused
 from controller.deployments.picture import Device
 from controller.intents import fitting, placement
-from controller.intents.intents import preference
 from controller.intents.estimates import estimate_all
-from controller.intents.intents import judge
+from controller.intents.intents import judge, preference
 from controller.intents.planning import Plan, plan
 from controller.intents.room import Tenant
 
@@ -117,7 +116,15 @@ def _plan(
     stages = min(MAX_STAGES, len(devices))
     num_joining = sum(bool(device.card.link) for device in devices) if question.may_group else 0
     degrees = [degree for degree in DEGREES if GROUPS and degree <= max(1, num_joining)] or [1]
-    found = plan(profile, question.intent, seen, degrees=degrees, max_stages=stages, tenants=room.tenants)
+    found = plan(
+        profile,
+        question.intent,
+        seen,
+        degrees=degrees,
+        max_stages=stages,
+        placing=placing,
+        tenants=room.tenants,
+    )
     return _with_groups(found, profile, question.intent, set(DEGREES) - set(degrees), stages)
 
 
