@@ -1,0 +1,74 @@
+"""From cards and pages to a plan: the controller's own question, answered by the decisions of intents."""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.deployments import Intent, ModelCard
+from bus.messages import WorkerCard
+from controller.deployments.loading import Chosen, Question, Refused
+from controller.deployments.picture import Device
+from controller.deployments.planning import Room, answer_of, planned
+from controller.intents.placement import LoadWindow, Placing
+from tests.known_truths import Truth, profile_of
+
+TRUTH = Truth(layers=8)
+NOW_S = 120.0
+WHOLE = TRUTH.memory(profile_of(TRUTH).memory[0].configuration, Intent())
+
+
+def question(*workers: str, kind: str = "cpu", intent: Intent | None = None) -> Question:
+    cards = [
+        WorkerCard(id=name, epoch=1, host="h", pid=1, device=kind, page_bytes=1 << 16, state="serving")
+        for name in workers
+    ]
+    return Question(
+        card=ModelCard(name="m", path="/m", digest="d", num_layers=8, state="profiled"),
+        intent=intent or Intent(),
+        profiles={"cpu": profile_of(TRUTH)},
+        devices=[Device(card=card) for card in cards],
+    )
+
+
+def loads(**busy: float) -> LoadWindow:
+    window = LoadWindow()
+    for name, share in busy.items():
+        window.see(name, 0.0, 0.0)
+        window.see(name, NOW_S, share)
+    return window
+
+
+@pytest.mark.parametrize(
+    ("placing", "worker"),
+    [
+        (Placing("least-loaded"), "w2"),
+        (Placing("packing"), "w1"),
+        (Placing("hybrid", 0.3), "w2"),
+        (Placing("hybrid", 0.5), "w0"),
+        (None, "w2"),
+    ],
+)
+def test_the_worker_is_the_one_that_the_placement_chooses(placing: Placing | None, worker: str) -> None:
+    room = Room(dict.fromkeys(("w0", "w1", "w2"), WHOLE), [])
+    window = loads(w0=0.4, w1=0.9, w2=0.1)
+    found = answer_of(planned(question("w0", "w1", "w2"), room, window, NOW_S, placing))
+    assert isinstance(found, Chosen)
+    assert [stage.workers for stage in found.stages] == [[worker]]
+    assert found.blocks == 20
+
+
+def test_a_worker_that_told_nothing_of_its_pages_gets_no_model() -> None:
+    found = answer_of(planned(question("w0"), Room({}, []), LoadWindow(), NOW_S))
+    assert isinstance(found, Refused) and not found.is_final
+    assert ", 0 are free on w0, which hold 0 layers" in found.reason
+
+
+def test_an_intent_that_nothing_meets_is_refused_for_good() -> None:
+    impossible = question("w0", intent=Intent(max_latency_s=1e-6))
+    found = answer_of(planned(impossible, Room({"w0": WHOLE}, []), LoadWindow(), NOW_S))
+    assert isinstance(found, Refused) and found.is_final
+
+
+def test_a_kind_of_device_that_was_not_measured_gets_no_plan() -> None:
+    there = question("w0", kind="cuda:0")
+    assert planned(there, Room({"w0": WHOLE}, []), LoadWindow(), NOW_S) is None
