@@ -404,6 +404,23 @@ def test_a_retirement_that_fails_is_ordered_again_after_a_pause() -> None:
     assert len(world.commands(Retire)) == 2
 
 
+def test_it_is_retired_when_every_page_is_given_back() -> None:
+    """Not when the card shows it no more, which is earlier."""
+    world = measured("w0")
+    answer = world.deploy()
+    world.settle(3)
+    world.retire(world.deployment(answer).id)
+    world.turn()
+    ((_, command),) = world.commands(Retire)
+    world.workers["w0"].instances.clear()
+    world.reports[command.id] = world.report(command, "running", "retire", world.workers["w0"])
+    world.turn()
+    assert world.deployment(answer).state == "retiring"
+    world.reports[command.id] = world.report(command, "applied", "retire", world.workers["w0"])
+    world.turn()
+    assert world.deployment(answer).state == "retired"
+
+
 def test_a_group_parts_before_its_members_retire() -> None:
     world = measured("w0", "w1", tp=2)
     answer = world.deploy()

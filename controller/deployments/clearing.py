@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, takewhile
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment, Retire
@@ -54,7 +55,20 @@ def _is_clear(deployment: Deployment, device: Device, picture: Picture) -> bool:
         return True  # it takes all with it
     if device.instance(instance_at(deployment, device.card.id)) is not None:
         return False
-    return not _may_load(deployment, device, picture)
+    return not (_may_load(deployment, device, picture) or _gives_back(deployment, device, picture))
+
+
+def _gives_back(deployment: Deployment, device: Device, picture: Picture) -> bool:
+    """The card goes first, the pages follow."""
+    base = f"{deploy_id(deployment, device.card.id)}-retire"
+    last = max(count_known(base, picture), default=None)
+    report = picture.reports.get(f"{base}-{last}")
+    return report is not None and report.state == "running"
+
+
+def count_known(base: str, picture: Picture) -> Iterator[int]:
+    """Numbers of the tries that went out."""
+    return takewhile(lambda number: picture.is_known(f"{base}-{number}"), count())
 
 
 def _may_load(deployment: Deployment, device: Device, picture: Picture) -> bool:
