@@ -167,3 +167,26 @@ async def test_a_worker_without_a_model_waits_for_one(redis_settings: RedisSetti
         await bench.until(lambda: bench.end("a"))
         bench.stop.set()  # a drain, with what came at run time
         await bench.until(bench.is_draining)
+
+
+async def test_a_worker_may_join_groups_with_its_only_model(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    changes: dict[str, Any] = {"group_host": "127.0.0.1", "max_tp": 2}
+    async with deploying(redis_settings, folder, models=[], may_be_empty=True, **changes) as bench:
+        assert not (await bench.card()).link
+        await bench.deploy("d")
+        assert (await bench.ended("d")).state == "applied"
+        card = await bench.card()
+        assert card.link and card.instances[0].degrees == [1, 2] and card.instances[0].tokens_at[2]
+        first = {"instance": "other@w0", "model": "other", "path": str(folder / "first"), "stages": []}
+        await bench.order(Deploy, "e", **first)
+        assert (await bench.ended("e")).state == "applied"
+        both = await bench.card()
+        assert not both.link and [one.degrees for one in both.instances] == [[1], [1]]
+        await bench.order(Retire, "r", wait_s=0.0)
+        assert (await bench.ended("r")).state == "applied"
+        (left,) = (await bench.card()).instances
+        assert (await bench.card()).link and (left.id, left.degrees) == ("other@w0", [1, 2])
+        await bench.submit("a", [1, 2, 3], 5, instance="other@w0")
+        await bench.until(lambda: bench.end("a"))

@@ -77,6 +77,7 @@ class Site:
         self.on_lost: Callable[[str, str], None] = lambda instance, reason: None
         self.add_target: Callable[[Target], None] = lambda target: None
         self.drop_target: Callable[[str], None] = lambda instance: None
+        self.on_changed: Callable[[], None] = lambda: None  # a model came or has gone; cards may be replaced
         self.taken_by = ""  # the morph whose model comes or goes; one at a time
         self._leaving: dict[str, bool] = {}  # instances that leave, and whether nothing more will come
         self._claimed = 0  # free pages of a model on its way in
@@ -89,6 +90,7 @@ class Site:
         self.residents[resident.card.id] = resident
         self.add_target(resident.target)
         self.update_reserve()
+        self.on_changed()
 
     def remove(self, instance: str) -> Resident:
         """It serves no longer; its pages are still its own."""
@@ -113,6 +115,8 @@ class Site:
     def has_left(self, instance: str, *, is_gone: bool) -> None:
         """Or stays, where it was called off."""
         self._leaving.pop(instance, None)
+        if is_gone:
+            self.on_changed()
         if self.hooks:
             (self.hooks.gone if is_gone else self.hooks.stays)(instance)
 

@@ -21,6 +21,7 @@
 `cards`               what is shown of an instance
 `residents`           the instances' streams and cards, of models that come and go, too
 `site_hooks`          how they hear of those from the engine's thread
+`regroup`             whether it may join groups: with its only model
 `worker`              puts them together; drain and exit
 ====================  ============================================================================
 """

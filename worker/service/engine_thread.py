@@ -63,11 +63,8 @@ class EngineThread:
         morphs.wake = self._wake
         if engine.parts:
             engine.parts.wake = self._wake
-        self._grouping = grouping
         self._must_look_again = False  # in a group: something has changed at the last boundary
-        if self._grouping:
-            self._grouping.post = self._inbox.put
-            self._grouping.on_progress = self._progress
+        self.use_grouping(grouping)
         self._epoch = 0
         self._is_paused = self._is_stopping = False
         self._num_steps = 0
@@ -119,6 +116,18 @@ class EngineThread:
         """If it is in a group: let that part."""
         if grouping := self._grouping:
             self._inbox.put(grouping.ask_to_part)
+
+    @property
+    def grouping(self) -> Grouping | None:
+        return self._grouping
+
+    def use_grouping(self, grouping: Grouping | None) -> None:
+        """From here on; None: it joins no group. Only for the engine's thread, and for others before
+        `start`."""
+        self._grouping = grouping
+        if grouping:
+            grouping.post = self._inbox.put
+            grouping.on_progress = self._progress
 
     @property
     def is_in_group(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from bus.client import Bus, BusUnavailable
@@ -15,15 +15,18 @@ from worker.service.engine_thread import EngineThread
 FIRST_LOOK_S, LOOK_S = 2.0, 15.0  # others may still load
 
 
-async def meet_neighbours(bus: Bus, own: WorkerCard, thread: EngineThread) -> None:
-    """For ever. own: as it is when it serves; one that joins no group has nothing to do here."""
+async def meet_neighbours(bus: Bus, own: Callable[[], WorkerCard], thread: EngineThread) -> None:
+    """For ever. own: its card of now; while it joins no group there is nothing to do here."""
     pause_s = FIRST_LOOK_S
-    while own.link:
+    while True:
         await asyncio.sleep(pause_s)
         pause_s = LOOK_S
+        card = own()
+        if not card.link or len(card.instances) != 1:
+            continue
         with suppress(BusUnavailable):
-            cards = await peers_of(bus, own)
-            for members in led_groups(own, cards.values()):
+            cards = await peers_of(bus, card)
+            for members in led_groups(card, cards.values()):
                 thread.meet_ahead(members, {name: as_peer(cards[name]) for name in members})
 
 

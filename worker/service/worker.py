@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bus.client import Bus
-from bus.messages import MorphReport, WorkerCard
+from bus.messages import InstanceCard, MorphReport, WorkerCard
 from bus.service import run_until
 from bus.settings import Settings
 from worker.engine.engine import StepResult
@@ -29,6 +29,7 @@ from worker.service.membership import Membership
 from worker.service.morph_reports import MorphReports
 from worker.service.neighbours import meet_neighbours
 from worker.service.outbox import Outbox
+from worker.service.regroup import Regrouping
 from worker.service.residents import GATEWAYS_LOOK_S, Residents
 from worker.service.site_hooks import SiteHooks
 from worker.service.tasks import end
@@ -131,8 +132,17 @@ class Serving:
         )
         if loaded.site:
             loaded.site.hooks = SiteHooks(self._loop, self._residents)
+            loaded.site.on_changed = Regrouping(
+                loaded.site,
+                self._thread,
+                loaded.morphs,
+                on_regrouped=self._regrouped_in_thread,
+                on_cards=self._cards_in_thread,
+            ).look
+        self._link = ("", b"")  # where members of its groups reach it, and what they show there
         if grouping := loaded.grouping:
             grouping.on_regrouped = self._regrouped_in_thread
+            self._link = grouping.address, grouping.link_key
         self._showing: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
@@ -182,7 +192,10 @@ class Serving:
         residents = self._residents
         self._show(
             self._membership.update(
-                instances=residents.shown, loading=[residents.loading] if residents.loading else []
+                instances=residents.shown,
+                loading=[residents.loading] if residents.loading else [],
+                link=self._link[0],
+                link_key=self._link[1],
             )
         )
 
@@ -191,12 +204,12 @@ class Serving:
             self._thread.call(lambda: site.read_out(instance))
 
     async def _announce(self) -> None:
-        loaded, grouping = self._loaded, self._loaded.grouping
+        loaded = self._loaded
         stages = loaded.site.stages if loaded.site else None
         await self._membership.update(
             state="serving",
-            link=grouping.address if grouping else "",
-            link_key=grouping.link_key if grouping else b"",
+            link=self._link[0],
+            link_key=self._link[1],
             door=stages.address if stages else "",
             door_key=stages.key if stages else b"",
             instances=self._residents.shown,
@@ -211,8 +224,7 @@ class Serving:
         await self._intake.is_listening.wait()
         while self._membership.card.state != "serving":  # noqa: ASYNC110 a moment in a life
             await asyncio.sleep(NEIGHBOURS_S)
-        await meet_neighbours(self._bus, self._membership.card, self._thread)
-        await asyncio.Event().wait()  # it joins none: the other parts go on
+        await meet_neighbours(self._bus, lambda: self._membership.card, self._thread)
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
         await run_until(stop, self._intake.is_listening.wait())
@@ -308,6 +320,15 @@ class Serving:
         if before:
             await asyncio.wait([before])
         await then
+
+    def _cards_in_thread(self, cards: list[InstanceCard], link: str, key: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._take_cards, cards, link, key)
+
+    def _take_cards(self, cards: list[InstanceCard], link: str, key: bytes) -> None:
+        """Whether it joins groups, and with what, is another."""
+        self._residents.replace(cards)
+        self._link = link, key
+        self._residents_changed()
 
     def _death_in_thread(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._die, error)

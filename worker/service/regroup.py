@@ -1,0 +1,82 @@
+"""Whether a worker may join groups: with its only model it may. Models come and go, so that changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from bus.messages import InstanceCard
+from worker.deploy.site import Resident, Site
+from worker.model.layout import degrees
+from worker.morph.executor import MorphExecutor
+from worker.parallel.grouping import Grouping
+from worker.parallel.morphs import GroupMorphs
+from worker.service.engine_thread import EngineThread
+from worker.service.load_morphs import grouping_for
+
+log = logging.getLogger("worker")
+
+OnRegrouped = Callable[[tuple[str, ...], str], None]
+OnCards = Callable[[list[InstanceCard], str, bytes], None]  # cards, address and key of its links
+
+
+class Regrouping:
+    """`look` in the engine's thread, whenever a model came or has gone."""
+
+    def __init__(
+        self,
+        site: Site,
+        thread: EngineThread,
+        morphs: MorphExecutor,
+        *,
+        on_regrouped: OnRegrouped,
+        on_cards: OnCards,
+    ) -> None:
+        self._site, self._thread, self._morphs = site, thread, morphs
+        self._on_regrouped, self._on_cards = on_regrouped, on_cards
+
+    def look(self) -> None:
+        only = self._only()
+        before = self._thread.grouping
+        if before and only and before.place.target is only.target:
+            return
+        if before:
+            before.close()
+        grouping = self._make(only) if only else None
+        if before or grouping:
+            self._use(grouping)
+        residents = self._site.residents
+        for name, resident in residents.items():
+            card = _card_in(resident, grouping if resident is only else None, self._site.settings.max_tp)
+            residents[name] = replace(resident, card=card)
+        cards = [resident.card for resident in residents.values()]
+        self._on_cards(cards, grouping.address if grouping else "", grouping.link_key if grouping else b"")
+
+    def _only(self) -> Resident | None:
+        """Its only model, all of which is here."""
+        residents = list(self._site.residents.values())
+        return residents[0] if len(residents) == 1 and residents[0].card.pp == 1 else None
+
+    def _make(self, only: Resident) -> Grouping | None:
+        site = self._site
+        try:
+            return grouping_for(
+                only.card.model, only.target, only.model, site.pool, site.settings, site.worker
+            )
+        except OSError as error:
+            log.warning("this worker joins no group: %s", error)
+            return None
+
+    def _use(self, grouping: Grouping | None) -> None:
+        if grouping:
+            grouping.on_regrouped = self._on_regrouped
+        self._thread.use_grouping(grouping)
+        layers_per_step = self._site.settings.layers_per_step
+        self._morphs.join_groups(GroupMorphs(grouping, layers_per_step=layers_per_step) if grouping else None)
+
+
+def _card_in(resident: Resident, grouping: Grouping | None, max_tp: int) -> InstanceCard:
+    possible = degrees(resident.model.config, max_tp) if grouping else [1]
+    tokens = {tp: grouping.place.tokens_at(tp) for tp in possible} if grouping else {}
+    return replace(resident.card, degrees=possible, tokens_at=tokens)
