@@ -187,10 +187,10 @@ class WorkerSettings(Section):
         1, ge=1, description="layers that change their tensor-parallel degree between two steps"
     )
     group_host: str = Field(
-        "127.0.0.1", description="address for workers of this host that form groups; empty: it joins none"
+        "127.0.0.1", description="where members of its groups and pipelines reach it; empty: it joins none"
     )
     group_timeout_s: float = Field(
-        20.0, gt=0, description="a member of a group that is silent this long is lost; its group falls apart"
+        20.0, gt=0, description="a member of a group or pipeline that is silent this long is lost"
     )
     host_dir: str = Field(
         "/dev/shm", description="memory for all variants of all layers, one copy for the workers of a host"

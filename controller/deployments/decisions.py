@@ -92,6 +92,13 @@ def workers_of(deployment: Deployment) -> list[str]:
     return [worker for stage in deployment.stages for worker in stage.workers]
 
 
+def shown_by(deployment: Deployment) -> list[str]:
+    """Whose cards tell of it while it serves: all members of a group; of a pipeline the leader's alone, which
+    gives it up when a stage is gone."""
+    workers = workers_of(deployment)
+    return workers[:1] if len(deployment.stages) > 1 else workers
+
+
 def instance_at(deployment: Deployment, worker: str) -> str:
     return f"{deployment.model}@{worker}"
 

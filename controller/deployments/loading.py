@@ -19,6 +19,7 @@ from controller.deployments.decisions import (
     deploys,
     instance_at,
     noted,
+    shown_by,
     transform,
     transform_id,
     workers_of,
@@ -147,10 +148,10 @@ def _load(deployment: Deployment, card: ModelCard, chosen: Chosen, picture: Pict
 def next_of_loading(deployment: Deployment, picture: Picture) -> Decision | None:
     if why := _why_not_loaded(deployment, picture):
         return failed_attempt(deployment, why, picture.now_ms)
-    shown = [_shown(deployment, worker, picture) for worker in workers_of(deployment)]
+    shown = [_shown(deployment, worker, picture) for worker in shown_by(deployment)]
     if all(shown):
         return _loaded(deployment, picture)
-    waited_for = [worker for worker, there in zip(workers_of(deployment), shown, strict=True) if not there]
+    waited_for = [worker for worker, there in zip(shown_by(deployment), shown, strict=True) if not there]
     steps = [f"{worker}: {_progress(deployment, worker, picture)}" for worker in waited_for]
     return noted(deployment, "; ".join(steps))
 
@@ -225,7 +226,7 @@ def next_of_serving(deployment: Deployment, picture: Picture) -> Decision | None
     if not picture.is_settled:
         return None
     why = picture.gone(deployment.epochs)
-    lacking = [worker for worker in workers_of(deployment) if not _shown(deployment, worker, picture)]
+    lacking = [worker for worker in shown_by(deployment) if not _shown(deployment, worker, picture)]
     if not why and lacking:
         why = f"{lacking[0]} does not have {deployment.model} any more"
     if not why:
