@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement gpu demo-model compose-test clean
+.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ bench-scheduler: $(VENV)/.dev ## the same in a model of eight GPUs; some minutes
 
 bench-placement: $(VENV)/.dev ## placement policies in a model of eight GPUs; a quarter of a minute
 	@$(BIN)/python -m bench.placement
+
+bench-estimate: $(VENV)/.dev ## what two layers tell of whole models, against real runs; a quarter of an hour
+	@$(BIN)/python -m bench.estimate
 
 gpu: ## kernels, engine, groups and decoding on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu
