@@ -73,7 +73,7 @@ function told(event) {
 }
 
 function kindOf(report) {
-  if (["swap", "resize", "transform"].includes(report.kind)) return report.kind;
+  if (["swap", "resize", "transform", "deploy", "retire"].includes(report.kind)) return report.kind;
   const numbers = report.numbers ?? {};
   return "tp_before" in numbers ? "transform" : "halves" in numbers ? "swap" : "resize";
 }

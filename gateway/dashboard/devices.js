@@ -137,6 +137,8 @@ export function inWords(morph) {
     return `${way} on ${morph.workers.join(", ")}: ${told.layers_done ?? 0} of ${told.layers ?? "?"} layers`;
   }
   if (morph.kind === "swap") return `swapping: ${told.halves_applied ?? 0} of ${told.halves ?? "?"} halves`;
+  if (morph.kind === "deploy") return `loading: ${morph.reason}`;
+  if (morph.kind === "retire") return "retiring: its last requests";
   return `resizing: ${told.blocks_before ?? "?"} → ${told.blocks_after ?? "?"} blocks`;
 }
 
