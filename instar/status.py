@@ -48,7 +48,7 @@ def show(state: dict[str, Any], console: Console) -> None:
         console.print(line, highlight=False)
     for morph in shown_morphs(state.get("morphs") or []):
         for indent, line in enumerate(morph_lines(morph)):
-            console.print(Padding(line, (0, 0, 0, 2 * indent)), highlight=False)
+            console.print(Padding(line, (0, 0, 0, 2 * indent), expand=False), highlight=False)
     console.print(policy_text(state.get("policy") or {}), highlight=False)
     console.print(as_of_text(state.get("metrics") or {}), highlight=False)
 
