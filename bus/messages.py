@@ -317,6 +317,7 @@ class WorkerCard:
     progress: str = ""  # while loading: what, and how far
     link: str = ""  # "host:port", where the members of its groups reach it; "": it joins none
     link_key: bytes = b""  # what they show there
+    variants: list[Precision] = field(default_factory=lambda: list(PRECISIONS))  # that it keeps of a model
     door: str = ""  # "host:port", where other stages of its pipelines reach it; "": it takes part in none
     door_key: bytes = b""  # what they show there
     loading: list[str] = field(default_factory=list)  # models that it is about to serve beside the others

@@ -45,7 +45,7 @@ def serve(settings: Settings) -> int:
 
 def ready_to_start(settings: Settings) -> Settings:
     """Settings with the model and port that will be used. Raises CannotServe."""
-    if not settings.worker.models:
+    if not settings.worker.models and not settings.worker.may_be_empty:
         if not DEMO_MODEL.is_dir():
             raise CannotServe("no model: name a model folder, as in `instar serve path/to/model`")
         settings = with_values(settings, "worker", models=[_shortest(DEMO_MODEL)])

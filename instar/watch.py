@@ -29,10 +29,17 @@ class Watch:
         self._next_progress = 0.0
 
     async def until_ready(self) -> None:
-        """Tells the address once a model can be asked."""
-        await self._until(lambda ready, state: ready)
+        """Tells the address once a model can be asked, or deployed where there is none."""
+        await self._until(self._is_ready)
         names = ", ".join(parse_model(model)[0] for model in self._settings.worker.models)
-        self._console.say(f"Instar is ready: {url_of(self._settings.gateway)}/v1 (model {names})")
+        what = f"model {names}" if names else "no model yet: `instar model add DIR`, `instar deploy`"
+        self._console.say(f"Instar is ready: {url_of(self._settings.gateway)}/v1 ({what})")
+
+    def _is_ready(self, is_served: bool, state: dict[str, Any]) -> bool:
+        """Workers that started without a model are ready without one."""
+        if self._settings.worker.models:
+            return is_served
+        return any(worker.get("state") == "serving" for worker in state.get("workers", []))
 
     async def until_whole(self, expected: Callable[[], dict[str, float]]) -> None:
         """After a death: tells when every worker that should serve does. `expected` maps a worker's id to
@@ -42,7 +49,9 @@ class Watch:
 
         def is_whole(ready: bool, state: dict[str, Any]) -> bool:
             alive = {w["id"]: w["epoch"] for w in state.get("workers", []) if w.get("state") == "serving"}
-            return ready and all(alive.get(id_, -1) >= died * 1000 for id_, died in expected().items())
+            return self._is_ready(ready, state) and all(
+                alive.get(id_, -1) >= died * 1000 for id_, died in expected().items()
+            )
 
         await self._until(is_whole)
         self._console.say(f"Instar is whole again, {time.monotonic() - began:.1f} s after that death")

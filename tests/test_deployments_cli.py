@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bus.settings import GatewaySettings, Settings, WorkerSettings
 from instar.plan_table import marked, plan_table, reason_lines, spread
+from instar.serve import ready_to_start
 from instar.status import deployment_lines
 from tests.cli_gateway import Script, be_watched
 
@@ -212,6 +214,11 @@ def test_slips_are_answered_with_what_was_meant(
         gateway.main(*argv)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_workers_may_start_without_a_model() -> None:
+    settings = Settings(worker=WorkerSettings(may_be_empty=True), gateway=GatewaySettings(port=0))
+    assert ready_to_start(settings).worker.models == []
 
 
 def test_the_status_shows_deployments_that_were_not_retired() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from bus.deployments import Intent, ModelCard
+from bus.deployments import Configuration, Intent, ModelCard
 from bus.messages import WorkerCard
 from controller.deployments.loading import Chosen, Question, Refused
 from controller.deployments.picture import Device
-from controller.deployments.planning import Room, answer_of, planned
+from controller.deployments.planning import Room, answer_of, kept_by, planned
 from controller.intents.placement import LoadWindow, Placing
 from tests.known_truths import Truth, profile_of
 
@@ -72,3 +74,14 @@ def test_an_intent_that_nothing_meets_is_refused_for_good() -> None:
 def test_a_kind_of_device_that_was_not_measured_gets_no_plan() -> None:
     there = question("w0", kind="cuda:0")
     assert planned(there, Room({"w0": WHOLE}, []), LoadWindow(), NOW_S) is None
+
+
+def test_only_precisions_that_every_worker_keeps_are_planned() -> None:
+    both = (Configuration(), Configuration(precision="int4"))
+    measured = profile_of(TRUTH, configurations=both)
+    every, few = question("w0").devices[0], question("w1").devices[0]
+    assert kept_by(measured, [every]) == measured
+    few = replace(few, card=replace(few.card, variants=["full", "int8"]))
+    kept = kept_by(measured, [every, few])
+    assert {one.configuration.precision for one in kept.latency} == {"full"}
+    assert {one.configuration.precision for one in kept.memory} == {"full"}

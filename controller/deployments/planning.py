@@ -113,6 +113,7 @@ def _plan(
         )
         for device in devices
     ]
+    profile = kept_by(profile, devices)
     stages = min(MAX_STAGES, len(devices))
     num_joining = sum(bool(device.card.link) for device in devices) if question.may_group else 0
     degrees = [degree for degree in DEGREES if GROUPS and degree <= max(1, num_joining)] or [1]
@@ -133,6 +134,16 @@ def _with_groups(found: Plan, profile: Profile, intent: Intent, degrees: set[int
     others = estimate_all(profile, intent, degrees=degrees, max_stages=stages)
     refused = [replace(one, refusal=NO_GROUP) for one in others if one.configuration.tp > 1]
     return replace(found, estimates=[*found.estimates, *judge(refused, intent)])
+
+
+def kept_by(profile: Profile, devices: Iterable[Device]) -> Profile:
+    """Of the precisions that all these workers keep."""
+    kept = set.intersection(*(set(device.card.variants) for device in devices))
+    return replace(
+        profile,
+        latency=[one for one in profile.latency if one.configuration.precision in kept],
+        memory=[one for one in profile.memory if one.configuration.precision in kept],
+    )
 
 
 def answer_of(found: Plan | None) -> Chosen | Refused:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bus.client import Bus
-from bus.messages import InstanceCard, MorphReport, WorkerCard
+from bus.messages import PRECISIONS, InstanceCard, MorphReport, WorkerCard
 from bus.service import run_until
 from bus.settings import Settings
 from worker.engine.engine import StepResult
@@ -55,6 +55,7 @@ async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader)
         device=settings.worker.device,
         page_bytes=0,
         state="loading",
+        variants=[one for one in PRECISIONS if one == "full" or one in settings.worker.variants],
     )
     membership = Membership(bus, card, settings.worker.lease_s)
     try:
