@@ -1,6 +1,6 @@
 """How well one and two layers tell the memory and latency of a whole model, on the CPU in float32.
 
-    python -m bench.estimate [--quick] [--threads 2] [--minutes 10] [--cpu-time]
+    python -m bench.estimate [--quick] [--threads 2] [--minutes 10] [--cpu-time] [--no-sweep]
 
 The demo model and dummies of 30M to 300M parameters with 8 to 32 layers, in every precision, on one device.
 Their fingerprints are profiled as a worker does it when a model is registered; from that the controller
@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=10.0, help="for the runs of whole models")
     parser.add_argument("--cpu-time", action="store_true", help="for a busy machine; with one thread")
+    parser.add_argument("--no-sweep", action="store_true", help="fingerprints find their caches warm")
     args = parser.parse_args()
     silence()
     kernels.configure(1 if args.cpu_time else args.threads)
@@ -67,10 +68,10 @@ def main() -> int:
     sizes: list[Size | None] = [None, *(SIZES[:1] if args.quick else SIZES)]
     seconds = 60.0 * (0.5 if args.quick else args.minutes) / len(sizes)
     rounds = ROUNDS if args.quick else MAX_ROUNDS
-    found = report([measure(size, seconds, rounds, clock) for size in sizes])
+    found = report([measure(size, seconds, rounds, clock, sweeps=not args.no_sweep) for size in sizes])
     say_card(found)
     result: dict[str, Any] = {"bench": "estimate", **found, "quick": args.quick}
-    result |= {"threads": args.threads, "cpu_time": args.cpu_time}
+    result |= {"threads": args.threads, "cpu_time": args.cpu_time, "sweeps": not args.no_sweep}
     if not args.quick:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(result) + "\n")
@@ -78,7 +79,9 @@ def main() -> int:
     return 0 if all(bar["is_met"] for bar in found["bars"].values()) else 1
 
 
-def measure(size: Size | None, seconds: float, max_rounds: int, clock: Callable[[], float]) -> Measured:
+def measure(
+    size: Size | None, seconds: float, max_rounds: int, clock: Callable[[], float], *, sweeps: bool
+) -> Measured:
     """None: the demo model. seconds: for the whole model."""
     with nullcontext(DEMO) if size is None else config_folder(size) as folder:
         config, shape = read_config(folder), Shape()
@@ -103,7 +106,7 @@ def measure(size: Size | None, seconds: float, max_rounds: int, clock: Callable[
             max_num_batched_tokens=shape.max_num_batched_tokens,
             max_rounds=max_rounds,
         )
-        profiler = Profiler(plan(), grid, pool, clock=clock)
+        profiler = Profiler(plan(), grid, pool, sweeps=sweeps, clock=clock)
         truth = Truth(plan(depths=[config.num_layers]), pool, INTENTS, shape=shape, clock=clock)
         try:
             whole_bytes = (pool.num_pages - pool.num_free) * pool.page_bytes

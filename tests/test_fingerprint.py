@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,12 @@ def test_points_are_measured_again_until_the_whole_model_is_known() -> None:
     assert not is_settled([quiet, loud], 32)
     assert is_settled([quiet, [2.0, 2.0, 2.0, 9.0]], 32)  # something else disturbed the last one
     assert is_settled([loud], 1)
+
+
+def test_a_slow_device_is_measured_less_often(folder: Path) -> None:
+    pool = make_pool()
+    grid = replace(grid_of(rounds=100), max_seconds=0.0)
+    profiler = Profiler(plan_of(folder, ("full", "int4")), grid, pool)
+    for _ in profiler.steps():
+        pass
+    assert {len(one.seconds) for one in profiler.latency} == {3}

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from bus.messages import Precision
 from worker.core import Limits
 
-ROUNDS, MAX_ROUNDS = 5, 15
+LEAST_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
+MAX_SECONDS = 60.0  # of steps: after so many no other round begins, if there were LEAST_ROUNDS
 TOLERANCE = 0.03  # of the whole model's seconds: a point that is known so well is not measured again
 DECODES = 8  # steps by which the two output lengths differ
 
@@ -31,6 +32,11 @@ class Grid:
     max_num_batched_tokens: int
     rounds: int = ROUNDS
     max_rounds: int = MAX_ROUNDS
+    max_seconds: float = MAX_SECONDS
+
+    def is_over(self, num_rounds: int, seconds: float) -> bool:
+        """However little is known: on a slow device, or a busy one, there must be an end."""
+        return num_rounds >= self.max_rounds or (num_rounds >= LEAST_ROUNDS and seconds >= self.max_seconds)
 
     def num_prefills(self, point: Point) -> int:
         """Steps that a batch's prompts take."""

@@ -37,10 +37,11 @@ class Profiler:
         *,
         room: Room | None = None,
         max_pages: int = 0,
+        sweeps: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """room: where its pages come from; None: from the free ones. max_pages: that it may take; 0: what
-        there is room for."""
+        there is room for. sweeps: whether it does to the caches what the missing layers would (`caches`)."""
         self.plan, self.grid = plan, grid
         self.seconds = 0.0  # of the device, so far
         self.progress = ""
@@ -49,6 +50,7 @@ class Profiler:
         self.peak_bytes = 0
         self._pool, self._max_pages, self._clock = pool, max_pages, clock
         self._room = room or FreeRoom(pool)
+        self._sweeps = sweeps
         self._device = pool.backend.device
 
     @property
@@ -118,7 +120,8 @@ class Profiler:
             cache = self._make_cache()
             undo.callback(cache.release)
             cache.grow(self._kv_pages)
-            sweep = CacheSweep(self._device, max(plan.missing_bytes(1, name) for name in plan.all_precisions))
+            missing = max(plan.missing_bytes(1, name) for name in plan.all_precisions)
+            sweep = CacheSweep(self._device, missing if self._sweeps else 0)
             instance = self._make_instance(fingerprint, cache)
             requests = Requests(fingerprint, instance, self.grid, sweep, say=self._say, clock=self._clock)
             self.memory = yield from requests.memory()

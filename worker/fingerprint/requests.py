@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Generator
@@ -40,6 +41,7 @@ class Requests:
         self._sweep, self._say, self._clock = sweep, say, clock
         self._depths = fingerprint.plan.depths
         self._num_requests = 0
+        self._seconds = 0.0  # of all timed steps
 
     def memory(self) -> Generator[bool, None, list[MemorySample]]:
         """Of a prefill of the largest batch in each precision. The last layer computes rows that logits are
@@ -70,8 +72,10 @@ class Requests:
     def latency(self) -> Generator[bool, None, list[LatencySample]]:
         """In rounds over all points that are not known well enough, in an order that is another each time."""
         found: dict[Point, Found] = {point: defaultdict(list) for point in self._grid.points}
-        for number in range(self._grid.max_rounds):
+        for number in itertools.count():
             points = [point for point in found if not self._is_known(point, found[point], number)]
+            if not points or self._grid.is_over(number, self._seconds):
+                break
             random.Random(number).shuffle(points)
             for done, point in enumerate(points):
                 self._say(f"round {number + 1}: {done} of {len(points)} points")
@@ -122,6 +126,7 @@ class Requests:
             began = self._clock()
             self._step()
             seconds.append(self._clock() - began)
+            self._seconds += seconds[-1]
             yield True
         return seconds
 
