@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean
+from collections.abc import Sequence
 from typing import Any
 
 from bench.paper_service import (
-    ACCURACY,
     DEFAULT,
     FULL,
     INT4,
     MODES,
-    PERFORMANCE,
     PLAN,
     PLAN_ANY,
     PYRAMID,
     STATIC_2,
     STATIC_4,
 )
-
-Result = dict[str, Any]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def number(value: float | None) -> str:
-    """Three digits that mean something; `-` for none."""
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def listed(values: Sequence[float | None], unit: str = "") -> str:
-    """In the order of the loads."""
-    return ", ".join(number(value) + (unit if value is not None else "") for value in values)
-
-
-def judged(values: Sequence[float | None], is_met: Callable[[float], bool]) -> str:
-    met = [value is not None and is_met(value) for value in values]
-    if all(met):
-        return "reached"
-    return f"in {sum(met)} of {len(met)}" if any(met) else "missed"
-
-
-def _by(result: Result) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(one["load"], one["way"]): one for one in result["runs"]}
-
-
-def _names(result: Result) -> tuple[list[str], list[str]]:
-    """Loads, ways."""
-    return tuple(list(dict.fromkeys(one[what] for one in result["runs"])) for what in ("load", "way"))  # type: ignore[return-value]
-
+from bench.paper_tables import Result, by_load_and_way, listed, names_of, number, table
 
 # --------------------------------------------------------------------------- what it rests on
 
@@ -116,9 +78,12 @@ def loads(result: Result) -> str:
         for one in result["loads"]
     ]
     rates = result["settings"]["capacity_requests_per_s"]
+    of = result["settings"]
     told = (
         f"Full precision could do {number(rates[FULL])} requests per second before the runs, all layers in "
-        f"INT4 {number(rates[INT4])}.\n\n"
+        f"INT4 {number(rates[INT4])}. Windows are thinned until their busiest {of['busiest_s']:g} s ask for "
+        f"{of['burst_share_of_int4']:g} of the latter, and {of['least_overload_of_full']:g} of the former "
+        "or more.\n\n"
     )
     head = [
         "load",
@@ -129,115 +94,11 @@ def loads(result: Result) -> str:
     return told + table(head, rows)
 
 
-# --------------------------------------------------------------------------- the headlines
-
-
-def headline(result: Result) -> str:
-    ways = result["headlines"]["ways"]
-    rates = result["headlines"]["highest_rate_within_slo"]
-    full, default = ways[FULL], ways[DEFAULT]
-    by, (load_names, _) = _by(result), _names(result)
-
-    def lower(way: str, other: str = FULL) -> list[float | None]:
-        pairs = zip(ways[way]["times_lower_ttft_p95"], ways[other]["times_lower_ttft_p95"], strict=True)
-        return [ours / theirs for ours, theirs in pairs]
-
-    def lost(way: str, what: str = "against_full") -> list[float | None]:
-        found = ways[way]["loss_percent"]
-        return [*found[f"f1_{what}"], *found[f"rouge_l_{what}"]]
-
-    def faster(way: str) -> list[float | None]:
-        return [rates[way] / rates[FULL] if rates[way] and rates[FULL] else None]
-
-    fewer = default["fewer_violations"]
-    kv = [100 * (value - 1) for value in default["times_kv_peak"]]
-    used = [
-        100 * (by[load, DEFAULT]["kv_usage_mean"] / by[load, INT4]["kv_usage_mean"] - 1)
-        for load in load_names
-    ]
-    rows = [
-        [
-            "requests over 2 s TTFT, default mode",
-            "-92.45 %",
-            f"{number(None if fewer is None else -100 * fewer)} % ({full['violations']} to "
-            f"{default['violations']} of {full['requests']})",
-            judged([fewer], lambda x: x >= 0.9245),
-        ],
-        *(
-            [
-                f"P95 TTFT, {way}, times lower",
-                f"{low} to {high}",
-                listed(lower(way)),
-                judged(lower(way), lambda x, low=low: x >= low),  # type: ignore[misc]
-            ]
-            for way, low, high in ((ACCURACY, 2.2, 3.9), (DEFAULT, 2.9, 15.7), (PERFORMANCE, 3.4, 19.5))
-        ),
-        *(
-            [
-                f"rate within 2 s, {way}, times higher",
-                paper,
-                listed(faster(way)),
-                judged(faster(way), lambda x: x >= 1.6),
-            ]
-            for way, paper in ((DEFAULT, "1.6 to 1.83"), (PERFORMANCE, "(not told apart)"))
-        ),
-        *(
-            [
-                f"F1, ROUGE-L lost, {way}",
-                f"{low} to {high} %",
-                listed(lost(way), " %"),
-                judged(lost(way), lambda x, high=high: x <= high) if way != INT4 else "",  # type: ignore[misc]
-            ]
-            for way, low, high in ((ACCURACY, 0.11, 2.18), (DEFAULT, 0.51, 3.82), (INT4, 2.34, 9.47))
-        ),
-        *(
-            [
-                f"the same against the text that follows, {way}",
-                "as above",
-                listed(lost(way, "against_text"), " %"),
-                "",
-            ]
-            for way in (DEFAULT, INT4)
-        ),
-        [
-            "KV blocks above full precision's, default mode",
-            "up to +32.97 %",
-            listed(kv, " %"),
-            judged([max(kv)], lambda x: x >= 32.97),
-        ],
-        [
-            "KV use against static INT4, default mode",
-            "+29.29 %",
-            listed(used, " %"),
-            judged(used, lambda x: x >= 29.29),
-        ],
-        [
-            "time in the queue, default mode, times shorter",
-            "up to 3.8",
-            listed(default["times_lower_queue"]),
-            judged([max(default["times_lower_queue"])], lambda x: x >= 3.8),
-        ],
-        [
-            "P95 TTFT against PyramidKV, accuracy mode, times lower",
-            "1.73, up to 2.4",
-            listed(lower(ACCURACY, PYRAMID)),
-            judged([fmean(lower(ACCURACY, PYRAMID))], lambda x: x >= 1.73),  # type: ignore[arg-type]
-        ],
-        [
-            "and performance mode",
-            "4.25, up to 8.68",
-            listed(lower(PERFORMANCE, PYRAMID)),
-            judged([fmean(lower(PERFORMANCE, PYRAMID))], lambda x: x >= 4.25),  # type: ignore[arg-type]
-        ],
-    ]
-    return table(["", "the paper", f"here: {', '.join(load_names)}", ""], rows)
-
-
 # --------------------------------------------------------------------------- the figures
 
 
 def figure4(result: Result) -> str:
-    by, (load_names, ways) = _by(result), _names(result)
+    by, (load_names, ways) = by_load_and_way(result), names_of(result)
     parts = []
     for load in load_names:
         full = by[load, FULL]["quality"]["perplexity"]
@@ -279,7 +140,7 @@ def plans(result: Result) -> str:
 def static(result: Result) -> str:
     """The paper's Table 5."""
     ways = result["headlines"]["ways"]
-    by, (load_names, _) = _by(result), _names(result)
+    by, (load_names, _) = by_load_and_way(result), names_of(result)
     paper = {
         INT4: ("32 layers", 1.62, 0.0, 23.66),
         STATIC_2: ("16 layers", 1.74, 0.0, 23.93),
@@ -305,7 +166,7 @@ def static(result: Result) -> str:
 
 
 def figure5(result: Result) -> str:
-    by, (load_names, _) = _by(result), _names(result)
+    by, (load_names, _) = by_load_and_way(result), names_of(result)
     rows = [
         [
             load if way == FULL else "",
@@ -345,12 +206,19 @@ def figure6(result: Result) -> str:
         ]
         rows.append([number(rate), *told])
     highest = result["headlines"]["highest_rate_within_slo"]
-    rows.append(["highest within 2 s", *(number(highest[way]) for way in ways)])
+    rows.append(["P95 crosses 2 s at", *(_crossing_text(highest[way], ladder) for way in ways)])
     return table(["requests/s", *(f"{way}: P95 TTFT, tokens/s" for way in ways)], rows)
 
 
+def _crossing_text(rate: float | None, ladder: Sequence[dict[str, Any]]) -> str:
+    asked = [one["rate"] for one in ladder]
+    if rate is None:
+        return f"below {number(min(asked))}"
+    return f"above {number(rate)}" if rate >= max(asked) else number(rate)
+
+
 def figure7(result: Result) -> str:
-    by, (load_names, _) = _by(result), _names(result)
+    by, (load_names, _) = by_load_and_way(result), names_of(result)
     ways = result["headlines"]["ways"]
     rows = []
     for way in (FULL, INT4, PLAN, PLAN_ANY, *MODES):

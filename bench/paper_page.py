@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from bench.paper_headline import headline
 from bench.paper_numbers import (
     figure4,
     figure5,
     figure6,
     figure7,
-    headline,
     loads,
     plans,
     premises,

@@ -14,11 +14,11 @@ from bench.paper_plan import BITS, Plan, bits_of, in_words
 from bench.paper_pyramid import memory_share
 from bench.paper_quality import Offline, likeness, prefix
 from bench.paper_run import SLO, PaperRun
-from bench.paper_service import FULL, MODES, PYRAMID, Way
+from bench.paper_service import FULL, PERFORMANCE, PYRAMID, Way
 from bench.quality_eval import difference, perplexity
 
 DIGITS: Final = 4  # that mean something
-SATURATED: Final = 0.95  # of the KV blocks in use
+SATURATED: Final = 0.9  # of the KV blocks in use: what is left is less than a request needs
 
 
 def digits(value: float | None) -> float | None:
@@ -225,16 +225,30 @@ def _losses(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
 
 
 def highest_rates(ladder: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Of each way, the highest rate up to which P95 TTFT keeps the limit at every rate; None: not even the
-    lowest."""
+    """Of each way, the rate at which P95 TTFT crosses its limit: between the last step within and the first
+    beyond, straight in the logarithm. Never beyond: the last step. None: the first is beyond."""
     found: dict[str, float | None] = {}
     for way in dict.fromkeys(one["way"] for one in ladder):
-        found[way] = None
+        found[way], before = None, None
         for one in sorted((one for one in ladder if one["way"] == way), key=lambda one: one["rate"]):
-            if one["ttft_s"]["p95"] > SLO.ttft_s or one["served"] < one["requests"]:
+            if not _keeps_limit(one):
+                found[way] = digits(_crossing(before, one)) if before else None
                 break
-            found[way] = one["rate"]
+            found[way], before = one["rate"], one
     return found
+
+
+def _keeps_limit(one: dict[str, Any]) -> bool:
+    return bool(one["served"] == one["requests"] and one["ttft_s"]["p95"] <= SLO.ttft_s)
+
+
+def _crossing(before: dict[str, Any], beyond: dict[str, Any]) -> float:
+    """Where not all were served, what is known of the wait says too little: the step before."""
+    if not beyond["ttft_s"] or beyond["ttft_s"]["p95"] <= SLO.ttft_s:
+        return float(before["rate"])
+    low, high = math.log(before["ttft_s"]["p95"]), math.log(beyond["ttft_s"]["p95"])
+    share = (math.log(SLO.ttft_s) - low) / (high - low)
+    return float(before["rate"] + share * (beyond["rate"] - before["rate"]))
 
 
 def premises(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -246,7 +260,7 @@ def premises(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             holds = share >= SATURATED and one["share_of_time_waiting"] > 0
             told = f"KV use up to {share:.0%}, requests wait {one['share_of_time_waiting']:.0%} of the time"
             found.append(_premise(f"full precision saturates: {one['load']}", told, holds))
-        if one["way"] in MODES and MODES[one["way"]] == "performance":
+        if one["way"] == PERFORMANCE:
             p95 = one["ttft_s"]["p95"]
             told = f"P95 TTFT {p95:.2f} s"
             found.append(_premise(f"performance mode holds the load: {one['load']}", told, p95 <= SLO.ttft_s))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from bench.paper_loads import Load
-from bench.paper_numbers import judged, number
 from bench.paper_page import BLOCKS, PAGE, UNMEASURED, read_result, regenerated
 from bench.paper_picture import draw_all
 from bench.paper_report import headlines, highest_rates, load_numbers, premises, row
 from bench.paper_run import SLO, PaperRun, text_of
 from bench.paper_service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, ways
+from bench.paper_tables import judged, number
 from instar.replay.files import RunFile
 from instar.replay.outcomes import Outcome
 
@@ -112,6 +112,8 @@ def result() -> dict[str, Any]:
             "num_layers": 8,
             "kv_blocks": {"full": 47, "pyramid": 94},
             "capacity_requests_per_s": {FULL: 2.0, INT4: 4.0},
+            "burst_share_of_int4": 0.85,
+            "least_overload_of_full": 1.25,
         },
         "loads": loads,
         "offline": {
@@ -149,12 +151,13 @@ def test_ratios_are_to_full_precision_on_the_same_load() -> None:
     assert found["loss_percent"]["f1_against_full"] == [2.0, 2.0]
 
 
-def test_the_highest_rate_is_the_last_before_the_first_that_breaks_the_limit() -> None:
+def test_the_highest_rate_is_where_the_limit_is_crossed_first() -> None:
     def at(rate: float, p95: float, served: int = 9) -> dict[str, Any]:
         return {"way": "w", "rate": rate} | _ends(p95) | {"served": served}
 
-    assert highest_rates([at(1, 0.1), at(2, 2.5), at(3, 0.2)]) == {"w": 1}
+    assert highest_rates([at(1, 1.0), at(2, 4.0), at(3, 0.2)]) == {"w": 1.5}
     assert highest_rates([at(1, 0.1), at(2, 0.2, served=8)]) == {"w": 1}
+    assert highest_rates([at(1, 0.1), at(2, 0.2)]) == {"w": 2}
     assert highest_rates([at(1, 3.0)]) == {"w": None}
 
 
