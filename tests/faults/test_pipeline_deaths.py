@@ -1,0 +1,73 @@
+"""A model in stages on real processes, of which one is killed while its requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+
+from bus.client import connect
+from bus.messages import Deploy, Stage
+from bus.settings import RedisSettings
+from tests.service import DEMO_MODEL, Service, wait_for
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
+
+LAYERS, CUT = 8, 3
+PROMPT, NUM_TOKENS = "Once upon a time", 1200
+
+
+def deploy(service: Service, *parts: tuple[str, int, int]) -> None:
+    """As the controller does. parts: (worker, first, end)."""
+
+    async def order() -> None:
+        async with connect(RedisSettings(url=service.own_redis_url), source="test") as bus:
+            epochs = {live.card.id: live.epoch for live in await bus.workers()}
+            stages = [Stage(workers=[worker], first=first, end=end) for worker, first, end in parts]
+            for number, (worker, _, _) in enumerate(parts):
+                command = Deploy(
+                    id=f"d-{worker}",
+                    epoch=epochs[worker],
+                    instance=f"long@{worker}",
+                    model="long",
+                    path=str(DEMO_MODEL),
+                    stages=stages,
+                    stage=number,
+                    epochs=epochs,
+                )
+                await bus.publish(bus.names.control(worker), command)
+
+    asyncio.run(order())
+    wait_for("it to serve", lambda: shape_of(service, f"long@{parts[0][0]}"), 60.0)
+
+
+def shape_of(service: Service, instance: str) -> tuple[int, list[str]] | None:
+    found = [one for one in service.state()["instances"] if one["id"] == instance]
+    return (found[0]["pp"], found[0]["workers"]) if found else None
+
+
+def complete(service: Service, model: str) -> str:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{service.url()}/v1/completions", json=body, timeout=90)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_a_request_outlives_a_stage_of_its_pipeline_and_goes_on_with_the_same_text() -> None:
+    with Service(num_workers=3, settings={"WORKER__VARIANTS": "[]"}) as service, service.explained():
+        deploy(service, ("w0", 0, CUT), ("w1", CUT, LAYERS))
+        assert shape_of(service, "long@w0") == (2, ["w0", "w1"])
+        wanted = complete(service, "demo")
+        texts: list[str] = []
+        asking = threading.Thread(target=lambda: texts.append(complete(service, "long")))
+        asking.start()
+        wait_for("its first step", lambda: service.metric("instar_num_requests_running"), every_s=0.01)
+        deploy(service, ("w2", 0, LAYERS))
+        assert asking.is_alive()
+        service.processes["w1"].kill()
+        wait_for("the pipeline to go", lambda: shape_of(service, "long@w0") is None)
+        asking.join(60)
+        assert texts == [wanted]
+        assert service.metric("instar_request_replays_total") == 1
