@@ -200,7 +200,7 @@ async def test_what_is_not_there_is_refused_with_what_is(gate: Gate) -> None:
             error = error_of(await client.request(method, path), status)
             assert text in error["message"], error
         long = error_of(await client.get("/" + "x" * 5000), 404)
-        assert len(long["message"]) < 600
+        assert len(long["message"]) < 800
 
 
 async def test_every_endpoint_that_a_refusal_names_is_there(gate: Gate) -> None:
