@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from bus.catalogue import Contents
 from bus.checkpoints import BadCheckpoint, digest_of, read_checkpoint
 from bus.client import Bus, BusUnavailable, connect
 from bus.deployments import Answer, Deployment, Intent, ModelCard, Profile, RegisterModel
+from bus.settings import Settings
+from controller.deployments.service import Deployer
 from tests.conftest import settings_of
 from tests.redis_process import RedisProcess
 
@@ -97,6 +100,23 @@ async def test_a_restart_is_told_before_an_empty_catalogue_is_shown(
         await bus.wait_up()
         assert await bus.catalogue.read() == Contents()
         assert told == [True]
+
+
+async def test_the_controller_writes_again_what_redis_lost(own_redis: Callable[..., RedisProcess]) -> None:
+    server = own_redis()
+    async with connect(settings_of(server.url)) as bus:
+        deployer = Deployer(Settings(), bus)
+        known = Contents({"m": replace(MODEL, state="failed")}, {"a1": replace(DEPLOYMENT, state="failed")})
+        await bus.catalogue.write(*known.records)
+        await deployer.step()
+        server.kill()
+        with pytest.raises(BusUnavailable):
+            await deployer.step()
+        server.start()
+        await bus.wait_up()
+        assert await bus.catalogue.read() == Contents()
+        await deployer.step()
+        assert await bus.catalogue.read() == known
 
 
 def folder_of(tmp_path: Path, **config: object) -> Path:
