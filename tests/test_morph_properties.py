@@ -197,8 +197,8 @@ class History:
     def _watch_admissions(self) -> None:
         plan = self.rig.instance.scheduler.plan
 
-        def watched(max_tokens: int | None = None) -> StepPlan:
-            made = plan(max_tokens)
+        def watched(max_tokens: int | None = None, max_decodes: int | None = None) -> StepPlan:
+            made = plan(max_tokens, max_decodes)
             self.started += [seq.request.id for seq in made.admitted]
             return made
 
