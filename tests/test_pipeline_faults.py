@@ -28,12 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def vanish(worker: StageWorker) -> None:
     """As a process that is killed: its connections end, nobody says anything."""
-    worker.thread.stop()
     worker.stages._door.close()
     hops = [*worker.stages._hops, *(each._next for each in worker.stages.followers if each._next)]
     for hop in hops:
         hop.is_closed = True
         hop._hang_up()
+    worker.thread.stop()
 
 
 def let_go(line: Line) -> None:
@@ -85,10 +85,10 @@ def test_a_stage_that_dies_ends_the_pipeline_and_nobody_keeps_a_page(folder: Pat
 def test_a_leader_that_dies_leaves_no_page_at_any_stage(folder: Path) -> None:
     with Line(folder, [0, 1, 3, 4]) as line:
         busy(line)
-        line.leader.thread.stop()
         for hop in line.instance.pipeline._hops:
             hop.is_closed = True
             hop._hang_up()
+        line.leader.thread.stop()
         wait_empty(*line.workers[1:])
         assert all("leader" in worker.ended[line.id] for worker in line.workers[1:])
 

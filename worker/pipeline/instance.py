@@ -60,7 +60,9 @@ class PipelinedInstance(Instance):
 
     @property
     def can_step(self) -> bool:
-        if self.pipeline.has_news or self._unsent:
+        if self.lost or self._unsent:
+            return bool(self._unsent)
+        if self.pipeline.has_news:
             return True
         if not self._on_their_way:
             return self.has_work
