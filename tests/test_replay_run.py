@@ -30,7 +30,7 @@ from instar.replay.statistics import LATE_S, Slo, summary
 from instar.replay.traces import Arrival, Shaping, Trace, load
 from instar.replay.wire import Exchange, Server
 from tests.gateway_harness import Gate, running
-from tests.replay_samples import Answer, events, flags, refused, stub
+from tests.replay_samples import Answer, Stub, events, flags, refused, stub
 from tests.service import free_port, wait_for
 
 pytest_plugins = ["tests.gateway_fixtures"]
@@ -114,6 +114,24 @@ async def test_a_server_that_went_away_is_counted() -> None:
     await generator.replay()
     assert generator.run.errors == {"connect: refused": 3}
     assert [one.sent_s for one in generator.run.outcomes] == [None] * 3
+
+
+async def test_a_request_that_never_got_a_connection_counts_against_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def hang(*_: object) -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    monkeypatch.setattr("instar.replay.generator.connect", hang)
+    monkeypatch.setattr("instar.replay.generator.LEAD_S", 0.05)
+    arrivals = [Arrival(0.0, 4, 4)] * 3
+    at = Server.at("http://127.0.0.1:1", None)
+    generator = Generator(at, arrivals, bodies(arrivals, "m", Dialect(), 0), drain_s=0.05, name="test")
+    await generator.replay()
+    outcomes = generator.run.outcomes
+    assert [(one.error, one.sent_s) for one in outcomes] == [(UNFINISHED, None)] * 3
+    assert summary(outcomes, Slo(1.0, 1.0), tells_queue=False)["violations"]["either"]["count"] == 3
 
 
 async def test_a_replay_that_is_cancelled_tells_of_each_request_what_became_of_it() -> None:
@@ -218,6 +236,8 @@ async def test_a_server_that_refuses_everything_is_told_before_the_run() -> None
             await replayed(server.url)
     with pytest.raises(ServerProblem, match=r"no server answers at 127\.0\.0\.1.*connect: refused"):
         await replayed(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ServerProblem, match=r"no server answers at a\.\.b:1 .*'a\.\.b' is no name of a host"):
+        await replayed("http://a..b:1")
     with pytest.raises(BenchProblem, match="'ftp://x' is no address"):
         await replayed("ftp://x")
 
@@ -273,6 +293,25 @@ def test_settings_give_address_and_keys() -> None:
     assert (at.host, at.port, at.path, at.tls is not None) == ("host", 443, "/prefix", True)
     assert b"authorization: Bearer k\r\n" in at.head("GET", "/v1/models")
     assert Server.at(f"http://[::1]:{GatewaySettings().port}", None).name == b"[::1]:8000"
+
+
+async def test_keys_of_the_settings_go_to_their_own_service_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[str] = []
+    answer = Stub._answer
+
+    async def noted(self: Stub, head: str, reader: asyncio.StreamReader) -> Answer:
+        heads.append(head)
+        return await answer(self, head, reader)
+
+    monkeypatch.setattr(Stub, "_answer", noted)
+    trace = load(str(TRACE), "auto", Shaping(limit=1, lengths=0.02))
+    keys = {"api_keys": ["mine"], "admin_keys": ["hush"]}
+    async with stub(lambda body: (200, events(body["max_tokens"]))) as server:
+        for port, is_sent in ((server.port, True), (free_port(), False)):
+            heads.clear()
+            settings = Settings(gateway=GatewaySettings(port=port, **keys))
+            await run_of(settings, flags("replay", str(TRACE), "--url", server.url), trace)
+            assert ("bearer mine" in "".join(heads), "bearer hush" in "".join(heads)) == (is_sent, is_sent)
 
 
 @pytest.mark.faults

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import threading
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,7 @@ def test_what_is_neither_a_file_nor_a_burst_is_answered_with_what_was_meant(text
         (own() + "{broken\n", "auto", "line 3: '{broken' is no JSON; a line is an object such as"),
         (own() + "[1]\n", "auto", "line 3: '[1]' is no object; a line is an object such as"),
         ("a,b\n", "instar", "line 1: 'a,b' is no JSON; a line is an object"),
+        ("a" * 200_000, "auto", "line 1: cannot be read as CSV: field larger than field limit"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named_with_its_line(
@@ -229,6 +232,17 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     packed.write_bytes(b"\x1f\x8b\x08\x00\xff\xfe\xff")
     with pytest.raises(TraceProblem, match="is no text; unpack it"):
         read_rows(packed)
+
+
+def test_a_trace_may_come_through_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "trace"
+    os.mkfifo(pipe)
+    text = (TRACES / "azure-2023.csv").read_text()
+    writer = threading.Thread(target=lambda: pipe.write_text(text), daemon=True)
+    writer.start()
+    found = load(str(pipe), "auto", Shaping())
+    writer.join(5)
+    assert (found.format, found.arrivals) == ("azure-2023", of("azure-2023.csv").arrivals)
 
 
 def test_a_long_trace_is_read_no_further_than_its_window(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bus.settings import Settings
+from bus.settings import Settings, is_loopback
 from instar.address import url_of
 from instar.client import GatewayProblem
 from instar.replay import files, plots
@@ -31,7 +31,6 @@ from instar.replay.wire import Server
 
 PICTURE = "run.png"
 COMPARISON = "compare.png"
-SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 
 
 def bench(settings: Settings, args: argparse.Namespace) -> int:
@@ -106,8 +105,8 @@ def _run(work: Coroutine[Any, Any, RunFile]) -> RunFile:
 async def run_of(settings: Settings, args: argparse.Namespace, trace: Trace) -> RunFile:
     """Ctrl-C ends it early, with what there is. Raises BenchProblem."""
     url = args.url or url_of(settings.gateway)
-    keys, admin_keys = settings.gateway.api_keys, settings.gateway.admin_keys
-    server = Server.at(url, args.key or (keys[0] if keys else None))
+    key, admin_key = _own_keys(settings, url)
+    server = Server.at(url, args.key or key)
     models = await models_of(server)
     model = args.served or (models[0]["id"] if models else None)
     if model is None:
@@ -122,7 +121,7 @@ async def run_of(settings: Settings, args: argparse.Namespace, trace: Trace) -> 
         drain_s=args.drain,
         name=f"replay-{int(time.time())}",
     )
-    observer = Observer(Server.at(url, args.admin_key or (admin_keys[0] if admin_keys else server.key)))
+    observer = Observer(Server.at(url, args.admin_key or admin_key or server.key))
     why_blind = await observer.begin()
     if why_blind:
         notes.append(f"of the server: {why_blind}")
@@ -152,6 +151,15 @@ async def run_of(settings: Settings, args: argparse.Namespace, trace: Trace) -> 
     }
     observed = {} if why_blind else _observed(observer)
     return RunFile(about, _slo(settings, args), _rounded(generator), observed, _per_second(generator))
+
+
+def _own_keys(settings: Settings, url: str) -> tuple[str | None, str | None]:
+    """For /v1 and for /admin, those of the settings. They are of the service that the settings are of, and
+    no business of another's server."""
+    at, own = Server.at(url, None), Server.at(url_of(settings.gateway), None)
+    if (at.host, at.port) != (own.host, own.port) and not (at.port == own.port and is_loopback(at.host)):
+        return None, None
+    return next(iter(settings.gateway.api_keys), None), next(iter(settings.gateway.admin_keys), None)
 
 
 def _context_of(models: list[dict[str, Any]], model: str) -> int | None:
@@ -197,8 +205,7 @@ async def _go(generator: Generator, observer: Observer | None, trace: Trace) -> 
 
 
 def _slo(settings: Settings, args: argparse.Namespace) -> Slo:
-    given = getattr(settings, "slo", SLO)
-    return Slo(args.slo_ttft or given.ttft_s, args.slo_tpot or given.tpot_s)
+    return Slo(args.slo_ttft or settings.slo.ttft_s, args.slo_tpot or settings.slo.tpot_s)
 
 
 def _rounded(generator: Generator) -> list[Any]:

@@ -54,8 +54,10 @@ def _add_replay(replay: Parser, add_client_flags: Callable[[Parser], None]) -> N
     zero = replay.add_mutually_exclusive_group()
     zero.add_argument("--keep-zero", action="store_true", help="rows of zero tokens count as one token")
     zero.add_argument("--drop-zero", action="store_true", help="they are left out, and counted [so]")
-    replay.add_argument("--slo-ttft", type=_factor, metavar="S", help="limit of the time to first token [2]")
-    replay.add_argument("--slo-tpot", type=_factor, metavar="S", help="and of each after it [0.1]")
+    replay.add_argument(
+        "--slo-ttft", type=_factor, metavar="S", help="limit of the time to first token [slo.ttft_s]"
+    )
+    replay.add_argument("--slo-tpot", type=_factor, metavar="S", help="and of each after it [slo.tpot_s]")
     replay.add_argument(
         "--drain", type=_factor, default=60.0, metavar="S", help="for the last requests to end [60]"
     )
@@ -63,7 +65,11 @@ def _add_replay(replay: Parser, add_client_flags: Callable[[Parser], None]) -> N
     replay.add_argument(
         "--token-ids", type=ids, metavar="FIRST:END", help="that prompts are made of [16:1000]"
     )
-    replay.add_argument("--admin-key", metavar="KEY", help="to see KV, layers and morphs [of the settings]")
+    replay.add_argument(
+        "--admin-key",
+        metavar="KEY",
+        help="to see KV, layers and morphs [of the settings, for their own service]",
+    )
     replay.add_argument("--out", type=Path, metavar="DIR", help="for run.json and the picture")
     replay.add_argument("--no-plot", action="store_true", help="run.json only")
     replay.add_argument("--compare", nargs="+", type=Path, default=[], metavar="DIR", help="runs beside it")

@@ -110,8 +110,8 @@ class Generator:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         for outcome in self.run.outcomes:
-            if outcome.sent_s is None and not outcome.error:
-                outcome.error = NOT_SENT
+            if outcome.sent_s is None and not outcome.error:  # else all were due: no connection came about
+                outcome.error = NOT_SENT if why == INTERRUPTED else why
 
     async def _serve(self, outcome: Outcome, exchange: Exchange) -> None:
         """One request, from its connection to its end. A connection that could not be opened ahead is opened

@@ -73,7 +73,7 @@ OWN_LINE: Final = 'a line is an object such as {"at": 1700000000.5, "prompt_toke
 
 def read_rows(path: Path, wanted: str = "auto") -> tuple[str, Iterator[Row]]:
     """(the schema's name, the rows in order of their time). Raises TraceProblem, also while the rows are
-    read: nothing of a long file is kept."""
+    read: of a long CSV file nothing is kept, and no place of it is gone back to, so it may be a pipe."""
     try:
         file = path.open(encoding="utf-8-sig", newline="")
     except OSError as error:
@@ -88,16 +88,20 @@ def read_rows(path: Path, wanted: str = "auto") -> tuple[str, Iterator[Row]]:
         raise TraceProblem(path, 0, "is empty: there is no request in it")
     if wanted == OWN.name or (wanted == "auto" and first.lstrip().startswith("{")):
         return OWN.name, _own_rows(path, file, first)
-    header = next(csv.reader([first]))
     try:
-        schema = _schema(path, [name.strip() for name in header], first, wanted, file)
+        header = [name.strip() for name in next(csv.reader([first]))]
+        second = file.readline()
+        schema = _schema(path, header, first, second, wanted)
+    except (csv.Error, UnicodeDecodeError) as error:
+        file.close()
+        raise TraceProblem(path, 1, f"cannot be read as CSV: {error}") from error
     except TraceProblem:
         file.close()
         raise
-    return schema.name, _csv_rows(path, file, schema, [name.strip() for name in header])
+    return schema.name, _csv_rows(path, file, second, schema, header)
 
 
-def _schema(path: Path, header: list[str], first: str, wanted: str, file: TextIO) -> Schema:
+def _schema(path: Path, header: list[str], first: str, second: str, wanted: str) -> Schema:
     """The one that was asked for, or whose columns are all there. The Azure traces are told apart by the
     zone of their first date."""
     known = [SCHEMAS[wanted]] if wanted != "auto" else list(SCHEMAS.values())
@@ -105,10 +109,7 @@ def _schema(path: Path, header: list[str], first: str, wanted: str, file: TextIO
     if not fitting:
         raise TraceProblem(path, 1, _unknown(known, header, ", ".join(header)[:200] or first.strip()[:80]))
     if wanted == "auto" and len(fitting) > 1:
-        at = file.tell()
-        has_zone = "+" in file.readline()
-        file.seek(at)
-        return SCHEMAS["azure-2024" if has_zone else "azure-2023"]
+        return SCHEMAS["azure-2024" if "+" in second else "azure-2023"]
     return fitting[0]
 
 
@@ -131,12 +132,13 @@ def _all_formats() -> str:
     return ", ".join(f"{' and '.join(alike)} ({columns})" for columns, alike in names.items())
 
 
-def _csv_rows(path: Path, file: TextIO, schema: Schema, header: list[str]) -> Iterator[Row]:
+def _csv_rows(path: Path, file: TextIO, second: str, schema: Schema, header: list[str]) -> Iterator[Row]:
+    """`second`: the line that was read already."""
     places = [header.index(name) for name in schema.columns]
     before, before_text = -math.inf, ""
     with file:
         try:
-            for number, cells in enumerate(csv.reader(file), start=2):
+            for number, cells in enumerate(csv.reader(chain([second], file)), start=2):
                 if not cells:
                     continue
                 if len(cells) <= max(places):

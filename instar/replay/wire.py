@@ -173,6 +173,8 @@ async def connect(server: Server, exchange: Exchange) -> str:
         return "connect: timed out"
     except OSError as error:
         return f"connect: {_kind(error)}"
+    except UnicodeError:  # as the name's encoding for DNS says it
+        return f"connect: {server.host!r} is no name of a host"
     return ""
 
 
