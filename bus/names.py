@@ -107,12 +107,13 @@ class Names:
 
 
 # Of the streams that are read as they grow: enough for the slowest reader's pause. Two are history, too:
-# `moments` of 15 minutes under load, `events` of as long while they are fewer than ten a second.
+# `moments` of 15 minutes, even where a load begins anew all the time and there are two in two seconds, and
+# `events` of as long while they are fewer than ten a second.
 LIMITS = {
     "control": 4096,
     "telemetry": 2048,
     "metrics": 16,
-    "moments": 450,
+    "moments": 900,
     "demand": 256,
     "orders": 256,  # and none of them stays: the controller deletes what it has answered
     "events": 10_000,

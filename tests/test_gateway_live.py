@@ -8,18 +8,20 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bus.messages import InstanceMoment, LayerShape, Moment, MorphReport, Precision
+from bus.settings import RedisSettings
 from gateway.operations import live as live_module
 from gateway.operations.live import MAX_PENDING, Live, _Viewer
 from gateway.operations.live_state import live_state
 from gateway.state import Gateway
 from tests import metrics_samples
 from tests.gateway_core import Core
-from tests.gateway_harness import Gate, metrics_of
+from tests.gateway_harness import Gate, metrics_of, running
 
 pytest_plugins = ["tests.gateway_fixtures"]
 
@@ -165,6 +167,32 @@ async def test_a_state_that_did_not_change_is_not_told_again(
                 if kind == "event":
                     break
     assert found == ["state", "event"]  # the second metrics were the same, but for their time
+
+
+async def test_a_history_that_came_late_is_told_to_those_who_are_there(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow, may_read = Live._follow, asyncio.Event()
+
+    async def late(self: Live) -> None:
+        await may_read.wait()
+        await follow(self)
+
+    monkeypatch.setattr(Live, "_follow", late)
+    monkeypatch.setattr(live_module, "HISTORY_WAIT_S", 0.01)
+    await gate.bus.publish(gate.bus.names.moments, moment(time.time()))
+    async with viewer(gate) as stream:
+        assert (await next_of(stream, "history"))["moments"] == []
+        may_read.set()
+        assert len((await next_of(stream, "history"))["moments"]) == 1
+
+
+async def test_the_feed_shows_nothing_without_its_key(redis_settings: RedisSettings, folder: Path) -> None:
+    async with running(redis_settings, folder, admin_keys=["hush"], api_keys=["knock"]) as gate:
+        for key, status in ((None, 401), ("knock", 401), ("hush", 200)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            async with gate.http(headers=headers) as http, http.stream("GET", "/admin/live") as answer:
+                assert answer.status_code == status
 
 
 async def test_a_silent_feed_says_that_it_lives(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from bus.client import Bus, connect
 from bus.messages import InstanceMetrics, LayerShape, Metrics, Moment
+from bus.names import LIMITS
 from bus.settings import MonitorSettings, Settings
 from monitor import moments
 from monitor.moments import Rhythm, moment_of
@@ -94,3 +95,10 @@ async def test_the_monitor_writes_them_and_goes_on_after_redis_lost_its_data(
         await bus.link.run(lambda client: client.flushall())
         await bus.publish(bus.names.telemetry, telemetry(running=1))
         assert (await next_moment(bus, lambda moment: bool(moment.instances))).at > before.at
+
+
+@pytest.mark.parametrize("period_s", [1.0, 2.2, 3.0, 60.0])
+def test_a_stream_of_moments_holds_15_minutes_however_often_a_load_begins(period_s: float) -> None:
+    rhythm = Rhythm()
+    told = sum(rhythm.is_due(step / 4, (step / 4) % period_s < 0.4) for step in range(900 * 4))
+    assert told <= LIMITS["moments"]

@@ -106,7 +106,7 @@ function transformForm() {
     body: { workers: [...boxes.querySelectorAll(":checked")].map(({ value }) => value), tp: Number(tp.input.value), wait_s: 5 },
   }), { workers, tp });
   return { ...form, draw(state) {
-    const ids = state.instances.flatMap((one) => one.workers);
+    const ids = [...new Set(state.instances.flatMap((one) => one.workers))]; // one may serve several models
     if (boxes.dataset.ids !== ids.join()) {
       boxes.dataset.ids = ids.join();
       const chosen = new Set([...boxes.querySelectorAll(":checked")].map(({ value }) => value));

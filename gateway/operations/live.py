@@ -29,7 +29,7 @@ log = logging.getLogger("gateway")
 
 HISTORY_S: Final = 900.0
 MOST_EVENTS: Final = 600  # of the history
-MOST_MOMENTS: Final = 450  # as many as the stream keeps
+MOST_MOMENTS: Final = 900  # as many as the stream keeps
 HISTORY_WAIT_S: Final = 1.0  # for Redis; whoever comes sees without it what is known here
 STATE_S: Final = 0.5
 LOOK_S: Final = 2.0  # what nobody tells changes, too: reports grow stale
@@ -208,7 +208,9 @@ class Live:
                     self._moments.append(moment)
                     if self._is_loaded.is_set():
                         self._put("moment", moment)
-                self._is_loaded.set()
+                if not self._is_loaded.is_set():
+                    self._is_loaded.set()
+                    self._put("history", self._history())  # to those who did not wait so long
 
     async def _watch(self) -> None:
         while True:

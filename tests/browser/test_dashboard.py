@@ -10,6 +10,7 @@ import pytest
 
 from tests.browser.conftest import OpenPage
 from tests.browser.fake import Fake
+from tests.browser.picture import Instance
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -129,6 +130,18 @@ def test_a_refusal_stands_at_the_field_that_it_is_about(fake: Fake, open_page: O
     assert layers.get_attribute("aria-invalid") == "true"
 
 
+def test_a_worker_of_two_models_is_named_once_in_a_transform(fake: Fake, open_page: OpenPage) -> None:
+    fake.instances.append(Instance(["w0"]))
+    page = open_page(fake.url)
+    page.get_by_role("tab", name="By hand").click()
+    assert page.locator(".checks input").evaluate_all("all => all.map((one) => one.value)") == [
+        "w0",
+        "w1",
+        "w2",
+        "w3",
+    ]
+
+
 def test_drain_asks_before_it_is_sent(fake: Fake, open_page: OpenPage) -> None:
     page = open_page(fake.url)
     page.get_by_role("tab", name="By hand").click()
@@ -171,7 +184,10 @@ def test_with_a_key_it_shows_nothing_until_it_has_the_key(open_page: OpenPage) -
         page = open_page(fake.url)
         shown(page, "#key-dialog[open]")
         assert not page.locator("#main").is_visible()
-        page.keyboard.type("wrong")
+        page.keyboard.type("an open “sesame”")  # what no header can carry is not kept, and asked again
+        page.keyboard.press("Enter")
+        assert page.evaluate("sessionStorage.length") == 0 and page.locator("#key-dialog[open]").is_visible()
+        page.get_by_label("Key", exact=True).fill("wrong")
         page.keyboard.press("Enter")
         wait_for_text(page, "#key-why", "no API key")
         page.get_by_label("Key", exact=True).fill("open sesame")
