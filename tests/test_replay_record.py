@@ -72,6 +72,32 @@ async def test_a_listener_that_is_behind_is_told_how_many_it_lost() -> None:
     assert found[-1] == ("lost", 2)
 
 
+async def test_a_listener_that_is_behind_holds_no_more_than_some_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.operations.requests.KEPT_BYTES", 300)
+    ended = EndedRequests()
+    stream = ended.listen(has_prompts=True)
+    await anext(stream)
+    for _ in range(2):  # what was taken makes room again
+        for number in range(5):
+            ended.tell(flight(number), "stop")
+        found = await taken(stream)
+        assert len(found) < 4 and found[-1] == ("lost", 6 - len(found))
+
+
+async def test_what_ended_before_the_gateway_left_is_told_to_a_slow_listener() -> None:
+    ended = EndedRequests()
+    stream = ended.listen(has_prompts=False)
+    await anext(stream)
+    ended.tell(flight(0), "stop")
+    await taken(stream)
+    ended.tell(flight(1), "stop")
+    ended.close()
+    assert [one["id"] for _, one in await taken(stream)] == ["id1"]
+    assert [data async for data in stream] == []
+
+
 async def test_a_gateway_that_leaves_ends_the_stream() -> None:
     ended = EndedRequests()
     stream = ended.listen(has_prompts=False)

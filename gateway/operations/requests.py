@@ -18,18 +18,20 @@ from gateway.delivery.inflight import Flight
 
 KEEPALIVE_S: Final = 1.0  # a listener that stops after some time looks at the clock with each line
 KEPT: Final = 4096  # that a slow listener has not taken yet
+KEPT_BYTES: Final = 32 << 20  # the same: with prompts, each may be hundreds of kilobytes
 
 
 class _Listener:
     def __init__(self, has_prompts: bool) -> None:
         self.has_prompts = has_prompts
         self.pending: deque[bytes] = deque()
+        self.num_bytes = 0
         self.num_lost = 0
         self.has_news = asyncio.Event()
 
 
 class EndedRequests:
-    """A listener that is `kept` behind loses the newest, and is told how many."""
+    """A listener that is `kept` or KEPT_BYTES behind loses the newest, and is told how many."""
 
     def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.monotonic) -> None:
         self._listeners: list[_Listener] = []
@@ -65,6 +67,8 @@ class EndedRequests:
                     yield b": keepalive\n\n"
                     continue
                 yield self._taken(listener)
+            if listener.pending:  # it was written to as the others' streams ended
+                yield self._taken(listener)
         finally:
             self._listeners.remove(listener)
 
@@ -84,18 +88,21 @@ class EndedRequests:
         }
 
     def _put(self, listener: _Listener, record: dict[str, Any], flight: Flight) -> None:
-        if len(listener.pending) >= self._kept:
+        if len(listener.pending) >= self._kept or listener.num_bytes >= KEPT_BYTES:
             listener.num_lost += 1
             return
         if listener.has_prompts:
             record = record | {"prompt_token_ids": flight.prompt_token_ids}
-        listener.pending.append(b"event: request\ndata: %b\n\n" % msgspec.json.encode(record))
+        data = b"event: request\ndata: %b\n\n" % msgspec.json.encode(record)
+        listener.pending.append(data)
+        listener.num_bytes += len(data)
         listener.has_news.set()
 
     def _taken(self, listener: _Listener) -> bytes:
         listener.has_news.clear()
         data = b"".join(listener.pending)
         listener.pending.clear()
+        listener.num_bytes = 0
         if listener.num_lost:
             data += b"event: lost\ndata: %d\n\n" % listener.num_lost
             listener.num_lost = 0
