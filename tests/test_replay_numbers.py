@@ -22,10 +22,11 @@ from instar.replay.card import (
 )
 from instar.replay.command import bench
 from instar.replay.files import RunFile
-from instar.replay.observer import counters
+from instar.replay.observer import Observer, counters
 from instar.replay.outcomes import NOT_SENT, Outcome, conclude_stream, outcome_of
 from instar.replay.problems import BenchProblem
 from instar.replay.statistics import Slo, distribution, percentile, summary
+from instar.replay.wire import Server
 from tests.replay_samples import events, failed, flags, outcome, run_file
 
 
@@ -254,3 +255,18 @@ def test_counters_are_found_on_a_page_of_metrics() -> None:
         'instar_num_preemptions_total{engine="demo@w0",model_name="demo"}': 3.0,
         'instar_generation_tokens_by_precision_total{model_name="demo",precision="full"}': 1000.0,
     }
+
+
+async def test_a_counter_that_began_anew_is_told_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = iter(
+        ['instar_num_preemptions_total{engine="a"} 9\n', 'instar_num_preemptions_total{engine="a"} 2\n']
+    )
+
+    async def answer(server: Server, method: str, path: str, **_: object) -> tuple[int, bytes]:
+        return 200, next(pages).encode() if path == "/metrics" else b'{"instances": []}'
+
+    monkeypatch.setattr("instar.replay.observer.fetch", answer)
+    observer = Observer(Server.at("http://127.0.0.1:1", None))
+    assert await observer.begin() == ""
+    await observer.end(lambda: 1.0)
+    assert observer.counted == {'instar_num_preemptions_total{engine="a"}': 2.0}

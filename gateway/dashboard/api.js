@@ -59,6 +59,7 @@ async function errorOf(answer) {
 }
 
 let asking = null; // one dialog, however many calls wait for it
+export const isAsking = () => asking !== null;
 
 async function askForKey(which, why) {
   while (asking) {

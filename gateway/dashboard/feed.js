@@ -1,6 +1,6 @@
 // GET /admin/live, for as long as the page is open: reconnects by itself, and says for how long it could not.
 
-import { Refused, request } from "./api.js";
+import { Refused, isAsking, request } from "./api.js";
 import { events } from "./sse.js";
 
 const SILENCE_MS = 25_000; // the gateway says something every ten seconds
@@ -34,11 +34,11 @@ async function listen(on, wasHeard) {
   let watch = null;
   const heard = () => {
     clearTimeout(watch);
-    watch = setTimeout(() => abort.abort(), SILENCE_MS);
+    watch = setTimeout(() => (isAsking() ? heard() : abort.abort()), SILENCE_MS);
   };
   try {
+    heard(); // a gateway that takes the call and never answers is silent, too
     const answer = await request("admin", "/admin/live", { signal: abort.signal });
-    heard();
     for await (const { event, data } of events(answer)) {
       heard();
       if (!event || !(event in on)) continue;

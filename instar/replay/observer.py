@@ -112,7 +112,7 @@ class Observer:
     async def end(self, now_s: Callable[[], float]) -> None:
         await self.look(now_s)
         after = await self._counters()
-        self.counted = {name: after[name] - self._before.get(name, 0.0) for name in sorted(after)}
+        self.counted = {name: _grown(after[name], self._before.get(name, 0.0)) for name in sorted(after)}
 
     async def _counters(self) -> dict[str, float]:
         """{} where they cannot be read."""
@@ -121,6 +121,11 @@ class Observer:
         except BenchProblem:
             return {}
         return counters(answer.decode(errors="replace"))
+
+
+def _grown(after: float, before: float) -> float:
+    """A counter that fell began anew, with its process."""
+    return after - before if after >= before else after
 
 
 def _shape(one: _Instance, queue_delay_s: float | None) -> dict[str, Any]:

@@ -226,6 +226,17 @@ def test_it_survives_a_restart_and_says_since_when_the_gateway_is_gone(
 # ------------------------------------------------------------------------------------- for everybody
 
 
+def test_a_gateway_that_takes_the_call_and_never_answers_is_given_up(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    shown(page, ".device")
+    page.route("**/admin/live", lambda route: None)
+    page.clock.install()
+    page.reload()
+    wait_for_text(page, "#connection", "connecting")
+    page.clock.fast_forward(26_000)
+    wait_for_text(page, "#connection", "the gateway does not answer")
+
+
 def test_nothing_is_wider_than_a_phone(fake: Fake, open_page: OpenPage) -> None:
     fake.transform_to(5)
     page = open_page(fake.url, width=PHONE, height=780)
