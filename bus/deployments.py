@@ -28,7 +28,7 @@ DeploymentState = Literal["waiting", "loading", "serving", "retiring", "retired"
 class Intent:
     """What the owner of a deployment wants (iServe §4.1). At most one of the two SLOs; the other quantity is
     then minimised, else `minimise` is. Latency is that of one request of `prompt_tokens` and `output_tokens`
-    in batches of `batch_size`."""
+    in batches of `batch_size`. What is given of `tp`, `pp` and `precision` is fixed, the rest is chosen."""
 
     minimise: Objective = "cost"
     cost: CostModel = "memory_seconds"  # byte seconds of a request, bytes, or device hours of a request
@@ -38,6 +38,9 @@ class Intent:
     prompt_tokens: int = 256
     output_tokens: int = 64
     batch_size: int = 1
+    tp: int | None = None
+    pp: int | None = None
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ Serves a registered model in the way that fits what is wanted best, where there 
   instar deploy chat                               what costs least
   instar deploy chat --minimise latency
   instar deploy chat --max-latency 0.5 --prompt-tokens 1000
+  instar deploy chat --tp 1 --pp 2                 fixed; what else there is to choose is chosen
   instar deploy chat --detach                      do not wait
 """
 
@@ -46,6 +47,7 @@ Takes a deployment back: it takes nothing new, finishes what runs, and gives its
 
 OBJECTIVES = ("latency", "cost", "memory", "gpu_hours")
 COSTS = ("memory_seconds", "memory", "gpu_hours")
+PRECISIONS = ("full", "int8", "int4", "int3")
 FIELDS = (
     "minimise",
     "cost",
@@ -55,6 +57,9 @@ FIELDS = (
     "prompt_tokens",
     "output_tokens",
     "batch_size",
+    "tp",
+    "pp",
+    "precision",
 )
 
 AddFlags = Callable[[Parser], None]
@@ -126,6 +131,10 @@ def _add_intent(parser: Parser) -> None:
     wanted.add_argument("--prompt-tokens", type=at_least_one, metavar="N", help="of a request [256]")
     wanted.add_argument("--output-tokens", type=at_least_one, metavar="N", help="of a request [64]")
     wanted.add_argument("--batch-size", type=at_least_one, metavar="N", help="requests at once [1]")
+    fixed = parser.add_argument_group("what is fixed, and chosen where left out")
+    fixed.add_argument("--tp", type=at_least_one, metavar="N", help="workers that share each layer")
+    fixed.add_argument("--pp", type=at_least_one, metavar="N", help="stages, a worker each")
+    fixed.add_argument("--precision", type=one_of(PRECISIONS), metavar="P", help=_either(PRECISIONS))
 
 
 def _add_waits(parser: Parser, until: str) -> None:

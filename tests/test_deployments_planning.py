@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -85,3 +86,30 @@ def test_only_precisions_that_every_worker_keeps_are_planned() -> None:
     kept = kept_by(measured, [every, few])
     assert {one.configuration.precision for one in kept.latency} == {"full"}
     assert {one.configuration.precision for one in kept.memory} == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "workers"),
+    [
+        ({"pp": 3}, [["w0"], ["w1"], ["w2"]]),
+        ({"tp": 2}, [["w0", "w1"]]),
+        ({"tp": 1, "pp": 1, "precision": "full"}, [["w0"]]),
+    ],
+)
+def test_what_the_intent_fixes_is_placed_whatever_else_is_cheaper(
+    fixed: dict[str, Any], workers: list[list[str]]
+) -> None:
+    room = Room(dict.fromkeys(("w0", "w1", "w2"), 2 * WHOLE), [])
+    asked = question("w0", "w1", "w2", intent=Intent(**fixed))
+    found = answer_of(planned(asked, room, LoadWindow(), NOW_S))
+    assert isinstance(found, Chosen)
+    chosen = found.estimate.configuration
+    assert all(getattr(chosen, name) == value for name, value in fixed.items())
+    assert [stage.workers for stage in found.stages] == workers
+
+
+def test_a_fixed_number_of_stages_waits_for_workers_that_are_yet_to_come() -> None:
+    asked = question("w0", "w1", intent=Intent(pp=3))
+    found = answer_of(planned(asked, Room(dict.fromkeys(("w0", "w1"), WHOLE), []), LoadWindow(), NOW_S))
+    assert isinstance(found, Refused) and not found.is_final
+    assert "needs 3 devices, there are 2" in found.reason

@@ -58,6 +58,9 @@ ROWS = [WIDE, SMALL, PLAIN]
         ({"max_latency_s": 0.0}, "max_latency_s is 0.0: it must be above 0"),
         ({"max_latency_s": float("nan")}, "max_latency_s is nan"),
         ({"max_cost": -2.0}, "max_cost is -2.0: it must be above 0"),
+        ({"pp": 0}, "pp is 0: it must be a whole number, 1 or more"),
+        ({"precision": "int5"}, "precision is 'int5': it may be full, int8, int4, int3"),
+        ({"tp": 2, "pp": 2}, "tp is 2 and pp is 2: stages have one worker each"),
         ({"max_cost": "cheap"}, "max_cost is 'cheap': it must be above 0"),
         ({"max_loss": True}, "max_loss is True"),
         ({"max_loss": -0.01}, "max_loss is -0.01: it must be 0 or more"),
@@ -149,6 +152,19 @@ def test_what_is_ruled_out_is_told_last_with_its_reason() -> None:
     judged = judge(ROWS, Intent(max_latency_s=2.5))
     assert [one.configuration for one in judged] == [one.configuration for one in (PLAIN, WIDE, SMALL)]
     assert [bool(one.refusal) for one in judged] == [False, False, True]
+
+
+def test_what_is_fixed_leaves_only_the_rest_to_be_chosen() -> None:
+    assert rank(ROWS, Intent(precision="full")) == [PLAIN, WIDE]
+    assert rank(ROWS, Intent(tp=2)) == [WIDE]
+    assert [one.refusal for one in judge(ROWS, Intent(tp=2, precision="int4"))] == [
+        "the intent fixes tp 2",
+        "the intent fixes tp 2, precision int4",
+        "the intent fixes precision int4",
+    ]
+    with pytest.raises(UnmetError, match="the nearest is TP1 x PP1 full: the intent fixes pp 3") as unmet:
+        rank(ROWS, Intent(tp=1, pp=3, precision="full"))
+    assert unmet.value.best == replace(PLAIN, refusal="the intent fixes pp 3")
 
 
 def test_a_tie_goes_to_fewer_devices_then_fewer_stages_then_more_bits() -> None:

@@ -17,8 +17,8 @@ from controller.intents.room import Tenant
 
 MAX_STAGES = 4
 DEGREES = (1, 2, 4)
-GROUPS = False  # workers form none of models that came after their start
-NO_GROUP = "workers form groups only of the models that they start with (worker.models)"
+GROUPS = False  # they are formed only where the intent fixes them
+NO_GROUP = "groups are not chosen yet, only formed where the intent fixes tp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,7 @@ def _plan(
         for device in devices
     ]
     profile = kept_by(profile, devices)
-    stages = min(MAX_STAGES, len(devices))
-    num_joining = sum(bool(device.card.link) for device in devices) if question.may_group else 0
-    degrees = [degree for degree in DEGREES if GROUPS and degree <= max(1, num_joining)] or [1]
+    degrees, stages = _shapes(question, devices)
     found = plan(
         profile,
         question.intent,
@@ -127,6 +125,16 @@ def _plan(
         tenants=room.tenants,
     )
     return _with_groups(found, profile, question.intent, set(DEGREES) - set(degrees), stages)
+
+
+def _shapes(question: Question, devices: Sequence[Device]) -> tuple[list[int], int]:
+    """Degrees, and the most stages. What the intent fixes may also need workers that are yet to come. Groups
+    are not chosen, but formed where they are fixed, of workers without another model."""
+    fixed_tp, stages = question.intent.tp, max(question.intent.pp or 1, min(MAX_STAGES, len(devices)))
+    if fixed_tp:
+        return [fixed_tp], stages if fixed_tp == 1 else 1
+    num_joining = sum(bool(device.card.link) for device in devices) if question.may_group else 0
+    return [degree for degree in DEGREES if GROUPS and degree <= max(1, num_joining)] or [1], stages
 
 
 def _with_groups(found: Plan, profile: Profile, intent: Intent, degrees: set[int], stages: int) -> Plan:

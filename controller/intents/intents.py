@@ -10,6 +10,7 @@ from typing import get_args
 from bus.deployments import CostModel, Estimate, Intent, Objective
 from bus.messages import PRECISIONS
 
+FIXABLE = ("tp", "pp", "precision")
 COST_UNITS: dict[CostModel, str] = {"memory_seconds": "byte seconds", "memory": "bytes", "gpu_hours": "h"}
 
 
@@ -45,8 +46,9 @@ def _problems(intent: Intent) -> Iterator[str]:
         yield f"max_loss is {intent.max_loss!r}: it must be 0 or more (0.01 is one per cent of perplexity)"
     for name in ("prompt_tokens", "output_tokens", "batch_size"):
         value = getattr(intent, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_count(value):
             yield f"{name} is {value!r}: it must be a whole number, 1 or more"
+    yield from _unfixable(intent)
     if intent.max_latency_s is not None and intent.max_cost is not None:
         yield (
             f"max_latency_s is {intent.max_latency_s!r} and max_cost is {intent.max_cost!r}: only one of "
@@ -62,6 +64,24 @@ def _problems(intent: Intent) -> Iterator[str]:
             f"minimise is {intent.minimise!r} beside max_cost: a limit of cost minimises the latency; "
             "leave minimise out"
         )
+
+
+def _unfixable(intent: Intent) -> Iterator[str]:
+    for name in ("tp", "pp"):
+        value = getattr(intent, name)
+        if value is not None and not _is_count(value):
+            yield f"{name} is {value!r}: it must be a whole number, 1 or more"
+    if intent.precision is not None and intent.precision not in PRECISIONS:
+        yield f"precision is {intent.precision!r}: it may be {', '.join(PRECISIONS)}"
+    if (intent.tp or 1) > 1 and (intent.pp or 1) > 1:
+        yield (
+            f"tp is {intent.tp} and pp is {intent.pp}: stages have one worker each; let one of them be 1, "
+            "or leave it out"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:
@@ -96,9 +116,15 @@ def rank(estimates: Iterable[Estimate], intent: Intent) -> list[Estimate]:
 
 def ruled_out(estimate: Estimate, intent: Intent) -> str:
     """Why the intent does not allow it, with the numbers; "": it does."""
+    if others := _not_as_fixed(estimate, intent):
+        return f"the intent fixes {', '.join(others)}"
     if intent.max_loss is not None:
         if estimate.loss is None:
-            return f"what {estimate.configuration.precision} loses is not known: run `instar profile` for it"
+            lost = estimate.configuration.precision
+            return (
+                f"what {lost} loses is not known: run `instar profile --precision {lost}` on the model's "
+                "folder and register it again"
+            )
         if estimate.loss.value > intent.max_loss:
             return f"loses {estimate.loss.value:.2%} of perplexity, above max_loss {intent.max_loss:.2%}"
     if intent.max_latency_s is not None and estimate.latency_s.value > intent.max_latency_s:
@@ -109,21 +135,27 @@ def ruled_out(estimate: Estimate, intent: Intent) -> str:
     return ""
 
 
+def _not_as_fixed(estimate: Estimate, intent: Intent) -> list[str]:
+    """What is fixed otherwise than it has it."""
+    fixed = {name: value for name in FIXABLE if (value := getattr(intent, name)) is not None}
+    return [f"{name} {fixed[name]}" for name in fixed if getattr(estimate.configuration, name) != fixed[name]]
+
+
 def nearest(estimates: Iterable[Estimate], intent: Intent) -> Estimate | None:
-    """Of those that miss it: quality first, then the quantity that has the limit."""
+    """Of those that miss it: what is fixed first, then quality, then the quantity that has the limit."""
 
     def miss(one: Estimate) -> tuple[float, ...]:
-        floor = intent.max_loss is not None and bool(ruled_out(one, _without_slo(intent)))
+        floor = intent.max_loss is not None and bool(ruled_out(one, _without_all_but_loss(intent)))
         limited = one.cost.value if intent.max_cost is not None else one.latency_s.value
         loss = one.loss.value if one.loss else math.inf
-        return (loss, limited) if floor else (-1.0, limited)
+        return (len(_not_as_fixed(one, intent)), loss if floor else -1.0, limited)
 
     return min(estimates, key=lambda one: (*miss(one), *preference(one, intent)), default=None)
 
 
-def _without_slo(intent: Intent) -> Intent:
-    """The same without limits of latency and cost."""
-    return replace(intent, max_latency_s=None, max_cost=None)
+def _without_all_but_loss(intent: Intent) -> Intent:
+    """The same without limits of latency and cost, and with nothing fixed."""
+    return replace(intent, max_latency_s=None, max_cost=None, tp=None, pp=None, precision=None)
 
 
 def name_of(estimate: Estimate) -> str:

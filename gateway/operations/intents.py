@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, get_args
 from pydantic import ValidationError
 
 from bus.deployments import CostModel, Intent, Objective
+from bus.messages import Precision
 from gateway.errors import invalid
 from gateway.openai.params import MAX_COUNT, Body, between
 from gateway.openai.problems import first_problem, shown
@@ -29,6 +30,9 @@ class IntentBody(Body):
     prompt_tokens: Tokens = 256
     output_tokens: Tokens = 64
     batch_size: Annotated[int, between(1, 4096)] = 1
+    tp: Annotated[int, between(1, 64)] | None = None
+    pp: Annotated[int, between(1, 64)] | None = None
+    precision: Precision | None = None
 
 
 class _Named(Body):
