@@ -178,6 +178,20 @@ def test_what_was_measured_once_answers_the_next_time(folder: Path, pool: PagePo
     assert measurer.find(replace(command, precisions=["int8"])) is None
 
 
+def test_what_a_precision_loses_is_read_each_time_from_its_profile(
+    folder: Path, pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measurer, command = measurer_of(pool), command_of(folder)
+    assert measured(measurer, command).loss == {}
+    monkeypatch.setattr("worker.fingerprint.measurer.losses", lambda *_: {"int4": 0.02})
+    found = measurer.find(command)
+    assert found is not None
+    assert found.loss == {"int4": 0.02}
+    random = measurer_of(pool, load_format="dummy").find(command)
+    assert random is not None
+    assert random.loss == {}
+
+
 def test_a_profile_of_another_program_or_a_damaged_one_is_measured_again(
     folder: Path, pool: PagePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.model_folders import make_oracle
 from tests.tiny_model import byte_level
@@ -15,8 +17,10 @@ from worker.model import ModelError, read_config
 from worker.model.sources import Checkpoint
 from worker.profile.__main__ import main
 from worker.profile.greedy import Profiler
+from worker.profile.loss import losses
 from worker.profile.order import load_order, profile_path
 from worker.profile.scores import Metric, Weights, similarity
+from worker.quantize.calibration import read_calibration
 from worker.quantize.decoder import Ends, Span, Tensors, load_ends, load_layer, run_layer
 from worker.quantize.fingerprint import model_fingerprint
 from worker.quantize.source import QuantizedLayers
@@ -162,6 +166,52 @@ def test_the_command_writes_what_the_worker_follows(folder: Path, text: Path) ->
     assert load_order(folder) == (found["sequence"], "profile")
     assert load_order(folder, "profile") == (found["sequence"], "profile")
     assert load_order(folder, "front-to-back") == ([0, 1, 2, 3], "front-to-back")
+
+
+def test_perplexities_are_kept_for_every_number_of_swapped_layers(folder: Path, text: Path) -> None:
+    assert profile(folder, text, "--precision", "int3") == 0
+    path = profile_path(folder, "int3")
+    found = json.loads(path.read_text())
+    parts = Parts(folder)
+    windows = read_calibration(read_config(folder), text, 2, 48).tokens
+    for count, perplexity in enumerate(found["perplexity"]):
+        swapped = set(found["sequence"][:count])
+        outputs = [parts.output(window, swapped)[0, :-1] for window in windows]
+        nats = [F.cross_entropy(out, window[1:]) for out, window in zip(outputs, windows, strict=True)]
+        assert math.log(perplexity) == pytest.approx(float(sum(nats) / 2), abs=1e-4)
+    assert len(found["perplexity"]) == LAYERS + 1
+
+
+def test_a_profile_without_perplexities_gets_them_and_keeps_its_order(
+    folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile(folder, text)
+    path = profile_path(folder, "int4")
+    found = json.loads(path.read_text())
+    older = {name: value for name, value in found.items() if name != "perplexity"}
+    path.write_text(json.dumps(older))
+    assert losses(read_config(folder), ["int4"]) == {}
+    monkeypatch.setattr(Profiler, "_degradation", None)  # no trial is run
+    assert profile(folder, text) == 0
+    again = json.loads(path.read_text())
+    assert {**again, "perplexity": []} == {**found, "perplexity": []}
+    assert again["perplexity"] == pytest.approx(found["perplexity"], rel=1e-3)
+
+
+def test_the_loss_is_that_of_all_layers_and_of_what_is_served(folder: Path, text: Path) -> None:
+    config = read_config(folder)
+    assert losses(config, ["full", "int8", "int4"]) == {}
+    profile(folder, text)
+    path = profile_path(folder, "int4")
+    found = json.loads(path.read_text())
+    found["perplexity"] = [20.0, 20.1, 20.2, 20.3, 21.0]
+    path.write_text(json.dumps(found))
+    assert losses(config, ["full", "int8", "int4"]) == {"int4": pytest.approx(0.05)}
+    path.write_text(json.dumps({**found, "perplexity": [20.0, 20.1, 20.2, 20.3, 19.9]}))
+    assert losses(config, ["int4"]) == {"int4": 0.0}
+    for other in ({"method": "awq"}, {"model": "0" * 64}):  # not what a worker would load, not this model
+        path.write_text(json.dumps({**found, **other}))
+        assert losses(config, ["int4"]) == {}
 
 
 def test_weights_and_metric_are_settable(folder: Path, text: Path) -> None:

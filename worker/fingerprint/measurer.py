@@ -14,6 +14,7 @@ import torch
 
 from bus.checkpoints import BadCheckpoint, digest_of
 from bus.deployments import Measure, Profile
+from bus.messages import Precision
 from bus.settings import WorkerSettings
 from worker.deploy.site import Site
 from worker.fingerprint.cut import CutPlan
@@ -31,6 +32,7 @@ from worker.fingerprint.stored import (
 )
 from worker.memory import PagePool
 from worker.model import ModelConfig, ModelError, read_config
+from worker.profile.loss import losses
 
 log = logging.getLogger("worker")
 
@@ -59,8 +61,9 @@ class Measurer:
         found = read_stored(self._path(command))
         if found is None or not is_of(found, command.digest, self.device, program_version()):
             return None
-        missing = set(self._grid(command, _config_of(command)).points) - points_in(found)
-        return None if missing else replace(found, model=command.model)
+        config = _config_of(command)
+        missing = set(self._grid(command, config).points) - points_in(found)
+        return None if missing else replace(found, model=command.model, loss=self._losses(command, config))
 
     def prepare(self, command: Measure) -> Profiler:
         """Raises CannotMeasure."""
@@ -86,14 +89,25 @@ class Measurer:
         """The profile, and a file of it where the model's folder may be written to. Raises CannotMeasure:
         the checkpoint is another one by now."""
         self._check_digest(command)
-        profile = profiler.profile(
+        measured = profiler.profile(
             model=command.model, digest=command.digest, device=self.device, version=program_version()
         )
+        profile = replace(measured, loss=self._losses(command, profiler.plan.whole))
         try:
             write_stored(self._path(command), profile)
         except OSError as error:
             log.warning("the profile of %s is kept in Redis alone: %s", command.model, error)
         return profile
+
+    def _losses(self, command: Measure, config: ModelConfig) -> dict[Precision, float]:
+        """Of what `instar profile` stored beside the model; read each time, for it may come later."""
+        if self.settings.load_format == "dummy":
+            return {}
+        try:
+            return losses(config, command.precisions, self.settings.quantization)
+        except ModelError as error:
+            log.warning("what %s loses in fewer bits is not known: %s", command.model, error)
+            return {}
 
     def _grid(self, command: Measure, config: ModelConfig) -> Grid:
         """Raises CannotMeasure."""

@@ -8,10 +8,12 @@ L layers and W windows take about L^3 / 6 * W runs of a layer, and L^2 / 2 * W o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 from worker.profile.scores import Metric, Weights, similarity
 from worker.quantize.decoder import Ends, Span, Tensors, run_layer
@@ -43,12 +45,13 @@ class Profiler:
         metric: Metric,
     ) -> None:
         self._ends, self._layers, self._quantised = ends, layers, quantised
-        self._metric = metric
+        self._metric, self._windows = metric, windows
         # entries[w][j]: window w at the entry of layer j for the current Q; [L] is what the head reads.
         self._entries = [[ends.embed(window[None])] for window in windows]
         for entries in self._entries:
             for layer in range(len(layers)):
                 entries.append(self._run(layer, entries[layer], layers[layer]))
+        self.perplexity = [self._perplexity()]  # of the windows, by how many layers are swapped
 
     def sequence(self, weights: Weights, advance: Callable[[], None]) -> tuple[list[int], Scores]:
         """All layers in the order of greatest LIS, the lower of equals first; `advance` is called once for
@@ -65,6 +68,11 @@ class Profiler:
             remaining.remove(best)
             self._swap(best)
         return order, scores
+
+    def follow(self, sequence: Sequence[int]) -> None:
+        """Swap them in this order, for the perplexities alone."""
+        for layer in sequence:
+            self._swap(layer)
 
     @property
     def num_trials(self) -> int:
@@ -103,6 +111,15 @@ class Profiler:
         for entries in self._entries:
             for later in range(layer, len(self._layers)):
                 entries[later + 1] = self._run(later, entries[later], self._layers[later])
+        self.perplexity.append(self._perplexity())
+
+    def _perplexity(self) -> float:
+        """Of every window's tokens behind its first."""
+        nats = [
+            float(F.cross_entropy(self._ends.logits(entries[-1])[0, :-1].float(), window[1:]))
+            for entries, window in zip(self._entries, self._windows, strict=True)
+        ]
+        return math.exp(_mean(nats))
 
     def _swapped(self, layer: int) -> Tensors:
         return {**self._layers[layer], **self._quantised(layer)}

@@ -9,7 +9,8 @@ from worker.quantize.options import add_calibration_options
 
 TEXT = """\
 Measures what a model loses with each of its layers in fewer bits, and so which to swap first and which last.
-Writes MODEL/instar/profile-PRECISION.json, which workers follow. Runs on a GPU if there is one.
+Writes MODEL/instar/profile-PRECISION.json, which workers follow, and by which `max_loss` of a deployment is
+judged (register the model again then). Runs on a GPU if there is one.
 
   instar profile models/demo
   instar profile DIR --precision int3 --calibration text.txt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,7 +26,9 @@ _REMEDY = "make it again with `instar profile`, or remove it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """sequence: layers, the first to be swapped first. scores: as `greedy.Scores`. model: fingerprint."""
+    """sequence: layers, the first to be swapped first. scores: as `greedy.Scores`. model: fingerprint.
+    perplexity: of the calibration text with so many layers of the sequence swapped, none first; empty where
+    the profile was made before they were kept."""
 
     model: str
     precision: str
@@ -38,7 +40,16 @@ class Profile:
     sequence: list[int]
     scores: dict[str, list[float]]
     seconds: float
+    perplexity: list[float] = field(default_factory=list)
     format: int = FORMAT
+
+    @property
+    def loss(self) -> float | None:
+        """Share of perplexity that all layers in this precision bring. None: not known. What is below 0 is
+        noise."""
+        if len(self.perplexity) != len(self.sequence) + 1:
+            return None
+        return max(0.0, self.perplexity[-1] / self.perplexity[0] - 1)
 
 
 def profile_path(folder: Path, precision: str) -> Path:
