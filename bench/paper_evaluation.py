@@ -17,6 +17,8 @@ from bench.paper_report import digits, quality, row
 from bench.paper_run import SLO, PaperRun, run_one
 from bench.paper_service import DEFAULT, FULL, INT4, PERFORMANCE, PaperService, Way, ways
 from instar.replay import files
+from instar.replay.card import errors_text
+from instar.replay.problems import BenchProblem
 
 SPEED: Final = 2.4  # 72 s of a trace are sent in 30
 LADDER_WAYS: Final = (FULL, INT4, DEFAULT, PERFORMANCE)
@@ -120,13 +122,17 @@ class Evaluation:
                 self.clock.say(in_a_line(self.ladder[-1]), self.size.ladder_s + BETWEEN_S)
 
     def _run(self, way: Way, load: str, source: str, times: list[float], drain_s: float) -> PaperRun:
-        """Kept in the folder of runs, too."""
+        """Kept in the folder of runs, too. Raises BenchProblem where nothing was served: no ratio can be told
+        of that."""
         service = self.wide if way.is_roomy else self.service
         run = run_one(service, way, load, source, requests(times, self.offline.prompts), drain_s)
         folder = self.runs_folder / re.sub(r"[^a-z0-9.]+", "-", f"{load} {way.name}".lower())
         folder.mkdir(parents=True, exist_ok=True)
         files.write(folder, run.file)
         (folder / "texts.json").write_text(json.dumps(run.texts) + "\n")
+        if not run.file.summary["served"]:
+            errors = errors_text(run.file.summary["errors"])
+            raise BenchProblem(f"{load}, {way.name}: no request was served ({errors}); it is in {folder}")
         return run
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench import paper_evaluation
 from bench.paper_loads import Load
 from bench.paper_page import BLOCKS, PAGE, UNMEASURED, read_result, regenerated
 from bench.paper_picture import draw_all
 from bench.paper_report import headlines, highest_rates, load_numbers, premises, row
 from bench.paper_run import SLO, PaperRun, text_of
-from bench.paper_service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, ways
+from bench.paper_service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, Way, ways
 from bench.paper_tables import judged, number
 from instar.replay.files import RunFile
 from instar.replay.outcomes import Outcome
+from instar.replay.problems import BenchProblem
 
 PLANS = {PLAN: ("full", "int4"), PLAN_ANY: ("int8", "int4")}
 # P95 TTFT of each way; what is not here has 1 s.
@@ -200,3 +203,18 @@ def test_the_text_of_a_stream_is_that_of_all_its_events() -> None:
     events = [{"choices": [{"text": "def"}]}, {"choices": [{"text": " f"}]}, {"choices": [], "usage": {}}]
     stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     assert text_of(stream.encode()) == "def f"
+
+
+def test_a_run_of_which_nothing_was_served_ends_the_evaluation_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of("Azure code", FULL, 1.0)
+    for one in run.file.outcomes:
+        one.error = "503 server_overloaded"
+    monkeypatch.setattr(paper_evaluation, "run_one", lambda *_: run)
+    none: Any = SimpleNamespace(prompts=[[1]])
+    size, clock = paper_evaluation.QUICK, paper_evaluation.Clock(1.0)
+    evaluation = paper_evaluation.Evaluation(none, none, none, size, clock, tmp_path)
+    with pytest.raises(BenchProblem, match=r"Azure code, full precision: no request was served \(4 x 503"):
+        evaluation._run(Way(FULL), "Azure code", "", [0.0], 1.0)
+    assert (tmp_path / "azure-code-full-precision" / "run.json").exists()

@@ -228,6 +228,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
         ("{", "is no JSON"),
         ("[]", "is of version None, this reads 1"),
         ('{"version": 1}', "is no run of `instar bench replay`: KeyError"),
+        ('{"version": 1, "requests": []}', "run.json: has no request"),
     ],
 )
 def test_what_is_no_run_is_told(tmp_path: Path, text: str | None, told: str) -> None:

@@ -103,6 +103,8 @@ def read(folder: Path) -> RunFile:
         version = found.get("version") if isinstance(found, dict) else None
         raise BenchProblem(f"{path}: is of version {version}, this reads {VERSION}")
     try:
+        if not found["requests"]:
+            raise BenchProblem(f"{path}: has no request")
         return RunFile(
             found["about"],
             Slo(**found["slo"]),
