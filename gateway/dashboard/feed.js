@@ -43,10 +43,8 @@ async function listen(on, wasHeard) {
       heard();
       if (!event || !(event in on)) continue;
       on[event](JSON.parse(data));
-      if (event === "hello") {
-        wasHeard();
-        on.live();
-      }
+      if (event === "hello") on.live();
+      if (event === "state") wasHeard(); // the opening is whole: a gateway that fails on its way is not hurried
     }
   } finally {
     clearTimeout(watch);

@@ -59,6 +59,7 @@ function choose(id) {
   view.chosen = id;
   view.isFollowing = id === view.decisions.at(-1)?.id;
   pointAt(id);
+  mark(); // it may be pointed at already
 }
 
 function step(event, list, shown) {

@@ -13,7 +13,7 @@ from tests.browser.fake import Fake
 from tests.browser.picture import Instance
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -95,6 +95,15 @@ def test_a_decision_tells_what_it_saw_and_what_it_came_to(fake: Fake, open_page:
     assert re.search(r"bytes copied\s+4 MiB", told)
     page.locator(".mark[data-glyph=resize]").hover()
     wait_for_text(page, "#peek", "12 pages are free, 40 are needed")
+
+
+def test_a_decision_that_is_pointed_at_is_chosen_by_a_click(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    row = page.locator(".row-button >> nth=1")
+    row.hover()
+    row.click()
+    assert row.get_attribute("aria-current") == "true"
+    assert page.locator(".row-button[tabindex='0']").count() == 1
 
 
 # ------------------------------------------------------------------------------------- what is done
@@ -235,6 +244,24 @@ def test_a_gateway_that_takes_the_call_and_never_answers_is_given_up(fake: Fake,
     wait_for_text(page, "#connection", "connecting")
     page.clock.fast_forward(26_000)
     wait_for_text(page, "#connection", "the gateway does not answer")
+
+
+def test_a_gateway_that_fails_in_its_opening_is_asked_less_and_less_often(
+    fake: Fake, open_page: OpenPage
+) -> None:
+    page = open_page(fake.url)
+    shown(page, ".device")
+    asked: list[float] = []
+
+    def hello_only(route: Route) -> None:
+        asked.append(time.monotonic())
+        hello = f'event: hello\ndata: {{"now": {time.time()}}}\n\n'
+        route.fulfill(content_type="text/event-stream", body=hello)
+
+    page.route("**/admin/live", hello_only)
+    page.reload()
+    page.wait_for_timeout(4000)  # at the first pause it would be eight times or more
+    assert 2 <= len(asked) <= 6
 
 
 def test_nothing_is_wider_than_a_phone(fake: Fake, open_page: OpenPage) -> None:
