@@ -238,6 +238,9 @@ async def test_a_server_that_refuses_everything_is_told_before_the_run() -> None
         await replayed(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ServerProblem, match=r"no server answers at a\.\.b:1 .*'a\.\.b' is no name of a host"):
         await replayed("http://a..b:1")
+    with pytest.raises(BenchProblem, match="--url holds a name or a password") as told:
+        await replayed("http://me:hush@127.0.0.1:1")
+    assert "hush" not in str(told.value)
     with pytest.raises(BenchProblem, match="'ftp://x' is no address"):
         await replayed("ftp://x")
 

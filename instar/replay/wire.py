@@ -47,6 +47,8 @@ class Server:
             port = -1
         if found.scheme not in ("http", "https") or not found.hostname or port == -1:
             raise BenchProblem(f"{url!r} is no address; write it as http://127.0.0.1:8000")
+        if "@" in found.netloc:  # it would stand in run.json and in the picture
+            raise BenchProblem("--url holds a name or a password; only keys are sent: --api-key KEY")
         tls = ssl.create_default_context() if found.scheme == "https" else None
         path = found.path.rstrip("/").removesuffix("/v1")
         default = 443 if tls else 80
