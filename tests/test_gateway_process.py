@@ -63,7 +63,7 @@ async def test_while_draining_new_requests_get_503_and_streams_end(
         answer = await http.post("/v1/completions", json=BODY)
         assert answer.status_code == 503 and answer.headers["retry-after"]
         error = answer.json()["error"]
-        told = "this gateway is shutting down; ask another one, or this one when it is back"  # it may be alone
+        told = "this gateway is shutting down; ask another one, or this one when it is back"
         assert (error["code"], error["message"]) == ("service_unavailable", told)
         assert (await http.get("/ready")).status_code == 503
         assert (await http.get("/health")).status_code == 200
