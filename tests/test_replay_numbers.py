@@ -170,6 +170,14 @@ def test_a_picture_is_the_same_whenever_it_is_drawn(tmp_path: Path, names: str) 
     assert drawn[0] == drawn[1] and drawn[0].startswith(b"\x89PNG")
 
 
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_picture_takes_names_for_names(tmp_path: Path) -> None:
+    runs = [run_file(mixed(), name, source="a$b_{$.csv", arrivals_sha256=name) for name in ("$a^$", "b")]
+    plots.draw(runs, tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()
+
+
 def test_several_runs_are_laid_over_one_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +200,7 @@ def test_runs_of_one_load_are_compared_without_a_doubt() -> None:
     runs = [run_file(mixed(), name) for name in "ab"]
     assert differing_loads(runs) == ""
     assert "tokens at full precision" in text_of(comparison(runs))
+    assert "[red]a" in text_of(comparison([run_file(mixed(), "[red]a"), runs[0]]))
     runs[1] = RunFile(runs[1].about, Slo(1.0, 0.1), runs[1].outcomes)
     assert differing_loads(runs) == "these runs were held to different SLOs"
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -170,7 +171,7 @@ def seconds_text(value: float) -> str:
 
 def comparison(runs: Sequence[RunFile]) -> Table:
     """A column for each, a row for each number."""
-    table = Table("", *(run.name for run in runs), box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table("", *(escape(run.name) for run in runs), box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     found = [run.summary for run in runs]

@@ -85,13 +85,17 @@ def _due(axes: Any, runs: Sequence[RunFile], bin_s: int) -> None:
     for run, colour in zip(runs[1:], (COLOURS * len(runs))[1:], strict=False):
         if run.about.get("arrivals_sha256") != runs[0].about.get("arrivals_sha256"):
             due = [one.due_s for one in run.outcomes]
-            _rate(axes, due, bin_s, f"due in {run.name}", color=colour, histtype="step", linestyle=":")
+            _rate(
+                axes, due, bin_s, f"due in {_plain(run.name)}", color=colour, histtype="step", linestyle=":"
+            )
 
 
 def _failed(axes: Any, run: RunFile, colour: str, bin_s: int) -> None:
     failed = [one.due_s for one in run.outcomes if one.error and one.counts]
     if failed:
-        _rate(axes, failed, bin_s, f"failed in {run.name}", color=colour, histtype="step", linewidth=1.5)
+        _rate(
+            axes, failed, bin_s, f"failed in {_plain(run.name)}", color=colour, histtype="step", linewidth=1.5
+        )
 
 
 def _rate(axes: Any, at_s: Sequence[float], bin_s: int, label: str, **style: Any) -> None:
@@ -209,10 +213,16 @@ def _head(figure: Any, runs: Sequence[RunFile]) -> None:
     from matplotlib.lines import Line2D
 
     about = runs[0].about
-    figure.suptitle(f"{about['source']} against {about['url']} ({about['model']})", fontsize=11, y=0.995)
+    heading = _plain(f"{about['source']} against {about['url']} ({about['model']})")
+    figure.suptitle(heading, fontsize=11, y=0.995)
     if len(runs) > 1:
         lines = [Line2D([], [], color=colour, linewidth=3) for colour in COLOURS]
-        names = [run.name for run in runs]
+        names = [_plain(run.name) for run in runs]
         handles = (lines * len(runs))[: len(runs)]
         figure.legend(handles, names, loc="upper center", ncol=min(6, len(runs)), bbox_to_anchor=(0.5, 0.98))
     figure.tight_layout(rect=(0, 0, 1, 0.965 if len(runs) > 1 else 0.985))
+
+
+def _plain(text: str) -> str:
+    """Dollar signs in names of files are no formulas."""
+    return text.replace("$", r"\$")
