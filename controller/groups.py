@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from bus.client import LiveWorker
 from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, WorkerCard
 from bus.shapes import kv_tokens_at
+from controller.rest import Rests, rest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class Group:
     load: float = 0.0  # sequences that run or wait
     waiting: float = 0.0  # of these
     age_s: float = 0.0  # of the oldest report of its members
+    resting_tp: int = 1  # it never parts into less
 
     @property
     def leader(self) -> str:
@@ -58,9 +60,11 @@ class Group:
 Member = tuple[WorkerCard, InstanceCard]
 
 
-def groups_of(metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0) -> list[Group]:
+def groups_of(
+    metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0, rests: Rests | None = None
+) -> list[Group]:
     """Every instance all of whose members serve, with metrics of their own epochs. `lag_s`: the age of the
-    metrics themselves."""
+    metrics themselves. `rests`: of deployments; those that are not among them are left as they are."""
     cards = {live.card.id: live.card for live in workers if live.card.state == "serving"}
     numbers = {(one.worker, one.id, one.epoch): one for one in metrics.instances}
     ages = {(one.worker, one.epoch): one.age_seconds + lag_s for one in metrics.workers}
@@ -72,7 +76,10 @@ def groups_of(metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.
             told = [one for one in seen if one is not None]
             if members and len(told) == len(members):
                 age_s = max(ages.get((member.id, member.epoch), float("inf")) for member, _ in members)
-                groups.append(_group(members, told, age_s))
+                known = [rest_of(one, rests or {}) for _, one in members]
+                resting = [one.tp for one in known if one is not None]
+                if len(resting) == len(members):
+                    groups.append(_group(members, told, age_s, max(resting)))
     return groups
 
 
@@ -90,7 +97,7 @@ def _members(worker: WorkerCard, card: InstanceCard, cards: Mapping[str, WorkerC
     return agreeing if len(agreeing) == len(names) == card.tp else []
 
 
-def _group(members: list[Member], told: list[InstanceMetrics], age_s: float) -> Group:
+def _group(members: list[Member], told: list[InstanceMetrics], age_s: float, resting_tp: int) -> Group:
     worker, card = members[0]
     last = told[0].last
     longest, kv_tokens = min(one.max_model_len for _, one in members), last.kv_blocks * card.block_tokens
@@ -118,4 +125,5 @@ def _group(members: list[Member], told: list[InstanceMetrics], age_s: float) -> 
         load=sum(one.running + one.waiting for one in told),
         waiting=sum(one.waiting for one in told),
         age_s=age_s,
+        resting_tp=resting_tp,
     )

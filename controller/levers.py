@@ -8,6 +8,7 @@ from typing import Literal
 
 from bus.messages import PRECISIONS, Cause, Morph, Number, Precision, Resize, Swap
 from controller.modes import Rules
+from controller.rest import holds_fewer_bits
 from controller.track import Lever
 from controller.view import View
 
@@ -70,20 +71,20 @@ def take_free_pages(view: View, rules: Rules) -> Decision | None:
 
 
 def swap_down(view: View, rules: Rules) -> Decision | None:
-    """Layers in fewer bits; their pages become blocks."""
-    precision = _coarsest(view.variants, rules.precision)
-    count = min(rules.step_layers, rules.max_layers - view.layers_below_full)
+    """Layers in fewer bits than they rest in; their pages become blocks."""
+    precision = _coarsest(view, rules.precision)
+    count = min(rules.step_layers, rules.max_layers - view.layers_below)
     if precision is None or count < 1:
         return None
-    pages = view.layer_pages.get("full", 0) - view.layer_pages.get(precision, 0)
-    is_last = view.layers_below_full + count == rules.max_layers
+    pages = view.layer_pages.get(view.resting, 0) - view.layer_pages.get(precision, 0)
+    is_last = view.layers_below + count == rules.max_layers
     return Decision(
         instance=view.instance,
         worker=view.worker,
         epoch=view.epoch,
         lever="swap_down",
-        reason=f"{_layers(count)} more to {precision} ({view.layers_below_full} of at most "
-        f"{rules.max_layers} below full{'; this reaches the limit' if is_last else ''})",
+        reason=f"{_layers(count)} more to {precision} ({view.layers_below} of at most "
+        f"{rules.max_layers} below {view.resting}{'; this reaches the limit' if is_last else ''})",
         count=count,
         precision=precision,
         numbers={
@@ -95,8 +96,8 @@ def swap_down(view: View, rules: Rules) -> Decision | None:
 
 
 def swap_up(view: View, rules: Rules) -> Decision | None:
-    """Layers back to full, as many of a step as leave the KV use below the high threshold."""
-    for count in range(min(rules.step_layers, view.layers_below_full), 0, -1):
+    """Layers back to where they rest, as many of a step as leave the KV use below the high threshold."""
+    for count in range(min(rules.step_layers, view.layers_below), 0, -1):
         blocks = view.kv_blocks - view.blocks_for(count * _pages_of_return(view) - view.pages_spare)
         usage = view.kv_used / blocks if blocks > 0 else math.inf
         if blocks >= view.min_blocks and usage < rules.kv_usage_after:
@@ -105,9 +106,10 @@ def swap_up(view: View, rules: Rules) -> Decision | None:
                 worker=view.worker,
                 epoch=view.epoch,
                 lever="swap_up",
-                reason=f"{_layers(count)} of {view.layers_below_full} back to full; KV use will be "
+                reason=f"{_layers(count)} of {view.layers_below} back to {view.resting}; KV use will be "
                 f"{usage:.2f} of {blocks} blocks, below {rules.kv_usage_after:g}",
                 count=count,
+                precision=view.resting,
                 numbers={"count": count, "blocks_after": blocks, "kv_usage_after": round(usage, 4)},
             )
     return None
@@ -116,14 +118,15 @@ def swap_up(view: View, rules: Rules) -> Decision | None:
 def _pages_of_return(view: View) -> int:
     """At most so many pages does one layer's way back take. 0 where the card does not tell: the worker
     decides then."""
-    quantised = [pages for variant, pages in view.layer_pages.items() if variant != "full"]
-    return max(0, view.layer_pages.get("full", 0) - min(quantised, default=0))
+    fewer = [pages for variant, pages in view.layer_pages.items() if holds_fewer_bits(variant, view.resting)]
+    return max(0, view.layer_pages.get(view.resting, 0) - min(fewer, default=0))
 
 
-def _coarsest(variants: tuple[Precision, ...], wished: Precision) -> Precision | None:
-    """The wished precision, or the next one with more bits that the instance has below full."""
-    allowed = PRECISIONS[1 : PRECISIONS.index(wished) + 1]
-    return next((precision for precision in reversed(allowed) if precision in variants), None)
+def _coarsest(view: View, wished: Precision) -> Precision | None:
+    """The wished precision, or the next one with more bits that its layers may have below where they rest."""
+    last = min(PRECISIONS.index(wished), PRECISIONS.index(view.coarsest))
+    allowed = PRECISIONS[PRECISIONS.index(view.resting) + 1 : last + 1]
+    return next((precision for precision in reversed(allowed) if precision in view.variants), None)
 
 
 def _layers(count: int) -> str:

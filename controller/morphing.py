@@ -18,6 +18,7 @@ from controller.groups import Group, groups_of
 from controller.levers import Decision
 from controller.policy import Freshness, decide
 from controller.reshape import Reshape
+from controller.rest import Resting, nobody
 from controller.scaling import hear, scale_down, scale_up
 from controller.track import State, observe, sent, unsent
 from controller.view import views_of
@@ -29,8 +30,9 @@ class Morpher:
     """Three loops over one state: `decide` follows the metrics, `answer` what gateways ask for, `confirm`
     what became of the commands."""
 
-    def __init__(self, monitor: MonitorSettings, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, monitor: MonitorSettings, bus: Bus, resting: Resting = nobody) -> None:
+        """resting: how deployments rest."""
+        self._bus, self._resting = bus, resting
         self._freshness = Freshness(
             stale_s=monitor.stale_s, gap_s=monitor.stale_s + max(monitor.interval_s, monitor.idle_interval_s)
         )
@@ -86,11 +88,11 @@ class Morpher:
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
         for at_s, metrics in windows:
             lag_s = self._clock.now(time.monotonic()) - at_s
-            groups = groups_of(metrics, workers, lag_s)
+            groups = groups_of(metrics, workers, lag_s, self._resting())
             self._state, parting = scale_down(self._state, groups, policy, at_s, self._freshness)
             for reshape in parting:
                 await self._send(reshape, at_s)
-            views = views_of(metrics, workers, lag_s)
+            views = views_of(metrics, workers, lag_s, self._resting())
             self._state, decisions = decide(self._state, views, policy, at_s, self._freshness)
             for decision in decisions:
                 await self._send(decision, at_s)
@@ -109,7 +111,7 @@ class Morpher:
         if self._metrics is None:
             return []
         made_s, metrics = self._metrics
-        return groups_of(metrics, workers, now_s - made_s)
+        return groups_of(metrics, workers, now_s - made_s, self._resting())
 
     async def _send(self, decision: Decision | Reshape, at_s: float) -> None:
         """Command and event go out together or not at all. Where nobody knows (the connection broke), the

@@ -65,14 +65,15 @@ def decide_scale_up(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -
 
 def decide_scale_down(group: Group, free_share: float) -> int | None:
     """The lowest degree that holds the longest request here, if `free_share` (0..1) of the KV is free and
-    each part will hold what its members' requests have: those stay with them. None: it stays together.
+    each part will hold what its members' requests have: those stay with them. A deployment's group does not
+    part below the degree that it was deployed with. None: it stays together.
     """
     if group.tp == 1 or group.usage > 1 - free_share:
         return None
     fitting = [
         tp
         for tp, tokens in group.tokens_at.items()
-        if tp < group.tp
+        if group.resting_tp <= tp < group.tp
         and group.tp % tp == 0
         and group.longest_tokens <= tokens
         and max(_tokens_of_parts(group, tp)) <= group.kv_at(tp)

@@ -9,7 +9,7 @@ mean hold, and the count begins anew.
 pressure   KV use above its high threshold, or requests wait for blocks longer than the high delay,
            or a request was preempted lately and the KV use is not low again
 ease       KV use and delay below the low thresholds and no preemption lately; or more layers are
-           below full than the policy allows, and there is no pressure
+           below where they rest than the policy allows, and there is no pressure
 =========  =========================================================================================
 """
 
@@ -83,8 +83,8 @@ def pressure(view: View, rules: Rules) -> list[Told]:
 
 def ease(view: View, rules: Rules) -> list[Told]:
     """Why pages can go back; nothing: they cannot."""
-    if view.layers_below_full > rules.max_layers and not pressure(view, rules):
-        told = f"{view.layers_below_full} layers are below full and the policy allows {rules.max_layers}"
+    if view.layers_below > rules.max_layers and not pressure(view, rules):
+        told = f"{view.layers_below} layers are below {view.resting} and the policy allows {rules.max_layers}"
         return [("layer_limit", told)]
     if (
         view.kv_usage < rules.kv_usage_low
@@ -138,7 +138,7 @@ def seen(view: View) -> dict[str, Number]:
         "waiting": round(view.waiting, 2),
         "waiting_blocks": view.waiting_blocks,
         "preemptions_per_s": round(view.preemptions_per_s, 4),
-        "layers_below_full": view.layers_below_full,
+        "layers_below_rest": view.layers_below,
         "pages_free": view.pages_free,
         "report_age_s": round(view.age_s, 3),
     }

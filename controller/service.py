@@ -25,8 +25,8 @@ EXPIRY_MARGIN_S = 0.02
 
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     """Until `stop` is set. Raises RedisProblem."""
-    controller, morpher = Controller(settings.controller, bus), Morpher(settings.monitor, bus)
-    deployer = Deployer(settings, bus)
+    controller, deployer = Controller(settings.controller, bus), Deployer(settings, bus)
+    morpher = Morpher(settings.monitor, bus, deployer.rests)
     log.info("watching leases, metrics, demand and orders")
     await run_until(
         stop,

@@ -108,7 +108,7 @@ class Simulated:
             blocks_free=self.kv_blocks - self.blocks_used,
             queue_delay_s=at_s - self._waiting[0].arrives_s if self._waiting else 0.0,
             num_layers=self.shape.num_layers,
-            layers_below_full=self.below_full,
+            layers_below=self.below_full,
             variants=tuple(precision for precision, _ in self.shape.layer_pages),
             min_blocks=self.shape.min_blocks,
             pages_free=self.free_pages,
@@ -194,7 +194,7 @@ def _window(at_s: float, view: View) -> Window:
         kv_usage=view.kv_usage,
         kv_blocks=view.kv_blocks,
         waiting=round(view.waiting),
-        layers_below_full=view.layers_below_full,
+        layers_below_full=view.layers_below,
     )
 
 

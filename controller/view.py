@@ -7,7 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bus.client import LiveWorker
-from bus.messages import InstanceCard, InstanceMetrics, Metrics, Precision, WorkerMetrics
+from bus.messages import (
+    PRECISIONS,
+    InstanceCard,
+    InstanceMetrics,
+    LayerShape,
+    Metrics,
+    Precision,
+    WorkerMetrics,
+)
+from controller.rest import Rest, Rests, holds_fewer_bits, rest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +36,9 @@ class View:
     queue_delay_s: float = 0.0
     preemptions_per_s: float = 0.0
     num_layers: int
-    layers_below_full: int = 0
+    layers_below: int = 0  # hold fewer bits than at rest
+    resting: Precision = "full"  # what layers go back to
+    coarsest: Precision = PRECISIONS[-1]  # the fewest bits that they may be swapped to
     variants: tuple[Precision, ...] = ("full",)
     min_blocks: int = 0
     pages_free: int = 0
@@ -63,9 +74,12 @@ class View:
         return math.ceil(math.ceil(pages / self.num_layers) * self.num_layers / self.pages_per_block)
 
 
-def views_of(metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0) -> list[View]:
+def views_of(
+    metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0, rests: Rests | None = None
+) -> list[View]:
     """A view of every instance that serves and whose metrics are of its worker's own epoch. `lag_s`: the
-    age of the metrics themselves. What waits in a group waits at all its members."""
+    age of the metrics themselves. What waits in a group waits at all its members. `rests`: of deployments;
+    those that are not among them have no view."""
     reports = {report.worker: report for report in metrics.workers}
     found = {(instance.worker, instance.id): instance for instance in metrics.instances}
     views = []
@@ -73,9 +87,10 @@ def views_of(metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0
         total_blocks = sum(one.last.kv_blocks for one in metrics.instances if one.worker == card.id)
         for instance in _led(card.id, card.instances):
             seen, report = found.get((card.id, instance.id)), reports.get(card.id)
-            if seen and report and seen.epoch == report.epoch == card.epoch:
+            rest = rest_of(instance, rests or {})
+            if seen and report and rest and seen.epoch == report.epoch == card.epoch:
                 others = [one for one in metrics.instances if _is_member(one, instance, card.id)]
-                views.append(_view(instance, seen, [seen, *others], report, total_blocks, lag_s))
+                views.append(_view(instance, rest, seen, [seen, *others], report, total_blocks, lag_s))
     return views
 
 
@@ -91,6 +106,7 @@ def _is_member(one: InstanceMetrics, card: InstanceCard, leader: str) -> bool:
 
 def _view(
     card: InstanceCard,
+    rest: Rest,
     seen: InstanceMetrics,
     members: Sequence[InstanceMetrics],
     report: WorkerMetrics,
@@ -116,7 +132,9 @@ def _view(
         queue_delay_s=max(one.queue_delay_seconds for one in members),
         preemptions_per_s=sum(one.preemptions_per_second for one in members),
         num_layers=card.num_layers,
-        layers_below_full=sum(shape.attention != "full" or shape.ffn != "full" for shape in last.layers),
+        layers_below=sum(_is_below(shape, rest.precision) for shape in last.layers),
+        resting=rest.precision,
+        coarsest=rest.coarsest,
         variants=tuple(card.variants),
         min_blocks=card.min_blocks,
         pages_free=report.pages.free,
@@ -124,3 +142,7 @@ def _view(
         pages_per_block=report.pages.kv / total_blocks if total_blocks else 0.0,
         layer_pages=card.layer_pages,
     )
+
+
+def _is_below(shape: LayerShape, rest: Precision) -> bool:
+    return holds_fewer_bits(shape.attention, rest) or holds_fewer_bits(shape.ffn, rest)

@@ -30,7 +30,7 @@ CALM = View(
     layer_pages={"full": 200, "int8": 100, "int4": 60, "int3": 50},
 )
 BURST = replace(CALM, kv_used=950.0, kv_usage=0.95, blocks_free=50)
-EASE = replace(CALM, kv_used=100.0, kv_usage=0.1, blocks_free=900, layers_below_full=8)
+EASE = replace(CALM, kv_used=100.0, kv_usage=0.1, blocks_free=900, layers_below=8)
 
 
 class Hand:

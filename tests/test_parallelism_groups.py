@@ -13,6 +13,7 @@ from bus.messages import LayerShape
 from bus.shapes import longest_tokens, natural
 from controller.groups import Group, groups_of
 from controller.parallelism import Merge, decide_scale_down, decide_scale_up, parted
+from controller.rest import Rest
 from tests.parallelism_groups import TOKENS_AT, group, live, metrics_for, singles, worker_card
 
 # --------------------------------------------------------------------------- scale-up
@@ -190,6 +191,17 @@ def test_a_group_whose_members_do_not_agree_is_not_seen(other: dict[str, Any]) -
     assert len(groups_of(metrics, live(*cards))) == 1
     cards[1] = worker_card("w1", members, **other)
     assert all(one.tp == 1 for one in groups_of(metrics, live(*cards)))
+
+
+def test_a_deployment_of_a_degree_does_not_part_below_it() -> None:
+    members = ("w0", "w1")
+    cards = [worker_card(name, members, deployed=f"d1-1-{name}") for name in members]
+    metrics = metrics_for(*cards)
+    assert groups_of(metrics, live(*cards)) == []  # nothing is known of it yet
+    (both,) = groups_of(metrics, live(*cards), rests={f"m@{name}": Rest(tp=2) for name in members})
+    assert (both.tp, both.resting_tp) == (2, 2)
+    assert decide_scale_down(both, 0.1) is None
+    assert decide_scale_down(replace(both, resting_tp=1), 0.1) == 1
 
 
 def test_workers_that_nobody_can_reach_are_in_no_group() -> None:

@@ -37,7 +37,7 @@ def test_one_window_without_pressure_begins_the_count_anew() -> None:
 
 
 def test_between_the_thresholds_nothing_moves_either_way() -> None:
-    assert Hand().see(replace(CALM, layers_below_full=8), windows=100) is None
+    assert Hand().see(replace(CALM, layers_below=8), windows=100) is None
 
 
 def test_exactly_at_a_threshold_is_not_beyond_it() -> None:
@@ -77,7 +77,7 @@ def test_ease_of_several_windows_brings_a_step_back() -> None:
 
 def test_only_as_many_layers_come_back_as_leave_the_kv_use_below_the_high_threshold() -> None:
     # a layer takes at most 150 pages, 75 blocks; 60 pages are free beyond the reserve of 100
-    tight = replace(EASE, kv_used=490.0, kv_usage=0.49, pages_free=160, layers_below_full=20)
+    tight = replace(EASE, kv_used=490.0, kv_usage=0.49, pages_free=160, layers_below=20)
     decision = Hand(cooldown_s=0).see(tight, windows=3)
     assert decision is not None
     assert decision.count == 5
@@ -97,7 +97,7 @@ def test_nothing_comes_back_below_the_blocks_of_the_longest_sequence() -> None:
 
 
 def test_at_full_precision_ease_asks_for_nothing() -> None:
-    assert Hand().see(replace(EASE, layers_below_full=0), windows=50) is None
+    assert Hand().see(replace(EASE, layers_below=0), windows=50) is None
 
 
 def test_a_worker_that_does_not_tell_its_pages_is_asked_all_the_same() -> None:
@@ -107,10 +107,10 @@ def test_a_worker_that_does_not_tell_its_pages_is_asked_all_the_same() -> None:
     assert decision.count == 8
 
 
-def test_more_layers_below_full_than_the_mode_allows_come_back_without_waiting_for_ease() -> None:
+def test_more_layers_below_than_the_mode_allows_come_back_without_waiting_for_ease() -> None:
     hand = Hand(mode="accuracy")
-    assert hand.see(replace(CALM, layers_below_full=16), windows=3) is not None
-    assert hand.see(replace(BURST, layers_below_full=16), windows=50) is None
+    assert hand.see(replace(CALM, layers_below=16), windows=3) is not None
+    assert hand.see(replace(BURST, layers_below=16), windows=50) is None
 
 
 # --------------------------------------------------------------------------- levers
@@ -138,12 +138,34 @@ def test_a_resize_that_changed_nothing_does_not_keep_layers_from_being_swapped()
     assert decision.lever == "swap_down"
 
 
+def test_what_was_deployed_in_few_bits_goes_back_to_these_and_no_further() -> None:
+    deployed = replace(EASE, resting="int4", pages_free=200)
+    assert Hand().see(replace(deployed, layers_below=0), windows=50) is None
+    assert Hand().see(replace(BURST, resting="int4"), windows=50) is None  # the policy wishes int4
+    bolder = Hand(precision="int3")
+    down = bolder.see(replace(BURST, resting="int4"), windows=3)
+    assert down is not None
+    assert (down.lever, down.precision) == ("swap_down", "int3")
+    assert down.numbers["blocks_after"] == 1000 + 32  # of 80 pages: two in each of 32 layers
+    assert "to int3 (0 of at most 16 below int4)" in down.reason
+    up = Hand().see(replace(deployed, layers_below=3), windows=50)
+    assert up is not None
+    assert up.command("m1") == Swap(id="m1", epoch=1, instance="m@w0", precision="int4", count=3, wait_s=1.0)
+    assert "3 layers of 3 back to int4" in up.reason
+
+
+def test_a_floor_of_quality_holds_while_it_is_pressed_too() -> None:
+    assert Hand(precision="int3").see(replace(BURST, resting="int4", coarsest="int4"), windows=50) is None
+    kept = Hand(precision="int3").see(replace(BURST, coarsest="int8"), windows=3)
+    assert kept is not None and kept.precision == "int8"
+
+
 def test_never_more_layers_than_the_limit() -> None:
-    nearly = Hand().see(replace(BURST, layers_below_full=13), windows=3)
+    nearly = Hand().see(replace(BURST, layers_below=13), windows=3)
     assert nearly is not None
     assert nearly.count == 3
     assert nearly.reason.endswith("(13 of at most 16 below full; this reaches the limit)")
-    assert Hand().see(replace(BURST, layers_below_full=16), windows=50) is None
+    assert Hand().see(replace(BURST, layers_below=16), windows=50) is None
 
 
 @pytest.mark.parametrize(

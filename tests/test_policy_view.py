@@ -9,6 +9,7 @@ import pytest
 
 from bus.client import LiveWorker
 from bus.messages import LayerShape, Metrics, PageCounts
+from controller.rest import Rest
 from controller.view import View, views_of
 from tests.bus_samples import card
 from tests.metrics_samples import metrics_of
@@ -51,7 +52,22 @@ def test_a_layer_counts_as_below_full_if_either_part_is() -> None:
         LayerShape(attention="int8"),
         LayerShape(attention="int4", ffn="int4"),
     ]
-    assert view(seen(layers=layers)).layers_below_full == 3
+    assert view(seen(layers=layers)).layers_below == 3
+
+
+def test_a_deployment_rests_in_its_own_configuration_and_is_left_alone_until_that_is_known() -> None:
+    layers = [
+        LayerShape(attention="int4", ffn="int4"),
+        LayerShape(attention="int4", ffn="int3"),
+        LayerShape(),
+    ]
+    deployed = live(deployed="d1-1-w0")
+    assert views_of(seen(layers=layers), [deployed]) == []
+    rest = Rest(precision="int4", coarsest="int3")
+    (one,) = views_of(seen(layers=layers), [deployed], rests={"demo@w0": rest})
+    assert (one.layers_below, one.resting, one.coarsest) == (1, "int4", "int3")
+    (other,) = views_of(seen(layers=layers), [live()], rests={"demo@w0": rest})  # by the worker's settings
+    assert (other.layers_below, other.resting) == (2, "full")
 
 
 def test_age_is_that_of_the_report_and_of_the_metrics() -> None:

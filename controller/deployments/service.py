@@ -35,9 +35,11 @@ from controller.deployments.picture import Device, Picture, named_by_settings
 from controller.deployments.planning import Room, answer_of, estimates_of, in_words, planned, room_of
 from controller.deployments.profiling import profiles_of
 from controller.deployments.reconcile import reconcile
+from controller.deployments.resting import rests_of
 from controller.intents.intents import IntentError, validate
 from controller.intents.placement import LoadWindow, Placing
 from controller.intents.planning import Plan
+from controller.rest import Rests
 
 log = logging.getLogger("controller")
 
@@ -185,6 +187,10 @@ class Deployer:
             progress=self._progress,
             sent=self._sent,
         )
+
+    def rests(self) -> Rests:
+        """How deployments rest, as far as is known: none before the first look."""
+        return rests_of(self._contents)
 
     def _room(self, picture: Picture) -> Room:
         metrics = self._metrics[1] if self._metrics else None
