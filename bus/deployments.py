@@ -74,12 +74,14 @@ class LatencySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """All devices of the configuration together; bytes of whole pages for the weights."""
+    """All devices of the configuration together; bytes of whole pages for the weights. Where several devices
+    share the layers nobody measured: weights are what their layout says, which is exact, and
+    `activation_bytes` is None."""
 
     num_layers: int
     configuration: Configuration
     weight_bytes: int
-    activation_bytes: int  # the most that a step had at once beside weights and KV
+    activation_bytes: int | None = None  # the most that a step had at once beside weights and KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ class Profile:
     block_tokens: int
     latency: list[LatencySample]
     memory: list[MemorySample]
+    degrees: list[int] = field(default_factory=list)  # that its weights can be cut to; empty: not told
     loss: dict[Precision, float] = field(default_factory=dict)  # share of perplexity more; none: not known
     device_seconds: float = 0.0  # that measuring took
     peak_bytes: int = 0  # that it had at once

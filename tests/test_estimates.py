@@ -251,6 +251,21 @@ def test_unmeasured_stages_are_assumed_to_have_the_activations_of_a_step_each(tp
     assert found.low == pytest.approx(ranks)
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (4, 1)])
+def test_weights_that_only_their_layout_tells_are_exact_and_the_rest_is_assumed(tp: int, pp: int) -> None:
+    profile = profile_of(Truth(), configurations=(SINGLE, PAIR, STAGED))
+    laid_out = [
+        replace(one, activation_bytes=None) if one.configuration.num_devices > 1 else one
+        for one in profile.memory
+    ]
+    found = estimate(replace(profile, memory=laid_out), Configuration(tp=tp, pp=pp)).memory_bytes
+    weights = Truth().weights(Truth().layers, Configuration(tp=tp, pp=pp))
+    rest = Truth().memory(SINGLE, INTENT) - Truth().weights(Truth().layers, SINGLE)
+    again = (tp * pp - 1) * Truth().activation_bytes
+    assert (found.value, found.low) == pytest.approx((weights + rest + again, weights + rest))
+    assert (found.basis, found.high) == ("assumed", found.value)
+
+
 def test_more_samples_than_unknowns_are_met_by_least_squares() -> None:
     profile = profile_of(Truth(), configurations=(SINGLE, PAIR, Configuration(tp=4)))
     memory = [

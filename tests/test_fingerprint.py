@@ -22,6 +22,7 @@ from worker.fingerprint.profiler import Profiler
 from worker.fingerprint.room import NoRoom
 from worker.memory import PagePool
 from worker.model import load_model, read_config
+from worker.model.shard import Shard
 from worker.model.sources import Checkpoint
 from worker.morph.host_images import at_once
 
@@ -120,6 +121,20 @@ def test_weights_are_told_in_the_pages_that_the_model_takes(folder: Path, tmp_pa
         taken = pool.counts().weights * pool.page_bytes
         assert plan.weight_bytes(whole.model.config.num_layers, precision) == taken
     whole.close()
+
+
+def test_ranks_repeat_all_but_the_ffn_and_stages_repeat_nothing(folder: Path) -> None:
+    plan = plan_of(folder, max_tp=2)
+    page = plan.page_bytes
+    attention, ffn = (-(-part.nbytes // page) * page for part in plan.model.layers[0])
+    assert plan.degrees == [1, 2]
+    alone, both = plan.weight_bytes(2, "full"), plan.weight_bytes(2, "full", 2)
+    ends = alone - 2 * (attention + ffn)
+    assert both == 2 * ends + 2 * (2 * attention + ffn)
+    for precision in plan.all_precisions:  # what a worker unmaps at that degree
+        parts = plan.layer_ranges(precision)
+        kept = [part.at(Shard(rank, 2)).pages(page).sum() for part in parts for rank in (0, 1)]
+        assert plan.weight_bytes(1, precision, 2) == 2 * ends + page * sum(kept)
 
 
 def test_a_profile_has_every_point_of_both_depths_and_lengths(folder: Path) -> None:

@@ -6,6 +6,8 @@ base is W + A; per_rank what every further rank repeats (A in the paper; here al
 duplicate: attention, embeddings, head); per_stage is A_p. Each is a straight line in the number of layers,
 solved from samples of (tp, pp) = (1, 1), (2, 1) and (1, 2), by least squares where there are more. Weights
 and activations are kept apart: these lie outside the pool of pages, and what is fitted into pages has none.
+Weights of several devices are told by their layout, exactly; where their activations were not measured, these
+are assumed, and so the whole is.
 """
 
 from __future__ import annotations
@@ -130,7 +132,11 @@ def kv_blocks(profile: Profile, intent: Intent) -> int:
 def _solved(samples: Sequence[MemorySample]) -> tuple[Part, Part]:
     """Weights and activations of one precision."""
     weights = _table((one.num_layers, one.configuration, one.weight_bytes) for one in samples)
-    activations = _table((one.num_layers, one.configuration, one.activation_bytes) for one in samples)
+    activations = _table(
+        (one.num_layers, one.configuration, one.activation_bytes)
+        for one in samples
+        if one.activation_bytes is not None
+    )
     weight, activation = _base(weights), _base(activations)
     repeated = Line(
         within(0.0, weight.other.value, weight.other.value),  # embeddings and head are whole on every rank

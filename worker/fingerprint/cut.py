@@ -20,7 +20,7 @@ from worker.memory import PagePool, VirtualRange
 from worker.model import Model, ModelConfig, ModelError
 from worker.model.halves import Half
 from worker.model.layer import Attention, FeedForward, Layer
-from worker.model.layout import ModelPlan, RangePlan, Source, plan_model
+from worker.model.layout import ModelPlan, RangePlan, Source, degrees, plan_model
 from worker.model.quantized_layout import BITS, plan_quantized
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
@@ -81,20 +81,31 @@ class CutPlan:
         full = sum(self._pages(part) for part in self.model.ranges())
         return full + self.config.num_layers * sum(self._pages(part) for part in self.quantized.values())
 
-    def weight_bytes(self, num_layers: int, precision: Precision) -> int:
-        """Whole pages of a model of so many layers that is served in this precision."""
+    def weight_bytes(self, num_layers: int, precision: Precision, tp: int = 1) -> int:
+        """Whole pages of a model of so many layers that is served in this precision, on all ranks of a degree
+        together: each has both ends, and of a layer the pages that hold something of its shard."""
         ends = sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
-        return self.page_bytes * (ends + num_layers * sum(map(self._pages, self._layer(precision))))
+        shards = [Shard(rank, tp) for rank in range(tp)]
+        pages = sum(self._pages_at(part, shard) for part in self.layer_ranges(precision) for shard in shards)
+        return self.page_bytes * (tp * ends + num_layers * pages)
+
+    @property
+    def degrees(self) -> list[int]:
+        """That its weights can be cut to."""
+        return degrees(self.whole, self.model.max_tp)
 
     def missing_bytes(self, num_layers: int, precision: Precision) -> int:
         """Weights of the layers that a fingerprint of so many lacks."""
-        of_layer = sum(part.nbytes for part in self._layer(precision))
+        of_layer = sum(part.nbytes for part in self.layer_ranges(precision))
         return (self.whole.num_layers - num_layers) * of_layer
 
-    def _layer(self, precision: Precision) -> list[RangePlan]:
+    def layer_ranges(self, precision: Precision) -> list[RangePlan]:
         if precision == "full":
             return list(self.model.layers[0])
         return [self.quantized[part, precision] for part in PARTS]
+
+    def _pages_at(self, part: RangePlan, shard: Shard) -> int:
+        return int(part.at(shard).pages(self.page_bytes).sum()) if shard.size > 1 else self._pages(part)
 
     def _pages(self, part: RangePlan) -> int:
         return -(-part.nbytes // self.page_bytes)

@@ -21,6 +21,7 @@ from worker.fingerprint.cut import CutPlan
 from worker.fingerprint.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.fingerprint.profiler import Profiler
 from worker.fingerprint.room import Room, SiteRoom
+from worker.fingerprint.shapes import with_shapes
 from worker.fingerprint.stored import (
     is_of,
     kind_of,
@@ -62,15 +63,28 @@ class Measurer:
         if found is None or not is_of(found, command.digest, self.device, program_version()):
             return None
         config = _config_of(command)
-        missing = set(self._grid(command, config).points) - points_in(found)
-        return None if missing else replace(found, model=command.model, loss=self._losses(command, config))
+        if set(self._grid(command, config).points) - points_in(found):
+            return None
+        known = replace(found, model=command.model, loss=self._losses(command, config))
+        return with_shapes(known, self._plan(command, config))
 
     def prepare(self, command: Measure) -> Profiler:
         """Raises CannotMeasure."""
-        settings, config = self.settings, _config_of(command)
+        config = _config_of(command)
         grid = self._grid(command, config)
+        return Profiler(
+            self._plan(command, config),
+            grid,
+            self.pool,
+            room=self.room,
+            max_pages=command.max_bytes // self.pool.page_bytes,
+        )
+
+    def _plan(self, command: Measure, config: ModelConfig) -> CutPlan:
+        """Raises CannotMeasure."""
+        settings = self.settings
         try:
-            plan = CutPlan(
+            return CutPlan(
                 config,
                 command.precisions,
                 dtype=_dtype(settings.dtype, self.pool.backend.device) or config.dtype,
@@ -81,9 +95,6 @@ class Measurer:
             )
         except (ModelError, ValueError) as error:
             raise CannotMeasure(str(error)) from error
-        return Profiler(
-            plan, grid, self.pool, room=self.room, max_pages=command.max_bytes // self.pool.page_bytes
-        )
 
     def keep(self, command: Measure, profiler: Profiler) -> Profile:
         """The profile, and a file of it where the model's folder may be written to. Raises CannotMeasure:
@@ -92,7 +103,8 @@ class Measurer:
         measured = profiler.profile(
             model=command.model, digest=command.digest, device=self.device, version=program_version()
         )
-        profile = replace(measured, loss=self._losses(command, profiler.plan.whole))
+        measured = replace(measured, loss=self._losses(command, profiler.plan.whole))
+        profile = with_shapes(measured, profiler.plan)
         try:
             write_stored(self._path(command), profile)
         except OSError as error:

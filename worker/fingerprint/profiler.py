@@ -2,7 +2,7 @@
 
 Every point (precision, prompt, batch) is measured on one layer and on two, with outputs of two lengths, again
 and again. Seconds are those of a fingerprint's own steps: pauses in between, for what serves, do not count.
-Only a device alone is measured; samples of groups and of stages will join these (`Configuration` names them).
+Only a device alone is measured; what weights take on several is added from their layout (`shapes`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Profiler:
             instance = self._make_instance(fingerprint, cache)
             requests = Requests(fingerprint, instance, self.grid, sweep, say=self._say, clock=self._clock)
             self.memory = yield from requests.memory()
-            transient = sweep.nbytes + max(one.activation_bytes for one in self.memory)
+            transient = sweep.nbytes + max(one.activation_bytes or 0 for one in self.memory)
             self.peak_bytes = self.num_pages * pool.page_bytes + transient
             self.latency = yield from requests.latency()
 

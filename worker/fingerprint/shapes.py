@@ -1,0 +1,34 @@
+"""What weights take where several devices share the layers: not measured, but exact, from their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from bus.deployments import Configuration, MemorySample, Profile
+from worker.fingerprint.cut import CutPlan
+
+STAGES = 2
+
+
+def with_shapes(profile: Profile, plan: CutPlan) -> Profile:
+    """With a sample for every degree, and one of two stages: iServe's further equations (§5.2)."""
+    measured = [one for one in profile.memory if one.activation_bytes is not None]
+    return replace(profile, memory=[*measured, *_laid_out(plan)], degrees=plan.degrees)
+
+
+def _laid_out(plan: CutPlan) -> Iterator[MemorySample]:
+    for precision in plan.all_precisions:
+        for depth in plan.depths:
+            for tp in plan.degrees[1:]:
+                yield MemorySample(
+                    num_layers=depth,
+                    configuration=Configuration(tp=tp, precision=precision),
+                    weight_bytes=plan.weight_bytes(depth, precision, tp),
+                )
+            if depth >= STAGES:  # no stage repeats anything: the first alone has the ends
+                yield MemorySample(
+                    num_layers=depth,
+                    configuration=Configuration(pp=STAGES, precision=precision),
+                    weight_bytes=plan.weight_bytes(depth, precision),
+                )
