@@ -13,10 +13,12 @@ from controller.deployments.loading import Chosen, Question, Refused
 from controller.deployments.picture import Device
 from controller.deployments.planning import Room, answer_of, kept_by, planned
 from controller.intents.placement import LoadWindow, Placing
+from tests.deployment_world import instance
 from tests.known_truths import Truth, profile_of
 
 TRUTH = Truth(layers=8)
 NOW_S = 120.0
+HELD = instance("other", "w0")
 WHOLE = TRUTH.memory(profile_of(TRUTH).memory[0].configuration, Intent())
 
 
@@ -113,3 +115,46 @@ def test_a_fixed_number_of_stages_waits_for_workers_that_are_yet_to_come() -> No
     found = answer_of(planned(asked, Room(dict.fromkeys(("w0", "w1"), WHOLE), []), LoadWindow(), NOW_S))
     assert isinstance(found, Refused) and not found.is_final
     assert "needs 3 devices, there are 2" in found.reason
+
+
+def able(asked: Question, *degrees: int) -> Question:
+    """Of weights that can be cut to these."""
+    profiles = {kind: replace(one, degrees=list(degrees)) for kind, one in asked.profiles.items()}
+    return replace(asked, profiles=profiles)
+
+
+def test_a_group_is_made_of_empty_workers_where_latency_is_what_counts() -> None:
+    room = Room(dict.fromkeys(("w0", "w1", "w2"), 2 * WHOLE), [])
+    fast = able(question("w0", "w1", "w2", intent=Intent(minimise="latency")), 1, 2, 4)
+    found = planned(fast, room, LoadWindow(), NOW_S)
+    assert found is not None and found.chosen is not None
+    assert (found.chosen.configuration, found.stages[0].workers) == (Configuration(tp=2), ["w0", "w1"])
+    refused = {one.configuration.tp: one.refusal for one in found.estimates if one.configuration.pp == 1}
+    assert refused == {
+        1: "",
+        2: "",
+        4: "needs 1 times 4 devices of one host without another model, there are 0",
+    }
+    assert not any(min(one.configuration.tp, one.configuration.pp) > 1 for one in found.estimates)
+    held = [replace(one, card=replace(one.card, instances=[HELD])) for one in fast.devices[:2]]
+    busy = replace(fast, devices=[*held, fast.devices[2]])
+    answer = answer_of(planned(busy, room, LoadWindow(), NOW_S))
+    assert isinstance(answer, Chosen) and answer.estimate.configuration.tp == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        able(question("w0", "w1"), 1, 2),  # what costs least is not left to an assumption
+        able(question("w0", "w1", intent=Intent(minimise="latency")), 1),
+        question("w0", "w1", intent=Intent(minimise="latency")),  # measured before degrees were told
+        replace(able(question("w0", "w1", intent=Intent(minimise="latency")), 1, 2), may_group=False),
+    ],
+)
+def test_otherwise_it_is_served_by_one_worker(asked: Question) -> None:
+    room = Room(dict.fromkeys(("w0", "w1"), 2 * WHOLE), [])
+    found = planned(asked, room, LoadWindow(), NOW_S)
+    assert found is not None and found.chosen is not None
+    assert found.chosen.configuration.tp == 1
+    assert {one.configuration.tp for one in found.estimates} == {1, 2, 4}  # the map tells of all
+    assert all(one.refusal for one in found.estimates if one.configuration.tp == 4)

@@ -17,8 +17,8 @@ from controller.intents.room import Tenant
 
 MAX_STAGES = 4
 DEGREES = (1, 2, 4)
-GROUPS = False  # they are formed only where the intent fixes them
-NO_GROUP = "groups are not chosen yet, only formed where the intent fixes tp"
+NOT_CUT = "the weights cannot be cut for this degree (worker.max_tp, the number of KV heads)"
+NO_GROUP = "workers would not form a group for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _plan(
         for device in devices
     ]
     profile = kept_by(profile, devices)
-    degrees, stages = _shapes(question, devices)
+    degrees, stages = _shapes(question, profile, devices)
     found = plan(
         profile,
         question.intent,
@@ -123,24 +123,26 @@ def _plan(
         max_stages=stages,
         placing=placing,
         tenants=room.tenants,
+        are_stages_grouped=False,
     )
-    return _with_groups(found, profile, question.intent, set(DEGREES) - set(degrees), stages)
+    why = NOT_CUT if question.may_group else NO_GROUP
+    return _with_others(found, profile, question.intent, set(DEGREES) - set(degrees), why)
 
 
-def _shapes(question: Question, devices: Sequence[Device]) -> tuple[list[int], int]:
-    """Degrees, and the most stages. What the intent fixes may also need workers that are yet to come. Groups
-    are not chosen, but formed where they are fixed, of workers without another model."""
+def _shapes(question: Question, profile: Profile, devices: Sequence[Device]) -> tuple[list[int], int]:
+    """Degrees, and the most stages. What the intent fixes may also need workers that are yet to come. A group
+    is made of workers without a model, which fitting sees to."""
     fixed_tp, stages = question.intent.tp, max(question.intent.pp or 1, min(MAX_STAGES, len(devices)))
     if fixed_tp:
         return [fixed_tp], stages if fixed_tp == 1 else 1
-    num_joining = sum(bool(device.card.link) for device in devices) if question.may_group else 0
-    return [degree for degree in DEGREES if GROUPS and degree <= max(1, num_joining)] or [1], stages
+    possible = profile.degrees if question.may_group else []
+    return [degree for degree in DEGREES if degree == 1 or degree in possible], stages
 
 
-def _with_groups(found: Plan, profile: Profile, intent: Intent, degrees: set[int], stages: int) -> Plan:
+def _with_others(found: Plan, profile: Profile, intent: Intent, degrees: set[int], why: str) -> Plan:
     """The map tells of degrees that cannot be had here, too."""
-    others = estimate_all(profile, intent, degrees=degrees, max_stages=stages)
-    refused = [replace(one, refusal=NO_GROUP) for one in others if one.configuration.tp > 1]
+    others = estimate_all(profile, intent, degrees=degrees)
+    refused = [replace(one, refusal=why) for one in others if one.configuration.tp > 1]
     return replace(found, estimates=[*found.estimates, *judge(refused, intent)])
 
 

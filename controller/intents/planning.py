@@ -42,12 +42,17 @@ def plan(
     placing: Placing | None = None,
     tenants: Iterable[Tenant] = (),
     whole_first: bool = True,
+    are_stages_grouped: bool = True,
 ) -> Plan:
     """`devices`: those of the profile's kind that may be used. IntentError. `whole_first`: see
-    `MemoryModel.need`."""
+    `MemoryModel.need`. `are_stages_grouped`: a stage may be of several devices."""
     validate(intent)
     there, memory = list(devices), MemoryModel(profile)
-    estimates = estimate_all(profile, intent, degrees=degrees, max_stages=max_stages)
+    estimates = [
+        one
+        for one in estimate_all(profile, intent, degrees=degrees, max_stages=max_stages)
+        if are_stages_grouped or 1 in (one.configuration.tp, one.configuration.pp)
+    ]
     try:
         allowed = rank(estimates, intent)
     except UnmetError as unmet:
