@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate gpu demo-model compose-test clean
+.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ bench-placement: $(VENV)/.dev ## placement policies in a model of eight GPUs; a 
 
 bench-estimate: $(VENV)/.dev ## what two layers tell of whole models, against real runs; a quarter of an hour
 	@$(BIN)/python -m bench.estimate
+
+bench-deploy: $(VENV)/.dev ## models deployed by intent against fixed configurations; a quarter of an hour
+	@$(BIN)/python -m bench.deploy
 
 gpu: ## kernels, engine, groups and decoding on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu

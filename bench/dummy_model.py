@@ -42,6 +42,14 @@ CONFIGS: dict[str, dict[str, int]] = {
         "intermediate_size": 1408,
         "vocab_size": 4096,
     },
+    "60M": {  # more of the layers of 30M
+        "hidden_size": 512,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1408,
+        "vocab_size": 4096,
+    },
     "100M": {
         "hidden_size": 768,
         "num_hidden_layers": 12,
