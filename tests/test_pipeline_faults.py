@@ -90,7 +90,8 @@ def test_a_leader_that_dies_leaves_no_page_at_any_stage(folder: Path) -> None:
             hop._hang_up()
         line.leader.thread.stop()
         wait_empty(*line.workers[1:])
-        assert all("leader" in worker.ended[line.id] for worker in line.workers[1:])
+        for worker in line.workers[1:]:  # a stage may hear of it first by the end of its neighbour
+            assert "is gone" in worker.ended[line.id]
 
 
 def test_a_step_that_fails_at_a_stage_says_why(folder: Path) -> None:
