@@ -167,7 +167,10 @@ class Deployment:
     instance: str = ""  # that serves it
     since_ms: int = 0  # in this state
     attempts: int = 0  # to load, in a row
+    loads: int = 0  # ever ordered; ids of commands are made of it
     epochs: dict[str, int] = field(default_factory=dict)  # of the workers of `stages`, when they were told to
+    replaces: str = ""  # it is loaded to take the place of this one, which serves until then
+    heir: str = ""  # that took its place
     is_ungrouped: bool = False  # workers would not form a group for it: it is served without one
 
 

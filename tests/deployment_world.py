@@ -47,14 +47,15 @@ ROOM = 2  # models that a worker holds
 ONE = Quantity(value=1.0, low=1.0, high=1.0, basis="assumed")
 
 
-def estimate(**shape: Any) -> Estimate:
+def estimate(seconds: float = 1.0, **shape: Any) -> Estimate:
+    one = Quantity(value=seconds, low=seconds, high=seconds, basis="assumed")
     return Estimate(
         configuration=Configuration(**shape),
         memory_bytes=ONE,
         ttft_s=ONE,
         tpot_s=ONE,
-        latency_s=ONE,
-        cost=ONE,
+        latency_s=one,
+        cost=one,
         gpu_hours=ONE,
     )
 
@@ -84,6 +85,7 @@ class Worker:
     instances: list[InstanceCard] = field(default_factory=list)
     inbox: list[Command] = field(default_factory=list)
     tells: bool = True  # its memory
+    load: float = 0.0
 
     def seen(self) -> Device:
         card = WorkerCard(
@@ -97,11 +99,13 @@ class Worker:
             instances=list(self.instances),
         )
         pages = PageCounts(budget=100, weights=0, kv=0, free=100) if self.tells else None
-        return Device(card=card, pages=pages)
+        return Device(card=card, pages=pages, load=self.load)
 
 
 class World:
-    """`tp`, `pp`: of the configuration that the planner takes; `turn` is one look of the controller."""
+    """`tp`, `pp`: of the configuration that the planner takes; `turn` is one look of the controller.
+    `seconds`: what any model takes on a worker, 1 where nothing is said; the planner takes the fastest.
+    `lonely`: models that want workers without another. `may_change`: see Picture."""
 
     def __init__(self, *workers: str, tp: int = 1, pp: int = 1) -> None:
         self.tp, self.pp = tp, pp
@@ -115,6 +119,10 @@ class World:
         self.ordered: list[tuple[str, Command]] = []
         self.is_settled = True
         self.refusal: Refused | None = None
+        self.seconds: dict[str, float] = {}
+        self.lonely: set[str] = set()
+        self.may_change = False
+        self.intent = Intent()
         self.num_orders = self.num_restarts = 0
         for name in workers:
             self.join(name)
@@ -212,11 +220,15 @@ class World:
             reports=self.reports,
             complaints=self.complaints,
             sent=self.sent,
+            may_change=self.may_change,
         )
 
     def plan(self, question: Question) -> Chosen | Refused:
-        """On the first workers by name."""
-        names = sorted(device.card.id for device in question.devices)
+        """On the fastest workers, the first by name of those that are alike."""
+        names = sorted(
+            (device.card.id for device in question.devices if self._has_room(device, question)),
+            key=lambda name: (self.seconds.get(name, 1.0), name),
+        )
         tp = self.tp if question.may_group else 1
         if self.refusal or len(names) < tp * self.pp:
             return self.refusal or Refused(reason=f"there are {len(names)} workers")
@@ -225,7 +237,12 @@ class World:
             Stage(workers=names[i * tp : (i + 1) * tp], first=i * share, end=(i + 1) * share)
             for i in range(self.pp)
         ]
-        return Chosen(estimate=estimate(tp=tp, pp=self.pp), stages=stages, blocks=8)
+        taken = [self.seconds.get(name, 1.0) for stage in stages for name in stage.workers]
+        return Chosen(estimate=estimate(max(taken), tp=tp, pp=self.pp), stages=stages, blocks=8)
+
+    def _has_room(self, device: Device, question: Question) -> bool:
+        stay = [card for card in device.card.instances if card.id not in question.gone]
+        return question.card.name not in self.lonely or not stay
 
     def turn(self, after_ms: int = 500) -> list[Decision]:
         self.now_ms += after_ms
@@ -281,7 +298,7 @@ class World:
         return self.order(RegisterModel(id=self.next_id(), name=name, path=f"/{name}"), **facts)
 
     def deploy(self, name: str = "m", **facts: Any) -> Answer:
-        return self.order(DeployModel(id=self.next_id(), name=name, intent=Intent()), **facts)
+        return self.order(DeployModel(id=self.next_id(), name=name, intent=self.intent), **facts)
 
     def retire(self, deployment: str) -> Answer:
         return self.order(RetireModel(id=self.next_id(), deployment=deployment))

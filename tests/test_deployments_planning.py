@@ -13,12 +13,14 @@ from controller.deployments.loading import Chosen, Question, Refused
 from controller.deployments.picture import Device
 from controller.deployments.planning import Room, answer_of, kept_by, planned
 from controller.intents.placement import LoadWindow, Placing
+from controller.intents.room import Tenant
 from tests.deployment_world import instance
 from tests.known_truths import Truth, profile_of
 
 TRUTH = Truth(layers=8)
 NOW_S = 120.0
 HELD = instance("other", "w0")
+LIMITED = Intent(max_latency_s=2 * TRUTH.latency(Configuration(), Intent()))
 WHOLE = TRUTH.memory(profile_of(TRUTH).memory[0].configuration, Intent())
 
 
@@ -123,9 +125,11 @@ def able(asked: Question, *degrees: int) -> Question:
     return replace(asked, profiles=profiles)
 
 
-def test_a_group_is_made_of_empty_workers_where_latency_is_what_counts() -> None:
+def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -> None:
     room = Room(dict.fromkeys(("w0", "w1", "w2"), 2 * WHOLE), [])
-    fast = able(question("w0", "w1", "w2", intent=Intent(minimise="latency")), 1, 2, 4)
+    measured = profile_of(TRUTH, configurations=(Configuration(), Configuration(tp=2)))
+    asked = question("w0", "w1", "w2", intent=Intent(minimise="latency"))
+    fast = able(replace(asked, profiles={"cpu": measured}), 1, 2, 4)
     found = planned(fast, room, LoadWindow(), NOW_S)
     assert found is not None and found.chosen is not None
     assert (found.chosen.configuration, found.stages[0].workers) == (Configuration(tp=2), ["w0", "w1"])
@@ -145,10 +149,10 @@ def test_a_group_is_made_of_empty_workers_where_latency_is_what_counts() -> None
 @pytest.mark.parametrize(
     "asked",
     [
-        able(question("w0", "w1"), 1, 2),  # what costs least is not left to an assumption
-        able(question("w0", "w1", intent=Intent(minimise="latency")), 1),
+        able(question("w0", "w1"), 1, 2),
+        able(question("w0", "w1", intent=Intent(minimise="latency")), 1, 2),  # that is only assumed
         question("w0", "w1", intent=Intent(minimise="latency")),  # measured before degrees were told
-        replace(able(question("w0", "w1", intent=Intent(minimise="latency")), 1, 2), may_group=False),
+        replace(able(question("w0", "w1", intent=LIMITED), 1, 2), may_group=False),
     ],
 )
 def test_otherwise_it_is_served_by_one_worker(asked: Question) -> None:
@@ -158,3 +162,32 @@ def test_otherwise_it_is_served_by_one_worker(asked: Question) -> None:
     assert found.chosen.configuration.tp == 1
     assert {one.configuration.tp for one in found.estimates} == {1, 2, 4}  # the map tells of all
     assert all(one.refusal for one in found.estimates if one.configuration.tp == 4)
+
+
+def test_memory_of_what_goes_counts_as_free_and_its_worker_as_empty() -> None:
+    asked = able(question("w0", "w1", intent=Intent(tp=2)), 1, 2)
+    held = [replace(one, card=replace(one.card, instances=[HELD])) for one in asked.devices[:1]]
+    asked = replace(asked, devices=[*held, asked.devices[1]])
+    tenant = Tenant(instance="other@w0", workers=("w0",), weight_bytes=2 * WHOLE, kv_bytes=0)
+    room = Room({"w0": 0, "w1": 2 * WHOLE}, [tenant])
+    assert isinstance(answer_of(planned(asked, room, LoadWindow(), NOW_S)), Refused)
+    going = replace(asked, gone=frozenset({"other@w0"}))
+    assert isinstance(answer_of(planned(going, room, LoadWindow(), NOW_S)), Chosen)
+
+
+def test_a_plan_tells_what_serves_already_too() -> None:
+    found = planned(question("w0"), Room({"w0": WHOLE}, []), LoadWindow(), NOW_S)
+    answer = answer_of(found, Configuration())
+    assert isinstance(answer, Chosen)
+    assert answer.current == answer.estimate
+    other = answer_of(found, Configuration(tp=64))
+    assert isinstance(other, Chosen) and other.current is None
+
+
+def test_a_group_that_nobody_measured_is_taken_where_only_it_may_meet_a_limit() -> None:
+    limit_s = 0.9 * TRUTH.latency(Configuration(), Intent())
+    room = Room(dict.fromkeys(("w0", "w1"), 2 * WHOLE), [])
+    asked = able(question("w0", "w1", intent=Intent(max_latency_s=limit_s)), 1, 2)
+    found = answer_of(planned(asked, room, LoadWindow(), NOW_S))
+    assert isinstance(found, Chosen) and found.estimate.configuration.tp == 2
+    assert found.estimate.latency_s.basis == "assumed"

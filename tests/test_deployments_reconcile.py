@@ -143,6 +143,27 @@ def test_a_group_loads_whole_models_and_then_becomes_one() -> None:
     assert world.deployment(answer).state == "serving"
 
 
+def test_a_group_whose_members_are_alone_again_is_made_anew() -> None:
+    world = measured("w0", "w1", tp=2)
+    answer = world.deploy()
+    world.settle(6)
+    assert world.deployment(answer).state == "serving"
+    for worker in world.workers.values():
+        worker.instances = [replace(one, tp=1, workers=[worker.id]) for one in worker.instances]
+    world.turn()
+    assert len(world.commands(Transform)) == 1  # an operator morphs by hand
+    world.may_change = True
+    world.turn()
+    first, again = (one for _, one in world.commands(Transform))
+    assert (again.workers, again.tp, again.epochs) == (first.workers, 2, first.epochs)
+    assert again.id != first.id
+    world.turn()
+    assert len(world.commands(Transform)) == 2  # on its way
+    world.settle(2)
+    assert [card.tp for worker in world.workers.values() for card in worker.instances] == [2, 2]
+    assert world.deployment(answer).state == "serving"
+
+
 def test_a_group_that_cannot_be_made_leaves_nothing_behind_and_it_is_served_without() -> None:
     world = measured("w0", "w1", tp=2)
     answer = world.deploy()

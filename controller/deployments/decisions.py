@@ -7,7 +7,7 @@ what it says, and a controller that starts again sends none of them twice.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bus.deployments import (
@@ -29,12 +29,13 @@ MAX_ATTEMPTS = 3  # in a row, to measure or to load
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """`record`: to be written; None: it stays as it is. `removed`: it goes. `commands`: worker and command.
-    `told`: an event says so."""
+    `told`: an event says so, with the costs that were `compared`."""
 
     record: ModelCard | Deployment | None = None
     removed: bool = False
     commands: tuple[tuple[str, Command], ...] = ()
     told: bool = False
+    compared: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -50,7 +51,7 @@ class Decision:
 
     @property
     def numbers(self) -> dict[str, Number]:
-        return {"attempts": self.record.attempts} if self.record is not None else {}
+        return {"attempts": self.record.attempts, **self.compared} if self.record is not None else {}
 
 
 def model_becomes(card: ModelCard, state: ModelState, now_ms: int, reason: str) -> Decision:
@@ -79,7 +80,7 @@ def measure_id(card: ModelCard) -> str:
 
 
 def deploy_id(deployment: Deployment, worker: str) -> str:
-    return f"{deployment.id}-{deployment.attempts}-{worker}"
+    return f"{deployment.id}-{deployment.loads}-{worker}"
 
 
 def deployment_of(command_id: str) -> str:
@@ -160,4 +161,4 @@ How = Literal["up", "apart"]
 
 
 def transform_id(deployment: Deployment, how: How) -> str:
-    return f"{deployment.id}-{deployment.attempts}-{how}"
+    return f"{deployment.id}-{deployment.loads}-{how}"

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bus.catalogue import Contents
-from bus.deployments import Deployment, Estimate, Intent, ModelCard, Profile, Stage
+from bus.deployments import Configuration, Deployment, Estimate, Intent, ModelCard, Profile, Stage
+from controller.deployments.clearing import next_try
 from controller.deployments.decisions import (
     MAX_ATTEMPTS,
     Decision,
@@ -39,6 +40,7 @@ class Chosen:
     estimate: Estimate
     stages: list[Stage]
     blocks: int = 0
+    current: Estimate | None = None  # of the question's `current`, from the same profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +53,16 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a planner decides on. `devices`: those it may use. `may_group`: by tensor parallelism."""
+    """What a planner decides on. `devices`: those it may use. `may_group`: by tensor parallelism. `current`:
+    how it is served already. `gone`: instances whose memory counts as free."""
 
     card: ModelCard
     intent: Intent
     profiles: dict[str, Profile]
     devices: list[Device]
     may_group: bool = True
+    current: Configuration | None = None
+    gone: frozenset[str] = frozenset()
 
 
 Planner = Callable[[Question], Chosen | Refused]
@@ -100,7 +105,7 @@ def _place(
     devices = [device for device in picture.workers.values() if device.takes_orders]
     if not devices:
         return noted(deployment, "no worker takes orders")
-    free = [device for device in devices if _can_take(device, card.name, contents)]
+    free = [device for device in devices if can_take(device, card.name, contents)]
     if not free:
         why = f"no worker is free: each has {card.name} already, loads, measures, or does not tell its memory"
         return noted(deployment, why)
@@ -116,10 +121,10 @@ def _place(
         if answer.is_final and len(free) == len(devices):
             return becomes(deployment, "failed", picture.now_ms, answer.reason)
         return noted(deployment, answer.reason)
-    return _load(deployment, card, answer, picture)
+    return load(deployment, card, answer, picture)
 
 
-def _can_take(device: Device, model: str, contents: Contents) -> bool:
+def can_take(device: Device, model: str, contents: Contents) -> bool:
     """Not a second instance of the model, and nothing while it loads another or measures: its memory is not
     what its report says."""
     name = device.card.id
@@ -129,7 +134,7 @@ def _can_take(device: Device, model: str, contents: Contents) -> bool:
     return device.pages is not None and not (is_loading or measures or device.serves(model))
 
 
-def _load(deployment: Deployment, card: ModelCard, chosen: Chosen, picture: Picture) -> Decision:
+def load(deployment: Deployment, card: ModelCard, chosen: Chosen, picture: Picture) -> Decision:
     workers = [worker for stage in chosen.stages for worker in stage.workers]
     record = replace(
         deployment,
@@ -140,6 +145,7 @@ def _load(deployment: Deployment, card: ModelCard, chosen: Chosen, picture: Pict
         expected=chosen.estimate,
         since_ms=picture.now_ms,
         attempts=deployment.attempts + 1,
+        loads=deployment.loads + 1,
         epochs={worker: picture.workers[worker].card.epoch for worker in workers},
     )
     return Decision(record=record, commands=deploys(record, card, chosen.blocks), told=True)
@@ -216,6 +222,19 @@ def _grouping(deployment: Deployment, tp: int, picture: Picture) -> Decision | N
     return Decision(record=record, commands=(command,))
 
 
+def _together_again(deployment: Deployment, picture: Picture) -> Decision | None:
+    """A group whose members are alone again, all of them there, is made anew."""
+    tp, leader = deployment.configuration.tp if deployment.configuration else 1, workers_of(deployment)[0]
+    card = picture.workers[leader].instance(instance_at(deployment, leader))
+    if tp == 1 or card is None or card.tp != 1 or not picture.may_change:
+        return None
+    command_id = next_try(f"{transform_id(deployment, 'up')}-again", picture)
+    if command_id is None:
+        return None
+    command = transform(command_id, deployment.model, workers_of(deployment), deployment.epochs, tp)
+    return Decision(commands=(command,))
+
+
 def failed_attempt(deployment: Deployment, why: str, now_ms: int) -> Decision:
     if deployment.attempts < MAX_ATTEMPTS:
         return becomes(deployment, "waiting", now_ms, f"{why}; it is tried again")
@@ -230,6 +249,6 @@ def next_of_serving(deployment: Deployment, picture: Picture) -> Decision | None
     if not why and lacking:
         why = f"{lacking[0]} does not have {deployment.model} any more"
     if not why:
-        return None
+        return _together_again(deployment, picture)
     served_long = picture.now_ms - deployment.since_ms >= STABLE_MS
     return failed_attempt(replace(deployment, attempts=0) if served_long else deployment, why, picture.now_ms)

@@ -174,7 +174,7 @@ def _deploy(order: DeployModel, contents: Contents, facts: Facts) -> Outcome:
 
 
 def _retire(order: RetireModel, contents: Contents, now_ms: int) -> Outcome:
-    deployment = contents.deployments.get(order.deployment)
+    deployment = _latest(order.deployment, contents)
     if deployment is None:
         there = [one.id for one in contents.deployments.values() if not _is_over(one)]
         why = f"no deployment {order.deployment[:200]!r}; {_meant(order.deployment, there)}"
@@ -185,6 +185,14 @@ def _retire(order: RetireModel, contents: Contents, now_ms: int) -> Outcome:
     record = replace(deployment, state=state, since_ms=now_ms, reason="ordered", instance="")
     status = 202 if state == "retiring" else 200
     return Outcome(answer=Answer(id=order.id, status=status, deployment=record), write=(record,))
+
+
+def _latest(name: str, contents: Contents) -> Deployment | None:
+    """Whoever has its place now."""
+    found = contents.deployments.get(name)
+    while found is not None and found.heir and (heir := contents.deployments.get(found.heir)):
+        found = heir
+    return found
 
 
 def intent_of(order: Order) -> Intent | None:

@@ -16,7 +16,7 @@ class Device:
 
     card: WorkerCard
     pages: PageCounts | None = None
-    busy_s: float = 0.0  # of the last two minutes
+    load: float = 0.0  # share of the last two minutes that it was busy
 
     @property
     def takes_orders(self) -> bool:
@@ -37,7 +37,8 @@ class Device:
 class Picture:
     """`is_settled`: Redis has been there for long enough that a missing lease means death. `reports`: the
     last of each morph. `complaints`: by the id of a Measure, why it ended without a profile. `progress`: the
-    same, how far it is. `sent`: when each command went out, in ms."""
+    same, how far it is. `sent`: when each command went out, in ms. `may_change`: what serves may be deployed
+    otherwise."""
 
     now_ms: int
     workers: Mapping[str, Device] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Picture:
     complaints: Mapping[str, str] = field(default_factory=dict)
     progress: Mapping[str, str] = field(default_factory=dict)
     sent: Mapping[str, int] = field(default_factory=dict)
+    may_change: bool = False
 
     def holder(self, worker: str, epoch: int) -> Device | None:
         """The worker, if it is still that incarnation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from bus.deployments import Deployment, Estimate, Intent, Profile
+from bus.deployments import Configuration, Deployment, Estimate, Intent, Profile
 from bus.messages import InstanceMetrics, Metrics
 from controller.deployments.loading import Chosen, Question, Refused
 from controller.deployments.picture import Device
@@ -106,10 +106,10 @@ def _plan(
         fitting.Device(
             worker=device.card.id,
             host=device.card.host,
-            free_bytes=room.free_bytes.get(device.card.id, 0),
+            free_bytes=room.free_bytes.get(device.card.id, 0) + _freed_bytes(device, question, room),
             load=window.load(device.card.id, at_s),
             page_bytes=device.card.page_bytes,
-            is_empty=not device.card.instances,
+            is_empty=all(card.id in question.gone for card in device.card.instances),
         )
         for device in devices
     ]
@@ -127,6 +127,15 @@ def _plan(
     )
     why = NOT_CUT if question.may_group else NO_GROUP
     return _with_others(found, profile, question.intent, set(DEGREES) - set(degrees), why)
+
+
+def _freed_bytes(device: Device, question: Question, room: Room) -> int:
+    """Idle KV is counted as free already."""
+    return sum(
+        one.weight_bytes
+        for one in room.tenants
+        if one.instance in question.gone and device.card.id in one.workers
+    )
 
 
 def _shapes(question: Question, profile: Profile, devices: Sequence[Device]) -> tuple[list[int], int]:
@@ -156,11 +165,13 @@ def kept_by(profile: Profile, devices: Iterable[Device]) -> Profile:
     )
 
 
-def answer_of(found: Plan | None) -> Chosen | Refused:
+def answer_of(found: Plan | None, current: Configuration | None = None) -> Chosen | Refused:
+    """`current`: how it is served already."""
     if found is None:
         return Refused(reason="no worker of a kind that was measured takes orders")
     if found.chosen is not None:
-        return Chosen(estimate=found.chosen, stages=found.stages, blocks=found.blocks)
+        now = next((one for one in found.estimates if one.configuration == current), None)
+        return Chosen(estimate=found.chosen, stages=found.stages, blocks=found.blocks, current=now)
     return Refused(reason=in_words(found), is_final=found.is_unmet)
 
 

@@ -51,7 +51,7 @@ def _unmeasured(
     free = [device for device in wanting if not _is_taken(device, contents)]
     if not free or not picture.is_settled:
         return None
-    chosen = min(free, key=lambda device: (device.busy_s, device.card.id))
+    chosen = min(free, key=lambda device: (device.load, device.card.id))
     return _order(card, chosen, picture.now_ms)
 
 

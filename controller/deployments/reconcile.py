@@ -8,6 +8,7 @@ waiting     loading                                                  a configura
 loading     serving                                                  every worker's card shows it
 loading     waiting, or failed after MAX_ATTEMPTS                    a worker died, refused, was silent
 serving     waiting                                                  a worker died, drains, gave it up
+serving     retiring                                                 its heir serves (`pursuing`)
 retiring    retired                                                  no worker has it
 any         retiring                                                 an order says so
 ==========  =======================================================  ==================================
@@ -26,6 +27,7 @@ from controller.deployments.decisions import Decision
 from controller.deployments.loading import Planner, next_of_loading, next_of_serving, next_of_waiting
 from controller.deployments.picture import Picture
 from controller.deployments.profiling import next_of_model
+from controller.deployments.pursuing import given_up, next_of_pursuit, taken_over
 
 
 def reconcile(contents: Contents, picture: Picture, plan: Planner) -> list[Decision]:
@@ -48,10 +50,21 @@ def _tidying(contents: Contents, picture: Picture) -> Iterator[Decision]:
 
 
 def _next_of(deployment: Deployment, contents: Contents, picture: Picture, plan: Planner) -> Decision | None:
+    decision = _by_itself(deployment, contents, picture, plan)
+    return given_up(deployment, decision, contents, picture.now_ms)
+
+
+def _by_itself(
+    deployment: Deployment, contents: Contents, picture: Picture, plan: Planner
+) -> Decision | None:
     if deployment.state == "loading":
         return next_of_loading(deployment, picture)
     if deployment.state == "serving":
-        return next_of_serving(deployment, picture)
+        return (
+            next_of_serving(deployment, picture)
+            or taken_over(deployment, contents, picture)
+            or next_of_pursuit(deployment, contents, picture, plan)
+        )
     if deployment.state == "retiring" or not is_cleared(deployment):
         return next_of_clearing(deployment, picture)
     if deployment.state == "waiting":

@@ -46,6 +46,7 @@ log = logging.getLogger("controller")
 ORDERS = (RegisterModel, RemoveModel, PlanModel, DeployModel, RetireModel)
 KEPT = 4096  # reports, complaints and commands that are remembered
 LOOK_S = 0.5  # at what is deployed, at most
+PURSUE_S = 5.0  # between two looks for other ways to serve what serves
 
 
 class Deployer:
@@ -67,6 +68,8 @@ class Deployer:
         self._progress: OrderedDict[str, str] = OrderedDict()
         self._sent: OrderedDict[str, int] = OrderedDict()
         self._settled_at_s = time.monotonic() + self._grace_s
+        self._is_manual = False  # the policy that morphs
+        self._pursued_s = float("-inf")  # other ways for what serves were looked for last
         self._is_lost = False  # what Redis had, and it is not written again yet
         self._turn = asyncio.Lock()
         self._news = asyncio.Event()
@@ -148,11 +151,16 @@ class Deployer:
         picture = self._picture()
         if not (self._contents.models or self._contents.deployments):
             return
+        if picture.may_change:
+            self._pursued_s = time.monotonic()
         for decision in reconcile(self._contents, picture, self._plan_for(picture)):
             await self._apply(decision)
 
     async def _observe(self) -> None:
-        self._workers, contents = await asyncio.gather(self._bus.workers(), self._bus.catalogue.read())
+        self._workers, contents, policy = await asyncio.gather(
+            self._bus.workers(), self._bus.catalogue.read(), self._bus.read_policy()
+        )
+        self._is_manual = policy.mode == "manual"
         if self._is_lost:
             await self._write_again(contents)
             contents = await self._bus.catalogue.read()
@@ -177,7 +185,7 @@ class Deployer:
                 live.card.id: Device(
                     card=live.card,
                     pages=pages.get((live.card.id, live.epoch)),
-                    busy_s=self._window.load(live.card.id, now_s),
+                    load=self._window.load(live.card.id, now_s),
                 )
                 for live in self._workers
             },
@@ -186,6 +194,7 @@ class Deployer:
             complaints=self._complaints,
             progress=self._progress,
             sent=self._sent,
+            may_change=not self._is_manual and now_s >= self._pursued_s + PURSUE_S,
         )
 
     def rests(self) -> Rests:
@@ -200,7 +209,8 @@ class Deployer:
         room = self._room(picture)
 
         def plan(question: Question) -> Chosen | Refused:
-            return answer_of(planned(question, room, self._window, time.monotonic(), self._placing))
+            found = planned(question, room, self._window, time.monotonic(), self._placing)
+            return answer_of(found, question.current)
 
         return plan
 

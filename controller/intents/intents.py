@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import get_args
 
-from bus.deployments import CostModel, Estimate, Intent, Objective, Quantity
+from bus.deployments import CostModel, Estimate, Intent, Objective
 from bus.messages import PRECISIONS
 
 FIXABLE = ("tp", "pp", "precision")
@@ -164,19 +164,25 @@ def name_of(estimate: Estimate) -> str:
 
 
 def preference(one: Estimate, intent: Intent) -> tuple[float, ...]:
-    """What to sort by. Ties go to fewer devices, fewer stages, more bits, whatever came in first. Only where
-    latency is what counts are further devices taken on the assumption that they make it faster."""
-    values = {
-        "latency": one.latency_s.value,
-        "cost": _founded(one.cost, one),
-        "memory": _founded(one.memory_bytes, one),
-        "gpu_hours": _founded(one.gpu_hours, one),
-    }
+    """What to sort by. Ties go to fewer devices, fewer stages, more bits, whatever came in first. Behind all
+    others comes what is faster by mere assumption: a device may be no faster for having company."""
     shape = one.configuration
     ties = (shape.num_devices, shape.pp, PRECISIONS.index(shape.precision))
-    return (values[objective(intent)], one.latency_s.value, one.memory_bytes.value, *ties)
+    value = minimised(one, intent)
+    return (is_guess(one), value, one.latency_s.value, one.memory_bytes.value, *ties)
 
 
-def _founded(quantity: Quantity, of: Estimate) -> float:
-    is_guess = of.configuration.tp > 1 and quantity.basis == "assumed"
-    return quantity.high if is_guess else quantity.value
+def minimised(one: Estimate, intent: Intent) -> float:
+    """The value of what the intent minimises."""
+    values = {
+        "latency": one.latency_s,
+        "cost": one.cost,
+        "memory": one.memory_bytes,
+        "gpu_hours": one.gpu_hours,
+    }
+    return values[objective(intent)].value
+
+
+def is_guess(one: Estimate) -> bool:
+    """A group whose speed nobody measured, in any precision."""
+    return one.configuration.tp > 1 and one.latency_s.basis == "assumed"
