@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import socket
+from urllib.parse import urlsplit
 
-from bus.settings import GatewaySettings
+from bus.settings import GatewaySettings, is_loopback
 
 EVERY_ADDRESS = ("", "0.0.0.0", "::")
 
@@ -14,6 +15,21 @@ def url_of(gateway: GatewaySettings) -> str:
     """http://host:port as a client on this machine writes it."""
     host = "127.0.0.1" if gateway.host in EVERY_ADDRESS else gateway.host.strip("[]")
     return f"http://[{host}]:{gateway.port}" if ":" in host else f"http://{host}:{gateway.port}"
+
+
+def is_own(gateway: GatewaySettings, url: str | None) -> bool:
+    """Whether `url` (None: not given) is where the service of these settings is reached. Their keys are of
+    that service, and no business of another's server."""
+    if url is None:
+        return True
+    own = urlsplit(url_of(gateway))
+    try:
+        at = urlsplit(url)
+        port = at.port or (443 if at.scheme == "https" else 80)
+    except ValueError:  # it is no URL, as whoever asks it will say
+        return False
+    host = at.hostname or ""
+    return port == own.port and (host == own.hostname or is_loopback(host))
 
 
 def why_not_listen(host: str, port: int) -> str:

@@ -163,7 +163,9 @@ def _add_client_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", metavar="URL", help="of the gateway, as its ready line prints it [from the settings]"
     )
-    parser.add_argument("--api-key", dest="key", metavar="KEY", help="[the first one in the settings]")
+    parser.add_argument(
+        "--api-key", dest="key", metavar="KEY", help="[the first of the settings, for their own service]"
+    )
 
 
 # --------------------------------------------------------------------------- commands

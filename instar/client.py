@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
 from bus.settings import Settings
 from bus.settings_sources import variable_of
-from instar.address import url_of
+from instar.address import is_own, url_of
+
+_OWN: Final = ", which goes to the service of the settings only"
 
 
 class GatewayProblem(Exception):
@@ -17,15 +19,16 @@ class GatewayProblem(Exception):
 
 def gateway_client(settings: Settings, url: str | None, key: str | None, keys: list[str]) -> httpx.Client:
     """A client of the gateway that `url` names (with or without /v1), else of the one in the settings.
-    Raises GatewayProblem for what is no URL."""
-    token = key or (keys[0] if keys else None)
+    `keys`: of the settings, sent to their own service only. Raises GatewayProblem for what is no URL."""
+    token = key or (keys[0] if keys and is_own(settings.gateway, url) else None)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     base = (url or url_of(settings.gateway)).rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise GatewayProblem(f"{url} is no address; write http://{base}")
-    return httpx.Client(
-        base_url=base, headers=headers, timeout=45
-    )  # longer than a gateway lets ?wait=true wait
+    try:  # longer than a gateway lets ?wait=true wait
+        return httpx.Client(base_url=base, headers=headers, timeout=45)
+    except httpx.InvalidURL as error:
+        raise GatewayProblem(f"{url} is no address; write http://127.0.0.1:8000 ({error})") from error
 
 
 def get_json(client: httpx.Client, path: str) -> Any:
@@ -61,12 +64,17 @@ def refuse_errors(answer: httpx.Response) -> None:
         message = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = answer.text[:200]
-    hint = _key_hint(answer.url.path) if answer.status_code == httpx.codes.UNAUTHORIZED else ""
-    raise GatewayProblem(f"{answer.url.path}: {answer.status_code}: {message}{hint}")
+    raise GatewayProblem(f"{answer.url.path}: {answer.status_code}: {message}{_hint(answer)}")
 
 
-def _key_hint(path: str) -> str:
-    """/admin and /v1 have keys of their own; whoever has one for /v1 would try it in vain."""
-    keys = "admin_keys" if path.startswith("/admin") else "api_keys"
-    variable = variable_of(f"gateway.{keys}")
-    return f"; give one of the service's gateway.{keys} with --api-key KEY or {variable}=KEY"
+def _hint(answer: httpx.Response) -> str:
+    """/admin and /v1 have keys of their own; whoever has one for /v1 would try it in vain. All that is asked
+    for lies under one of the two, so what comes before is of --url."""
+    path = answer.url.path
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        keys = "admin_keys" if path.startswith("/admin") else "api_keys"
+        variable = variable_of(f"gateway.{keys}")
+        return f"; give one of the service's gateway.{keys} with --api-key KEY or {variable}=KEY{_OWN}"
+    if answer.status_code == httpx.codes.NOT_FOUND and not path.startswith(("/admin", "/v1")):
+        return f"; is --url right? It is the gateway's address, as {answer.url.copy_with(path='/')}"
+    return ""

@@ -19,6 +19,8 @@ from instar.morph_workers import workers_for
 
 DONE: Final = ("applied", "running")
 POLL_S: Final = 0.1
+MANUAL: Final = "manual"
+UNDONE: Final = "  the policy (mode {mode}) may undo this; `instar morph policy mode=manual` keeps it\n"
 
 
 def morph(settings: Settings, args: argparse.Namespace) -> int:
@@ -27,7 +29,8 @@ def morph(settings: Settings, args: argparse.Namespace) -> int:
         with gateway_client(settings, args.url, args.key, settings.gateway.admin_keys) as client:
             if args.verb == "policy":
                 return _policy(client, args)
-            return _tell(_morph(client, args), args)
+            found = _morph(client, args)
+            return _tell(found, args, "" if args.json else _doubt(client, found, args.verb))
     except GatewayProblem as problem:
         sys.stderr.write(f"instar morph {args.verb}: {problem}\n")
         return 1
@@ -46,7 +49,7 @@ def _morph(client: httpx.Client, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_instance(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    instance = quote(args.instance or _only_instance(client), safe="@")
+    instance = quote(_named(args) or _only_instance(client, args.verb), safe="@")
     path = f"/admin/instances/{instance}/{args.verb}"
     if args.verb == "resize":
         return path, {"blocks": args.blocks}
@@ -100,15 +103,39 @@ def degree_text(numbers: dict[str, Any]) -> str:
     return f"{numbers['layers_done']} of {numbers['layers']} layers at tp {numbers['tp_after']}"
 
 
-def _only_instance(client: httpx.Client) -> str:
+def _named(args: argparse.Namespace) -> str | None:
+    """By its place or by --instance. Raises GatewayProblem for two names."""
+    names: set[str] = {name for name in (args.instance, args.named) if name}
+    if len(names) > 1:
+        raise GatewayProblem(f"{args.instance} and --instance {args.named} are two: name one")
+    return names.pop() if names else None
+
+
+def _only_instance(client: httpx.Client, verb: str) -> str:
     there = [str(instance["id"]) for instance in get_json(client, "/admin/state")["instances"]]
-    if len(there) != 1:
-        raise GatewayProblem(f"say which instance; there are: {', '.join(there) or 'none'}")
+    if not there:
+        raise GatewayProblem("there is no instance yet: `instar status` shows what is loading")
+    if len(there) > 1:
+        raise GatewayProblem(
+            f"say which instance, as in `instar morph {verb} {there[0]} ...`; there are: {', '.join(there)}"
+        )
     return there[0]
 
 
-def _tell(found: dict[str, Any], args: argparse.Namespace) -> int:
-    sys.stdout.write(json.dumps(found, indent=2) + "\n" if args.json else in_words(found))
+def _doubt(client: httpx.Client, found: dict[str, Any], verb: str) -> str:
+    """What may soon be otherwise: the policy goes back to where pressure or the lack of it leads it. "" where
+    it does nothing by itself, or is not told."""
+    if verb in ("show", "cancel") or found["state"] not in DONE:
+        return ""
+    try:
+        mode = (_object(get_json(client, "/admin/state")).get("policy") or {}).get("mode", MANUAL)
+    except GatewayProblem:
+        return ""  # the order went out; this was for its reader only
+    return "" if mode == MANUAL else UNDONE.format(mode=mode)
+
+
+def _tell(found: dict[str, Any], args: argparse.Namespace, doubt: str) -> int:
+    sys.stdout.write(json.dumps(found, indent=2) + "\n" if args.json else in_words(found) + doubt)
     return 0 if found["state"] in DONE or args.verb in ("show", "cancel") else 1
 
 

@@ -22,7 +22,8 @@ Changes the shape of a running instance by hand, and the policy by which the ser
   instar morph show ID                                  how far one is
   instar morph cancel ID                                gives it up; the old shape serves on
 
-Instances are those of `instar status`; with only one, its name may be left out.
+Instances are those of `instar status`; with only one, its name may be left out. The policy may soon undo
+what is ordered by hand: with mode=manual it does nothing by itself.
 """
 
 PRECISIONS = ("full", "int8", "int4", "int3")
@@ -41,7 +42,7 @@ def add_verbs(parser: Parser, add_client_flags: Callable[[Parser], None]) -> Non
     _add_swap(verb("swap", "hold layers in another precision"))
     resize = verb("resize", "have so many KV blocks")
     _add_instance(resize)
-    resize.add_argument("blocks", type=at_least_one, metavar="BLOCKS", help="as many as whole pages allow")
+    resize.add_argument("blocks", type=_blocks, metavar="BLOCKS", help="as many as whole pages allow")
     _add_waits(resize)
     _add_tp(verb("tp", "serve a model at another degree of tensor parallelism"))
     policy = verb("policy", "show the policy, or change its fields")
@@ -98,6 +99,7 @@ def _add_tp(tp: Parser) -> None:
 
 def _add_instance(parser: Parser) -> None:
     parser.add_argument("instance", nargs="?", metavar="INSTANCE", help="[the only one]")
+    parser.add_argument("--instance", dest="named", metavar="INSTANCE", help="the same as a flag")
 
 
 def _add_waits(parser: Parser) -> None:
@@ -105,6 +107,15 @@ def _add_waits(parser: Parser) -> None:
         "--wait", type=float, default=0.0, metavar="S", help="how long it may wait for free memory [0]"
     )
     parser.add_argument("--detach", action="store_true", help="return at once instead of when it has ended")
+
+
+def _blocks(text: str) -> int:
+    try:
+        return at_least_one(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error}; the instance comes before it, as in resize demo@w0 400"
+        ) from None
 
 
 def layer_numbers(text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NoReturn
@@ -13,7 +14,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit status 2."""
-        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what there is.\n")
+        told = message + self._value(message)
+        self.exit(2, f"{self.prog}: {told}\n`{self.prog} --help` shows what there is.\n")
+
+    def _value(self, message: str) -> str:
+        """Of a flag without its value: which that is, and how one is written that looks like a flag."""
+        missing = re.fullmatch(r"argument (?:\S+/)?(-\S+): expected one argument", message)
+        if missing is None:
+            return ""
+        flag = missing[1]
+        metavar = self._option_string_actions[flag].metavar
+        return f", {metavar}; one that begins with a dash is written {flag}=-..."
 
     @property
     def flags(self) -> list[str]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from bus.settings import Settings
 from instar.client import GatewayProblem, gateway_client, get_json
 from instar.shapes import degrees_text, layers_text
+from instar.trimmed import trimmed
 
 MIB = 1 << 20
 ENDED_SHOWN = 3  # morphs
@@ -38,6 +39,11 @@ def status(settings: Settings, *, url: str | None, key: str | None, as_json: boo
 
 def show(state: dict[str, Any], console: Console) -> None:
     """Fits 80 columns: what is longer goes on in the next line, and no name is cut."""
+    with trimmed(console):
+        _show(state, console)
+
+
+def _show(state: dict[str, Any], console: Console) -> None:
     console.print(workers_table(state["workers"]))
     console.print()
     console.print(instances_table(state["instances"]))

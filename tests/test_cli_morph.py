@@ -56,7 +56,49 @@ def test_what_the_gateway_refuses_is_told_in_its_words(
     assert "instar morph resize: /admin/instances/x/resize: 404: no instance 'x'" in capsys.readouterr().err
     gateway.instances = ["a@w0", "b@w0"]
     assert gateway.run("resize", "40") == 1
-    assert "say which instance; there are: a@w0, b@w0" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "say which instance, as in `instar morph resize a@w0 ...`; there are: a@w0, b@w0" in told
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("b@w0", "40"),
+        ("--instance", "b@w0", "40"),
+        ("40", "--instance", "b@w0"),
+        ("b@w0", "40", "--instance", "b@w0"),
+    ],
+    ids=" ".join,
+)
+def test_an_instance_is_named_by_its_place_or_by_a_flag(gateway: Script, argv: tuple[str, ...]) -> None:
+    gateway.instances, gateway.answers = ["a@w0", "b@w0"], [(200, APPLIED)]
+    assert gateway.run("resize", *argv) == 0
+    assert gateway.asked == [("POST", "/admin/instances/b@w0/resize", {"wait_s": 0.0, "blocks": 40})]
+
+
+def test_two_names_of_instances_are_one_too_many(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gateway.run("resize", "a@w0", "40", "--instance", "b@w0") == 1
+    assert "a@w0 and --instance b@w0 are two: name one" in capsys.readouterr().err
+    assert gateway.asked == []
+
+
+def test_who_orders_by_hand_learns_that_the_policy_may_undo_it(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swap = ("swap", "--count", "2", "--precision", "int4")
+    for mode, answer, is_told in (
+        ("default", APPLIED, True),
+        ("manual", APPLIED, False),
+        ("default", DEFERRED, False),
+    ):
+        gateway.state = cluster(instance("w0")) | {"policy": {"mode": mode}}
+        gateway.answers = [(200, answer)]
+        gateway.run(*swap)
+        told = "the policy (mode default) may undo this; `instar morph policy mode=manual` keeps it"
+        assert (told in capsys.readouterr().out) == is_told
+    gateway.answers = [(200, APPLIED)]
+    assert gateway.run(*swap, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == APPLIED
 
 
 def test_a_cancelled_morph_is_waited_for(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +212,14 @@ def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.Capture
         (["tp", "two"], "'two' must be a whole number, 1 or more"),
         (["tp", "2", "--workers", "w0,,w1"], "'w0,,w1' is no list of workers; write it as w0,w1"),
         (["tp", "2", "--wrokers", "w0"], "there is no flag --wrokers; did you mean --workers?"),
+        (
+            ["resize", "400", "demo@w0"],
+            "'demo@w0' must be a whole number, 1 or more; the instance comes before it, as in resize demo@",
+        ),
+        (
+            ["resize", "9", "--wait"],
+            "--wait: expected one argument, S; one that begins with a dash is written --wait=-",
+        ),
         (
             ["resize", "9", "--waite", "3"],
             "instar morph resize: there is no flag --waite; did you mean --wait?",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rich.console import Console
+from rich.padding import Padding
 
 from instar.shapes import layers_text, ranges_text
 from instar.status import (
@@ -15,6 +16,7 @@ from instar.status import (
     show,
     shown_morphs,
 )
+from instar.trimmed import trimmed
 from tests.cli_gateway import APPLIED, DEFERRED, RUNNING, instance
 
 
@@ -51,10 +53,19 @@ def test_status_fits_80_columns_and_cuts_no_name(capsys: pytest.CaptureFixture[s
     state = {"workers": [worker], "instances": [one | {"id": f"demo@{long}-w0"}], "morphs": [morph]}
     show(state | {"policy": {}, "metrics": {}}, Console(width=80))
     out = capsys.readouterr().out
-    assert "\N{HORIZONTAL ELLIPSIS}" not in out and max(map(len, out.splitlines())) == 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out and max(map(len, out.splitlines())) <= 80
+    assert not [line for line in out.splitlines() if line != line.rstrip()]
     for told in ("99999", "200007", "11234/12000 94%", "64", "80/80"):
         assert told in out
     assert " ".join(out.split()).count("needs 12 pages") == 3
+
+
+def test_blanks_behind_a_line_go_and_its_colours_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(width=30, force_terminal=True, color_system="standard")
+    with trimmed(console):
+        console.print(Padding("[red]told[/]", (0, 20, 0, 0), style="bold"))
+    out = capsys.readouterr().out
+    assert "told" in out and "\x1b[" in out and " \x1b[0m\n" not in out and not out.rstrip("\n").endswith(" ")
 
 
 def test_status_says_how_old_its_numbers_are() -> None:
