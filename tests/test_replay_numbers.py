@@ -147,11 +147,15 @@ def test_a_generator_that_was_late_says_so() -> None:
 
 
 def test_a_run_of_only_failures_has_a_card() -> None:
-    assert "2 x 503" in text_of(card(run_file([failed(0, 0.0, "503"), failed(1, 1.0, "503")])))
+    run = run_file([failed(0, 0.0, "503"), failed(1, 1.0, "503")])
+    run.said = {"503": "no worker is there"}
+    shown = text_of(card(run))
+    assert "2 x 503" in shown and "503: no worker is there" in shown
 
 
 def test_a_file_gives_the_numbers_of_its_run_again(tmp_path: Path) -> None:
     run = run_file([outcome_of(one.as_json()) for one in mixed()])
+    run.said = {"503 server_overloaded": "too many"}
     path = files.write(tmp_path, run)
     again = files.read(tmp_path)
     assert again.as_json() == run.as_json() == json.loads(path.read_text())
@@ -196,6 +200,16 @@ def test_several_runs_are_laid_over_one_another(
     assert "these runs had different loads" in told.err
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders() -> None:
+    runs = [run_file(mixed(), name) for name in ("full", "full", "int4", "full")]
+    for run, folder in zip(runs, ("a/full", "b/full", "b/int4", "b/full"), strict=True):
+        run.folder = Path(folder)
+    named = files.told_apart(runs)
+    assert [run.name for run in named] == ["a/full", "b/full (1)", "int4", "b/full (2)"]
+    assert [run.name for run in runs] == ["full", "full", "int4", "full"]
+    assert "a/full" in text_of(comparison(named))
+
+
 def test_runs_of_one_load_are_compared_without_a_doubt() -> None:
     runs = [run_file(mixed(), name) for name in "ab"]
     assert differing_loads(runs) == ""
@@ -206,16 +220,19 @@ def test_runs_of_one_load_are_compared_without_a_doubt() -> None:
 
 
 def test_a_folder_is_looked_at_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.make_ready(tmp_path / "new" / "deep", 100)
+    files.make_ready(tmp_path / "new" / "deep", 100, 10.0, draws=True)
     files.write(tmp_path, run_file(mixed()))
     with pytest.raises(BenchProblem, match="holds a run already"):
-        files.make_ready(tmp_path, 100)
+        files.make_ready(tmp_path, 100, 10.0, draws=True)
     (tmp_path / "file").touch()
+    with pytest.raises(BenchProblem, match="is a file; name a folder"):
+        files.make_ready(tmp_path / "file", 100, 10.0, draws=True)
     with pytest.raises(BenchProblem, match="cannot be written: "):
-        files.make_ready(tmp_path / "file", 100)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 5 << 20))
-    with pytest.raises(BenchProblem, match="5 MiB are free on its disk, the run may need 8"):
-        files.make_ready(tmp_path / "new", 100)
+        files.make_ready(tmp_path / "file" / "below", 100, 10.0, draws=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 3 << 20))
+    with pytest.raises(BenchProblem, match=r"3 MiB are free on its disk, the run may need 4\.08"):
+        files.make_ready(tmp_path / "new", 100, 10.0, draws=True)
+    files.make_ready(tmp_path / "new", 100, 10.0, draws=False)
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
@@ -235,7 +252,9 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
     [
         (None, "there is no run in it"),
         ("{", "is no JSON"),
-        ("[]", "is of version None, this reads 1"),
+        ("[]", "is no run of `instar bench replay`: it has no version"),
+        ("{}", "is no run of `instar bench replay`: it has no version"),
+        ('{"version": 9}', "is of version 9, this reads 1"),
         ('{"version": 1}', "is no run of `instar bench replay`: KeyError"),
         ('{"version": 1, "requests": []}', "run.json: has no request"),
     ],
@@ -280,3 +299,59 @@ async def test_a_counter_that_began_anew_is_told_from_there(monkeypatch: pytest.
     assert await observer.begin() == ""
     await observer.end(lambda: 1.0)
     assert observer.counted == {'instar_num_preemptions_total{engine="a"}': 2.0}
+
+
+async def test_a_queueing_delay_is_of_the_run_and_not_of_what_was_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The metric looks back over a window; what began before the run is none of its."""
+    metrics = {
+        "instances": [{"id": "a", "queue_delay_seconds": 9.0, "last": {"oldest_wait_seconds": 0.25}}],
+        "window_seconds": 10.0,
+        "age_seconds": 0.5,
+    }
+
+    async def answer(*_: object, **__: object) -> tuple[int, bytes]:
+        return 200, json.dumps({"instances": [{"id": "a"}], "metrics": metrics}).encode()
+
+    monkeypatch.setattr("instar.replay.observer.fetch", answer)
+    observer = Observer(Server.at("http://127.0.0.1:1", None))
+    for now_s in (0.0, 12.0, 13.0):
+        await observer.look(lambda now_s=now_s: now_s)  # type: ignore[misc]
+    assert [one["instances"]["a"]["queue_delay_s"] for one in observer.samples] == [0.25, 0.25, 9.0]
+
+
+@pytest.mark.faults
+@pytest.mark.slow  # matplotlib takes seconds
+def test_a_picture_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    def cut(_: Figure, path: Path, **__: object) -> None:
+        path.write_bytes(b"\x89PNG")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", cut)
+    with pytest.raises(BenchProblem, match=r"a\.png: cannot be written: No space left on device"):
+        plots.draw([run_file(mixed())], tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_axes_of_what_did_not_change_count_in_whole_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
+
+    found: list[tuple[float, float]] = []
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, path, **_: found.append(figure.axes[7].get_ylim()) or path.touch(),  # type: ignore
+    )
+    run = run_file(mixed())
+    run.observed["samples"] = run.observed["samples"][:1] * 2
+    plots.draw([run], tmp_path / "a.png")
+    plt.close("all")
+    assert found == [(0.0, 2.2)]

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ async def test_what_was_recorded_can_be_replayed(
             answer = await http.post("/v1/completions", json=BODY | {"max_tokens": 5})
             assert answer.status_code == 200
     assert recording.result() == 0
+    assert path.stat().st_mode & 0o077 == 0  # others' prompts are nobody's business
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(one["status"], one["output_tokens"]) for one in lines] == [("length", 5)] * 3
     assert re.search(r"^[1-4] trial requests of a replay are left out", capsys.readouterr().err, re.MULTILINE)
@@ -161,6 +163,15 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, capsys: pytest
     assert "is there already; name another file" in capsys.readouterr().err
     assert main(["bench", "record", "--out", str(tmp_path / "no" / "mine.jsonl")]) == 2
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_disk_without_room_is_told_before_anything_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 9 << 10))
+    assert main(["bench", "record", "--out", str(tmp_path / "mine.jsonl")]) == 2
+    assert "9 KiB are free on its disk; it needs 1024 at least" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_full_disk_ends_the_recording_in_a_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import subprocess
@@ -94,6 +95,9 @@ def misbehaving() -> Iterator[tuple[str, Answer, str]]:
     yield "hangs up", (0, []), "connection lost"
 
 
+SAID = {"stream: worker_lost": "gone", "500": "oops", "stream ended early": ""}
+
+
 _FAILED = b'data: {"error": {"message": "gone", "code": "worker_lost"}}\n\ndata: [DONE]\n\n'
 
 
@@ -105,6 +109,7 @@ async def test_what_a_server_does_is_counted_and_never_tried_again(answer: Answe
         generator = Generator(Server.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
         await generator.replay()
     assert generator.run.errors == {error: 5} and len(server.bodies) == 5
+    assert generator.run.said == ({} if error == "connection lost" else {error: SAID.get(error, "no")})
 
 
 async def test_a_server_that_went_away_is_counted() -> None:
@@ -267,7 +272,7 @@ def test_the_command_says_what_is_wrong_in_a_line(tmp_path: Path, capsys: pytest
         ([str(TRACE), "--window", "99:1"], 2, "--window begins at 99 s, and the trace has 13.4 s"),
         ([], 2, "name a trace, or runs to --compare"),
         (["--compare", str(tmp_path)], 2, "there is no run in it"),
-        ([str(TRACE), "--out", str(TRACE)], 2, "cannot be written: File exists"),
+        ([str(TRACE), "--out", str(TRACE)], 2, "is a file; name a folder"),
     ):
         assert main(["bench", "replay", *argv]) == status
         assert told in capsys.readouterr().err
@@ -289,6 +294,38 @@ async def test_the_command_runs_writes_and_compares(tmp_path: Path, gate: Gate) 
     run = files.read(out)
     assert run.about["name"] == "one" and not [one for one in run.outcomes if one.error]
     assert run.outcomes == [outcome_of(one.as_json()) for one in run.outcomes]
+
+
+async def test_a_run_in_which_nothing_was_served_fails_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = json.dumps(
+        {"error": {"message": "the prompt\nis " + "too long " * 100, "code": "too_long"}}
+    ).encode()
+    argv = ["bench", "replay", "gamma:40:1:0.1:8:400", "--out", str(tmp_path / "run"), "--no-plot"]
+    async with stub(lambda body: (200, events(1)) if body["max_tokens"] == 1 else (400, [long])) as server:
+        assert await asyncio.to_thread(main, [*argv, "--url", server.url]) == 1
+    told = capsys.readouterr()
+    assert "x 400 too_long" in told.out and "400 too_long: the prompt is too long too long" in told.out
+    assert not [line for line in told.out.splitlines() if line != line.rstrip()]
+    assert "requests was served" in told.err
+    said = files.read(tmp_path / "run").said["400 too_long"]
+    assert said.endswith("...") and len(said) < 310
+
+
+async def test_what_is_not_under_an_address_leads_back_to_it() -> None:
+    async with stub(lambda _: (200, events(1))) as server:
+        with pytest.raises(ServerProblem, match=r"/nope/v1/models: 404: .*; is --url right\?"):
+            await replayed(server.url + "/nope")
+
+
+async def test_the_garbage_collector_looks_at_everything_again_after_a_run() -> None:
+    arrivals = [Arrival(0.0, 4, 4)]
+    async with stub(lambda body: (200, events(body["max_tokens"]))) as server:
+        made = bodies(arrivals, "m", Dialect(), 0)
+        generator = Generator(Server.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
+        await generator.replay()
+    assert gc.get_freeze_count() == 0
 
 
 def test_settings_give_address_and_keys() -> None:

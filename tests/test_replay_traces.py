@@ -202,6 +202,7 @@ def test_what_is_neither_a_file_nor_a_burst_is_answered_with_what_was_meant(text
         (own(at=None), "auto", "line 2: at is 'null', not a number of seconds"),
         (own(prompt_token_ids="a"), "auto", "line 2: prompt_token_ids is 'a', not a list of token ids"),
         (own(prompt_token_ids=[1, -2]), "auto", "line 2: prompt_token_ids holds '-2', not a whole number"),
+        (own(prompt_token_ids=[1]), "auto", "line 2: prompt_tokens is 2, prompt_token_ids holds 1"),
         (own() + "{broken\n", "auto", "line 3: '{broken' is no JSON; a line is an object such as"),
         (own() + "[1]\n", "auto", "line 3: '[1]' is no object; a line is an object such as"),
         ("a,b\n", "instar", "line 1: 'a,b' is no JSON; a line is an object"),
@@ -255,6 +256,9 @@ def test_windows_and_ranges_are_read_as_they_are_written() -> None:
     assert ids("16:1000") == range(16, 1000)
     for slip in ("792", "a:b", "-1:4", "4:0"):
         with pytest.raises(argparse.ArgumentTypeError, match="as 792:72"):
+            window(slip)
+    for slip, told in (("-1:4", "must be 0 or more"), ("4:0", "must be above 0")):
+        with pytest.raises(argparse.ArgumentTypeError, match=told):
             window(slip)
     for slip in ("16", "9:3", "a:b"):
         with pytest.raises(argparse.ArgumentTypeError, match="as 16:1000"):

@@ -65,6 +65,7 @@ def _lines(run: RunFile, found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{through['output_tokens_per_s']:.1f} output tokens/s",
         ),
         ("errors", errors_text(found["errors"])),
+        *(("", f"{kind}: {said}") for kind, said in run.said.items()),
         ("lateness", lateness_text(found["lateness_s"])),
     ]
     if found["tokens_by_layers_below_full"]:

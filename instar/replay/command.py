@@ -1,4 +1,5 @@
-"""`instar bench`: what each verb does. Exit status 0; 1 where no server answers; 2 for bad input."""
+"""`instar bench`: what each verb does. Exit status 0; 1 where no server answers, or serves a request of a
+run; 2 for bad input."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bus.settings import Settings, is_loopback
-from instar.address import url_of
+from bus.settings import Settings
+from instar.address import is_own, url_of
 from instar.client import GatewayProblem
 from instar.replay import files, plots
 from instar.replay.card import card, comparison, differing_loads
@@ -28,6 +29,7 @@ from instar.replay.requests import IDS, Dialect, bodies, find_dialect, models_of
 from instar.replay.statistics import Slo
 from instar.replay.traces import Shaping, Trace, load
 from instar.replay.wire import Server
+from instar.trimmed import trimmed
 
 PICTURE = "run.png"
 COMPARISON = "compare.png"
@@ -49,13 +51,11 @@ def bench(settings: Settings, args: argparse.Namespace) -> int:
 
 def _plot(runs: list[RunFile], out: Path | None) -> int:
     """One: its card and picture; several: over one another."""
-    console = Console()
-    if len(runs) == 1:
-        console.print(card(runs[0]))
-    else:
-        console.print(comparison(runs))
-        if doubt := differing_loads(runs):
-            sys.stderr.write(f"note: {doubt}\n")
+    console, runs = Console(), files.told_apart(runs)
+    with trimmed(console):
+        console.print(card(runs[0]) if len(runs) == 1 else comparison(runs))
+    if len(runs) > 1 and (doubt := differing_loads(runs)):
+        sys.stderr.write(f"note: {doubt}\n")
     if out is not None:
         folder = out if out.is_dir() or not out.exists() else out.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,14 +75,16 @@ def _replay(settings: Settings, args: argparse.Namespace) -> int:
     shaping = Shaping(start_s, length_s, args.keep_zero, args.limit, args.scale, args.scale_lengths)
     trace = load(args.trace, args.format, shaping, args.seed)
     if args.out is not None:
-        files.make_ready(args.out, len(trace.arrivals))
+        files.make_ready(args.out, len(trace.arrivals), trace.seconds + args.drain, draws=not args.no_plot)
         if not args.no_plot:
             plots.need_matplotlib()
     run = _run(run_of(settings, args, trace))
     if args.json:
         sys.stdout.write(json.dumps(run.summary) + "\n")
     else:
-        Console().print(card(run))
+        console = Console()
+        with trimmed(console):
+            console.print(card(run))
     if args.out is not None:
         files.write(args.out, run)
         if not args.no_plot:
@@ -90,7 +92,12 @@ def _replay(settings: Settings, args: argparse.Namespace) -> int:
         sys.stderr.write(f"kept in {args.out}\n")
     if others:
         _plot([run, *others], args.out)
-    return 130 if run.about["was_interrupted"] else 0
+    if run.about["was_interrupted"]:
+        return 130
+    if not any(one.is_served for one in run.outcomes):
+        sys.stderr.write(f"instar bench replay: none of {len(run.outcomes)} requests was served\n")
+        return 1
+    return 0
 
 
 def _run(work: Coroutine[Any, Any, RunFile]) -> RunFile:
@@ -150,14 +157,20 @@ async def run_of(settings: Settings, args: argparse.Namespace, trace: Trace) -> 
         "notes": notes,
     }
     observed = {} if why_blind else _observed(observer)
-    return RunFile(about, _slo(settings, args), _rounded(generator), observed, _per_second(generator))
+    return RunFile(
+        about,
+        _slo(settings, args),
+        _rounded(generator),
+        observed,
+        _per_second(generator),
+        {kind: said for kind, said in generator.run.said.items() if said},
+        args.out,
+    )
 
 
 def _own_keys(settings: Settings, url: str) -> tuple[str | None, str | None]:
-    """For /v1 and for /admin, those of the settings. They are of the service that the settings are of, and
-    no business of another's server."""
-    at, own = Server.at(url, None), Server.at(url_of(settings.gateway), None)
-    if (at.host, at.port) != (own.host, own.port) and not (at.port == own.port and is_loopback(at.host)):
+    """For /v1 and for /admin, those of the settings, for their own service."""
+    if not is_own(settings.gateway, url):
         return None, None
     return next(iter(settings.gateway.api_keys), None), next(iter(settings.gateway.admin_keys), None)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,19 +17,23 @@ from instar.replay.statistics import Slo, summary
 NAME: Final = "run.json"
 VERSION: Final = 1
 ROW_BYTES: Final = 600  # of a request, its spans of precision included
-SPARE_BYTES: Final = 8 << 20  # for samples and pictures
+SAMPLE_BYTES: Final = 2000  # one each second, of some instances
+PICTURE_BYTES: Final = 4 << 20
 
 
 @dataclass(slots=True)
 class RunFile:
     """`about`: settings, trace and server; `observed`: samples, morphs and counters, {} of another's server.
-    `events_per_s`: of each second from the first, the events of all streams."""
+    `events_per_s`: of each second from the first, the events of all streams. `said`: by kind of error, the
+    server's message of the first. `folder`: where it was read from, or is to be kept."""
 
     about: dict[str, Any]
     slo: Slo
     outcomes: list[Outcome] = field(repr=False)
     observed: dict[str, Any] = field(default_factory=dict, repr=False)
     events_per_s: list[int] = field(default_factory=list, repr=False)
+    said: dict[str, str] = field(default_factory=dict, repr=False)
+    folder: Path | None = None
 
     @property
     def name(self) -> str:
@@ -46,14 +51,15 @@ class RunFile:
             "summary": self.summary,
             "observed": self.observed,
             "events_per_s": self.events_per_s,
+            "said": self.said,
             "requests": [one.as_json() for one in self.outcomes],
         }
 
 
-def make_ready(folder: Path, num_requests: int) -> None:
+def make_ready(folder: Path, num_requests: int, seconds: float, *, draws: bool) -> None:
     """So that a run is not lost at its end: the folder is made, holds no other run, takes a file and has
-    room for it. Raises BenchProblem."""
-    needed = num_requests * ROW_BYTES + SPARE_BYTES
+    room for it, and for the picture. Raises BenchProblem."""
+    needed = num_requests * ROW_BYTES + int(seconds + 1) * SAMPLE_BYTES + draws * PICTURE_BYTES
     trial = folder / f".{NAME}.trial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,12 +68,18 @@ def make_ready(folder: Path, num_requests: int) -> None:
         trial.write_bytes(b"x")
         trial.unlink()
         free = shutil.disk_usage(folder).free
+    except FileExistsError as error:
+        raise BenchProblem(f"--out {folder}: is a file; name a folder") from error
     except OSError as error:
         raise BenchProblem(f"--out {folder}: cannot be written: {error.strerror}") from error
     if free < needed:
         raise BenchProblem(
-            f"--out {folder}: {free >> 20} MiB are free on its disk, the run may need {needed >> 20}"
+            f"--out {folder}: {_mib(free)} MiB are free on its disk, the run may need {_mib(needed)}"
         )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.3g}"
 
 
 def write(folder: Path, run: RunFile) -> Path:
@@ -99,9 +111,10 @@ def read(folder: Path) -> RunFile:
         raise BenchProblem(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise BenchProblem(f"{path}: is no JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        version = found.get("version") if isinstance(found, dict) else None
-        raise BenchProblem(f"{path}: is of version {version}, this reads {VERSION}")
+    if not isinstance(found, dict) or "version" not in found:
+        raise BenchProblem(f"{path}: is no run of `instar bench replay`: it has no version")
+    if found["version"] != VERSION:
+        raise BenchProblem(f"{path}: is of version {found['version']}, this reads {VERSION}")
     try:
         if not found["requests"]:
             raise BenchProblem(f"{path}: has no request")
@@ -111,6 +124,26 @@ def read(folder: Path) -> RunFile:
             [outcome_of(row) for row in found["requests"]],
             found["observed"],
             found["events_per_s"],
+            found.get("said", {}),
+            folder,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise BenchProblem(f"{path}: is no run of `instar bench replay`: {error!r}") from error
+
+
+def told_apart(runs: Sequence[RunFile]) -> list[RunFile]:
+    """The same runs, each with a name of its own: the paths of their folders, or numbers, where several have
+    one."""
+    by_path = _renamed(runs, lambda run, _: str(run.folder or run.name))
+    return _renamed(by_path, lambda run, nth: f"{run.name} ({nth})")
+
+
+def _renamed(runs: Sequence[RunFile], rename: Callable[[RunFile, int], str]) -> list[RunFile]:
+    """Those whose name others have, too. `rename` hears the how manieth of these it is, from 1."""
+    names = [run.name for run in runs]
+    return [
+        replace(run, about=run.about | {"name": rename(run, names[: i + 1].count(run.name))})
+        if names.count(run.name) > 1
+        else run
+        for i, run in enumerate(runs)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,10 +91,16 @@ def window(text: str) -> tuple[float, float | None]:
     try:
         found = float(start or 0), float(length) if length else None
     except ValueError:
-        found = -1.0, None
-    if not colon or not found[0] >= 0 or (found[1] is not None and not found[1] > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no window; write it in seconds, as 792:72")
-    return found
+        found = math.nan, None
+    if not colon or math.isnan(found[0]):
+        wrong = "is no window"
+    elif not found[0] >= 0:
+        wrong = "begins before the trace; the first number must be 0 or more"
+    elif found[1] is not None and not found[1] > 0:
+        wrong = "is of no length; the second number must be above 0"
+    else:
+        return found
+    raise argparse.ArgumentTypeError(f"{text!r} {wrong}; write it in seconds, as 792:72")
 
 
 def ids(text: str) -> range:

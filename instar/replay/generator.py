@@ -23,7 +23,7 @@ from instar.replay.outcomes import (
     conclude_refusal,
     conclude_stream,
 )
-from instar.replay.requests import COMPLETIONS
+from instar.replay.requests import COMPLETIONS, message_of
 from instar.replay.traces import Arrival
 from instar.replay.wire import Exchange, Server, connect
 
@@ -44,6 +44,7 @@ class Run:
     num_served: int = 0
     events_in: Counter[int] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
+    said: dict[str, str] = field(default_factory=dict)  # by the server, of the first error of a kind; or ""
 
     @property
     def now_s(self) -> float:
@@ -81,8 +82,10 @@ class Generator:
     async def replay(self) -> None:
         """Returns when all have ended, or drain_s after the last was due. Cancelled it stops where it is; in
         each case every outcome says what became of it."""
-        gc.collect()
-        gc.freeze()  # the prompts: to look at them takes a collection longer than an arrival may be late
+        with _prompts_left_out():
+            await self._replay()
+
+    async def _replay(self) -> None:
         self.run.began = time.perf_counter() + min(LEAD_S, 0.2)
         self.run.began_at = time.time() + min(LEAD_S, 0.2)
         with _priority():
@@ -159,6 +162,8 @@ class Generator:
         else:
             conclude_refusal(outcome, tail)
         if not problem and outcome.error:
+            if outcome.error not in run.said:
+                run.said[outcome.error] = message_of(tail)
             self._fail(outcome, outcome.error)
         elif not problem:
             run.num_served += 1
@@ -171,6 +176,17 @@ class Generator:
         """Loops keep milliseconds: one may wake a little early."""
         while (left := self.run.began + at_s - time.perf_counter()) > 0:  # noqa: ASYNC110 there is no event
             await asyncio.sleep(left)
+
+
+@contextlib.contextmanager
+def _prompts_left_out() -> Iterator[None]:
+    """Of the garbage collector's rounds: to look at them takes one longer than an arrival may be late."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from instar.replay.wire import Server, fetch
 
 EVERY_S: Final = 1.0
 PATIENCE_S: Final = 5.0
+LAG_S: Final = 2.0  # a window begins with the report before it, and is shown a little after its end
 # Counters of /metrics whose growth over a run is told, by their labels.
 COUNTED: Final = (
     "instar_generation_tokens_by_precision_total",
@@ -42,13 +43,25 @@ class _Instance(msgspec.Struct):
     tp: int = 1
 
 
+class _Report(msgspec.Struct, frozen=True):
+    oldest_wait_seconds: float | None = None
+
+
 class _Measured(msgspec.Struct):
     id: str
     queue_delay_seconds: float | None = None
+    last: _Report = _Report()
+
+    def queue_delay_s(self, *, is_of_run: bool) -> float | None:
+        """The metric looks back over a window. While that began before the run, how long the head of the
+        queue has waited, which is of now."""
+        return self.queue_delay_seconds if is_of_run else self.last.oldest_wait_seconds
 
 
 class _Metrics(msgspec.Struct, frozen=True):
     instances: list[_Measured] = []
+    window_seconds: float = 0.0
+    age_seconds: float = 0.0
 
 
 class _State(msgspec.Struct):
@@ -104,7 +117,9 @@ class Observer:
         if state is None:
             self.num_missed += 1
             return
-        delays = {one.id: one.queue_delay_seconds for one in state.metrics.instances}
+        metrics = state.metrics
+        is_of_run = now_s() > metrics.age_seconds + metrics.window_seconds + LAG_S
+        delays = {one.id: one.queue_delay_s(is_of_run=is_of_run) for one in metrics.instances}
         shapes = {one.id: _shape(one, delays.get(one.id)) for one in state.instances}
         self.samples.append({"at_s": round(now_s(), 3), "instances": shapes})
         self.morphs |= {one["id"]: one for one in state.morphs if one["id"] not in self._old}

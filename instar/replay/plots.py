@@ -57,11 +57,21 @@ def draw(runs: Sequence[RunFile], path: Path) -> None:
     _finish(panels, degrees, runs, ends_s)
     _head(figure, runs)
     try:
-        figure.savefig(path, dpi=110, metadata={"Software": None})  # the same bytes for the same run
-    except OSError as error:
-        raise BenchProblem(f"{path}: cannot be written: {error.strerror}") from error
+        _save(figure, path)
     finally:
         plt.close(figure)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """The whole picture or none; the same bytes for the same run. Raises BenchProblem."""
+    parts = path.with_name(f".{path.name}.part")
+    try:
+        figure.savefig(parts, format="png", dpi=110, metadata={"Software": None})
+        parts.replace(path)
+    except OSError as error:
+        raise BenchProblem(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        parts.unlink(missing_ok=True)
 
 
 def _end_s(run: RunFile) -> float:
@@ -168,8 +178,9 @@ def _finish(panels: Any, degrees: Any, runs: Sequence[RunFile], ends_s: float) -
     panels[0][1].set(ylabel="output events per second")
     panels[3][0].set(ylabel="KV blocks")
     panels[3][1].set(ylabel="layers below full")
-    degrees.set(ylabel="degree", ylim=(0, max(2.2, 1.1 * degrees.get_ylim()[1])))
+    degrees.set(ylabel="degree")
     for axes in (panels[3][1], degrees):
+        axes.set_ylim(0, max(2.2, 1.1 * axes.get_ylim()[1]))  # whole numbers also where nothing changed
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     for row, name, limit_s in ((1, "TTFT", slo.ttft_s), (2, "TPOT", slo.tpot_s)):
         over_time, shares = panels[row]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from instar.replay.problems import BenchProblem
 from instar.replay.requests import TRIAL
 
 PATH: Final = "/admin/requests"
+LEAST_BYTES: Final = 1 << 20  # free on the disk: some thousand requests
 SILENCE_S: Final = 30.0  # longer than between two comments of a living stream
 
 
@@ -32,7 +35,7 @@ def record(settings: Settings, args: argparse.Namespace) -> int:
     counts = _Counts()
     with gateway_client(settings, args.url, args.key, settings.gateway.admin_keys) as client:
         try:
-            with _open(args.out) as file:
+            with _open(args.out, is_private=args.with_prompts) as file:
                 has_ended = _write(file, _events(client, args.with_prompts, ends), counts, args.limit)
         except KeyboardInterrupt:
             has_ended = False
@@ -53,10 +56,16 @@ class _Counts:
         self.requests = self.trials = self.lost = 0
 
 
-def _open(path: Path) -> TextIO:
-    """A new file: what was recorded before is not written over. Raises BenchProblem."""
+def _open(path: Path, *, is_private: bool) -> TextIO:
+    """A new file: what was recorded before is not written over. is_private: for its owner's eyes only. Raises
+    BenchProblem, also where the disk has no room."""
     try:
-        return path.open("x", encoding="utf-8")
+        if not path.exists() and (free := shutil.disk_usage(path.parent).free) < LEAST_BYTES:
+            raise BenchProblem(
+                f"--out {path}: {free >> 10} KiB are free on its disk; it needs {LEAST_BYTES >> 10} at least"
+            )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        return os.fdopen(os.open(path, flags, 0o600 if is_private else 0o666), "w", encoding="utf-8")
     except FileExistsError as error:
         raise BenchProblem(f"--out {path}: is there already; name another file") from error
     except OSError as error:

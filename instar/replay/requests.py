@@ -17,6 +17,7 @@ from instar.replay.wire import Server, fetch
 
 COMPLETIONS: Final = "/v1/completions"
 TRIAL: Final = "replay-trial"  # begins the id of a trial request, so that `record` knows it
+SAID_CHARS: Final = 300  # of a server's message
 MAX_BYTES: Final = 8 << 30  # of all prompts together
 # Below what any vocabulary has, above where most keep their special tokens.
 IDS: Final = range(16, 1000)
@@ -107,12 +108,22 @@ async def find_dialect(server: Server, model: str, ids: range = IDS) -> tuple[Di
 
 
 def message_of(answer: bytes) -> str:
-    """Of an error in OpenAI's shape, else the beginning of what came."""
-    try:
-        found = json.loads(answer)
-        return str(found["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer[:200].decode(errors="replace").strip()
+    """Of an error in OpenAI's shape, as an answer or in a stream; else the beginning of what came, and of a
+    stream nothing. On one line, and not long."""
+    events = [line[5:] for line in answer.splitlines() if line.startswith(b"data:")]
+    for text in events[::-1] or [answer]:
+        try:
+            return _shortened(str(json.loads(text)["error"]["message"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return "" if events else _shortened(answer[:SAID_CHARS].decode(errors="replace"))
+
+
+def _shortened(text: str) -> str:
+    """It goes to a terminal, whoever wrote it."""
+    line = "".join(char if char.isprintable() else " " for char in text[: 2 * SAID_CHARS])
+    line = " ".join(line.split())
+    return line if len(line) <= SAID_CHARS else f"{line[:SAID_CHARS]}..."
 
 
 async def models_of(server: Server) -> list[dict[str, Any]]:
@@ -125,7 +136,7 @@ async def models_of(server: Server) -> list[dict[str, Any]]:
             "where it is with --url"
         ) from problem
     if status != 200:
-        raise ServerProblem(f"/v1/models: {status}: {message_of(answer)}{_hint(status)}")
+        raise ServerProblem(f"{server.path}/v1/models: {status}: {message_of(answer)}{_hint(status)}")
     try:
         return [dict(one) for one in json.loads(answer)["data"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -135,4 +146,6 @@ async def models_of(server: Server) -> list[dict[str, Any]]:
 
 
 def _hint(status: int) -> str:
+    if status == 404:
+        return "; is --url right? It is the address before /v1"
     return "; give a key with --api-key" if status in (401, 403) else ""

@@ -181,12 +181,17 @@ def _own_row(path: Path, number: int, line: str) -> Row:
         there = ", ".join(fields)[:200] or "nothing"
         raise TraceProblem(path, number, f"has no {' and no '.join(missing)}, but {there}; {OWN_LINE}")
     at, prompt, output = (_text(fields[name]) for name in OWN.columns)
-    return Row(
+    row = Row(
         _seconds(path, number, OWN, at),
         _tokens(path, number, OWN.prompt, prompt),
         _tokens(path, number, OWN.output, output),
         _token_ids(path, number, fields.get("prompt_token_ids")),
     )
+    if row.prompt is not None and len(row.prompt) != row.prompt_tokens:
+        raise TraceProblem(
+            path, number, f"prompt_tokens is {row.prompt_tokens}, prompt_token_ids holds {len(row.prompt)}"
+        )
+    return row
 
 
 def _text(value: Any) -> str:

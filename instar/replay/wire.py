@@ -40,12 +40,12 @@ class Server:
     @classmethod
     def at(cls, url: str, key: str | None) -> Server:
         """Raises BenchProblem for what is no URL."""
-        found = urlsplit(url)
         try:
+            found = urlsplit(url)
             port = found.port
         except ValueError:
-            port = -1
-        if found.scheme not in ("http", "https") or not found.hostname or port == -1:
+            found, port = urlsplit(""), None
+        if found.scheme not in ("http", "https") or not found.hostname:
             raise BenchProblem(f"{url!r} is no address; write it as http://127.0.0.1:8000")
         if "@" in found.netloc:  # it would stand in run.json and in the picture
             raise BenchProblem("--url holds a name or a password; only keys are sent: --api-key KEY")
