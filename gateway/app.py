@@ -12,6 +12,7 @@ import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from itertools import chain
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -19,11 +20,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from gateway.errors import ApiError, from_status, internal, invalid, no_such_path, wrong_method
 from gateway.http.body import Message, Receive, Scope, Send
 from gateway.loops import Loops
 from gateway.openai.endpoint import Api, Chat, Completions, Endpoint
+from gateway.openai.problems import sentence
 from gateway.operations import admin, deployments, models, morphing, public
 from gateway.state import Gateway
 
@@ -31,6 +34,7 @@ log = logging.getLogger("gateway")
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+ROUTERS: Final = (public.router, admin.router, morphing.router, models.router, deployments.router)
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 # W3C Trace Context, section 3.2: version, trace id, parent id, flags; neither id is all zeros, version ff is
 # none, and later versions may add fields.
@@ -57,11 +61,8 @@ def create_app(gateway: Gateway, on_death: Callable[[], None]) -> Front:
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.gateway = gateway
-    app.include_router(public.router)
-    app.include_router(admin.router)
-    app.include_router(morphing.router)
-    app.include_router(models.router)
-    app.include_router(deployments.router)
+    for router in ROUTERS:
+        app.include_router(router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -136,15 +137,24 @@ async def _http_error(request: Request, error: Any) -> Response:
     if error.status_code == 404:
         return _answer(no_such_path(method, path, public.ENDPOINTS + public.ADMIN_ENDPOINTS))
     if error.status_code == 405 and "Allow" in headers:
-        return _answer(wrong_method(method, path, headers["Allow"]))
+        return _answer(wrong_method(method, path, _methods(request) or headers["Allow"]))
     return _answer(from_status(error.status_code, headers, str(error.detail)))
+
+
+def _methods(request: Request) -> str:
+    """All that the path takes: what refuses a method tells of the first route alone."""
+    found = set[str]()
+    for route in chain.from_iterable(router.routes for router in ROUTERS):
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return ", ".join(sorted(found))
 
 
 async def _validation_error(_: Request, error: Any) -> Response:
     """A parameter of an admin call."""
     first = error.errors()[0]
     param = ".".join(str(step) for step in first["loc"][1:])
-    return _answer(invalid(f"{param}: {first['msg']}", param))
+    return _answer(invalid(f"{param} {sentence(first)}", param))
 
 
 async def _unforeseen(request: Request, __: Exception) -> Response:

@@ -94,7 +94,7 @@ def no_such_path(method: str, path: str, paths: Iterable[str]) -> ApiError:
 
 def wrong_method(method: str, path: str, allow: str) -> ApiError:
     """`allow`: the methods that the path takes."""
-    message = f"{_request(method, path)}: this path takes {allow} only"
+    message = f"{_request(method, path)}: this path takes {allow.replace(', ', ' and ')} only"
     return ApiError(405, message, code="method_not_allowed", headers={"allow": allow})
 
 

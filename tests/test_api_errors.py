@@ -195,6 +195,7 @@ async def test_what_is_not_there_is_refused_with_what_is(gate: Gate) -> None:
             ("POST", "/v1/completions/", 404, "did you mean /v1/completions?"),
             ("GET", "/xyz", 404, "nothing at GET /xyz; there are: /v1/completions, /v1/chat/completions, "),
             ("GET", "/v1/completions", 405, "GET /v1/completions: this path takes POST only"),
+            ("PUT", "/admin/deployments", 405, "PUT /admin/deployments: this path takes GET and POST only"),
             ("DELETE", "/v1/models", 405, "DELETE /v1/models: this path takes GET only"),
         ]:
             error = error_of(await client.request(method, path), status)

@@ -73,9 +73,9 @@ async def test_an_order_that_waits_is_answered_with_its_end(gate: Gate, http: ht
 
 
 async def test_a_worker_that_cannot_now_says_so_with_its_numbers(gate: Gate, http: httpx.AsyncClient) -> None:
-    numbers = {"blocks": 4, "blocks_used": 9}
+    numbers = {"blocks": 8, "blocks_used": 9}
     gate.worker.outcome, gate.worker.numbers = "deferred", dict(numbers)
-    answer = await http.post(f"{INSTANCE}/resize", params={"wait": "true"}, json={"blocks": 4})
+    answer = await http.post(f"{INSTANCE}/resize", params={"wait": "true"}, json={"blocks": 8})
     assert answer.status_code == 200
     assert (answer.json()["state"], answer.json()["numbers"]) == ("deferred", numbers)
 
@@ -105,6 +105,8 @@ async def test_a_wrong_order_is_refused_and_nothing_is_ordered(gate: Gate, http:
     assert refusal(missing) == (404, "instance", "no instance 'demo@w9'; did you mean 'demo@w0'?")
     wrong = await http.post(f"{INSTANCE}/resize", json={"blocks": 0})
     assert refusal(wrong)[:2] == (400, "blocks")
+    unclear = await http.post(f"{INSTANCE}/resize?wait=maybe", json={"blocks": 80})
+    assert refusal(unclear) == (400, "wait", "wait is 'maybe'; it must be true or false")
     assert gate.worker.morphs == [] and (await gate.state())["morphs"] == []
 
 

@@ -21,6 +21,7 @@ _WANTED: Final = {
     "finite_number": "it must be a finite number",
     "string_type": "it must be a string",
     "bool_type": "it must be true or false",
+    "bool_parsing": "it must be true or false",
     "list_type": "it must be an array",
     "dict_type": "it must be an object",
     "model_type": "it must be an object",
@@ -47,10 +48,11 @@ def first_problem(error: ValidationError) -> ApiError:
         return invalid(f"{param} is missing", param, "missing_parameter")
     if problem["type"] == "extra_forbidden":
         return unsupported(param, f"{param} is not supported here; leave it out")
-    return invalid(f"{param[:200]} {_sentence(problem)}", param)
+    return invalid(f"{param[:200]} {sentence(problem)}", param)
 
 
-def _sentence(problem: ErrorDetails) -> str:
+def sentence(problem: ErrorDetails) -> str:
+    """`is 'maybe'; it must be true or false`: of the value that was given."""
     kind, value, limits = problem["type"], problem["input"], problem.get("ctx", {})
     if kind in _LENGTHS:
         return _LENGTHS[kind](value, limits)

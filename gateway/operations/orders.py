@@ -116,7 +116,8 @@ def swap(place: Place, body: SwapBody, morph_id: str) -> Swap:
     """Raises ApiError 400."""
     card = place.card
     if (body.layers is None) == (body.count is None):
-        raise invalid("send either layers (a list of their numbers) or count (how many more)", "layers")
+        given = "neither layers nor count is" if body.layers is None else "both layers and count are"
+        raise invalid(f"{given} given; send either layers (their numbers) or count (how many more)", "layers")
     if body.precision not in card.variants:
         raise invalid(
             f"precision is {body.precision!r}, which {card.id} has no variant for; "
@@ -141,7 +142,14 @@ def swap(place: Place, body: SwapBody, morph_id: str) -> Swap:
 
 
 def resize(place: Place, body: ResizeBody, morph_id: str) -> Resize:
-    """Whether the blocks can be had is for the worker to say: it knows its pages."""
+    """Whether the blocks can be had is for the worker to say: it knows its pages. Raises ApiError 400 for so
+    few that the longest sequence would not fit."""
+    if body.blocks < place.card.min_blocks:
+        raise invalid(
+            f"blocks is {body.blocks}; {place.card.id} needs at least {place.card.min_blocks} KV blocks: the "
+            "longest sequence must fit",
+            "blocks",
+        )
     return Resize(
         id=morph_id,
         epoch=place.worker.epoch,

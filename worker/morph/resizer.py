@@ -179,7 +179,7 @@ class ResizeRun:
     def __init__(
         self, resizer: KVResizer, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic
     ) -> None:
-        """Raises NotApplied for sizes that can never be."""
+        """Raises NotApplied for sizes that can never be, or not as long as the layers are what they are."""
         self._resizer, self._num_blocks = resizer, num_blocks
         self._patience = Patience(wait_s, clock)
         self._goal = resizer.pages_for(num_blocks)
@@ -189,7 +189,7 @@ class ResizeRun:
         least, most = resizer.min_blocks, resizer.max_blocks
         if not least <= num_blocks <= most:
             raise NotApplied(
-                "failed",
+                "failed" if num_blocks < least else "deferred",  # fewer bits in a layer make room for more
                 f"this instance needs at least {least} KV blocks, since the longest sequence must fit"
                 if num_blocks < least
                 else f"this instance can have at most {most} KV blocks: the device's budget less the weights",
