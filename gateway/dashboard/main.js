@@ -2,6 +2,7 @@
 
 import { startAsk, drawAsk } from "./ask.js";
 import { decisionsOf } from "./decisions.js";
+import { drawDeployments, startDeployments } from "./deployments.js";
 import { drawDevices, repaintDevices } from "./devices.js";
 import { $, say, text } from "./dom.js";
 import { follow } from "./feed.js";
@@ -20,6 +21,7 @@ let frame = 0;
 startTabs();
 startAsk();
 startOrders();
+startDeployments();
 startPolicy();
 startWhy(highlight);
 startTimelines(pointAt, () => redraw("time"));
@@ -77,6 +79,7 @@ function draw() {
     drawHeader();
     drawDevices(store.state, store.state.metrics, onChoose);
     drawOrders(store.state);
+    drawDeployments(store.state);
     drawAsk(store.state);
     drawPolicy(store.state.policy);
   }

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.browser.picture import NUM_LAYERS, Instance, policy, worker
+from tests.browser.picture import NUM_LAYERS, Instance, deployment, policy, worker
 from tests.service import free_port
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "gateway" / "dashboard"
@@ -37,6 +37,8 @@ class Fake:
         self.silent: set[str] = set()
         self.morphs: dict[str, dict[str, Any]] = {}
         self.policy = policy()
+        self.models: list[dict[str, Any]] = []
+        self.deployments: list[dict[str, Any]] = []
         self.events = _past()
         self.orders: list[tuple[str, Any]] = []
         self._listeners: set[asyncio.Queue[bytes]] = set()
@@ -99,7 +101,8 @@ class Fake:
             "instances": [one.as_json() for one in self.instances],
             "metrics": {"at_ms": int(time.time() * 1000), "workers": [], "instances": self._measured()},
             "policy": self.policy,
-            "deployments": [],
+            "models": self.models,
+            "deployments": self.deployments,
             "morphs": list(self.morphs.values()),
             "gateway": {"id": "fake", "queued": 0},
         }
@@ -186,6 +189,8 @@ class Fake:
         body = await request.body()
         asked = json.loads(body) if body else None
         self.orders.append((request.path_params["order"], asked))
+        if request.path_params["order"].startswith("deployments"):
+            return self._deployment(asked)
         if request.path_params["order"].endswith("/drain"):
             return JSONResponse({"id": "d1", "worker": "w0", "state": "draining"}, 202)
         if asked and asked.get("layers") == [99]:
@@ -194,6 +199,17 @@ class Fake:
         self.report(morph, numbers={"halves": 4, "halves_applied": 0})
         asyncio.get_running_loop().call_later(0.6, self._apply_swap, morph)
         return JSONResponse(morph, 202)
+
+    def _deployment(self, asked: Any) -> Response:
+        """One that is made, or the only one retires."""
+        if asked is None:
+            self.deployments[0]["state"] = "retiring"
+        elif asked["intent"].get("max_latency_s", 1) < 0.01:
+            return _error(409, "no configuration meets the intent", "intent")
+        else:
+            self.deployments.append(deployment("d2", asked["model"], "waiting", asked["intent"]))
+        self.tell_state()
+        return JSONResponse(self.deployments[-1], 202)
 
     def _apply_swap(self, morph: dict[str, Any]) -> None:
         self.instances[0].layers[:2] = ["int4", "int4"]

@@ -116,6 +116,28 @@ def worker(name: str, instance: Instance | None, *, is_silent: bool = False) -> 
     }
 
 
+def deployment(name: str, model: str, state: str, intent: dict[str, Any]) -> dict[str, Any]:
+    """One that serves does so on w0 and w1, in two stages."""
+    values = {"memory_bytes": 29 << 20, "ttft_s": 0.096, "tpot_s": 0.012, "latency_s": 0.85}
+    stages = [
+        {"workers": ["w0"], "first": 0, "end": 8},
+        {"workers": ["w1"], "first": 8, "end": NUM_LAYERS},
+    ]
+    is_placed = state != "waiting"
+    return {
+        "id": name,
+        "model": model,
+        "intent": {"minimise": "cost", "max_latency_s": None, "max_cost": None, "max_loss": None} | intent,
+        "state": state,
+        "reason": "" if is_placed else "needs 30408704 bytes, 4096 are free on w0",
+        "configuration": {"tp": 1, "pp": 2, "precision": "int4"} if is_placed else None,
+        "stages": stages if is_placed else [],
+        "expected": {name: {"value": value} for name, value in values.items()} if is_placed else None,
+        "instance": "demo@w0" if state == "serving" else "",
+        "since": 0.0,
+    }
+
+
 def policy() -> dict[str, Any]:
     return {
         "revision": 3,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.browser.conftest import OpenPage
 from tests.browser.fake import Fake
-from tests.browser.picture import Instance
+from tests.browser.picture import Instance, deployment
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
@@ -159,6 +159,53 @@ def test_drain_asks_before_it_is_sent(fake: Fake, open_page: OpenPage) -> None:
     page.get_by_role("button", name="Yes, w0 is to leave").click()
     wait_for_text(page, ".outcomes", "w0 finishes what it runs")
     assert fake.orders == [("workers/w0/drain", None)]
+
+
+def test_deployments_show_what_is_expected_of_them_beside_what_they_give(
+    fake: Fake, open_page: OpenPage
+) -> None:
+    fake.deployments = [
+        deployment("d1", "chat", "serving", {"max_latency_s": 1.5, "pp": 2}),
+        deployment("d0", "old", "retired", {}),
+    ]
+    page = open_page(fake.url)
+    wait_for_text(page, ".deployment .chip", "serving")
+    told = page.locator(".deployment").all_inner_texts()
+    assert len(told) == 1
+    for words in (
+        "chat d1",
+        "least cost · at most 1.5 s · fixed: PP 2",
+        "int4, PP 2 on w0 (layers 0 to 7) → w1 (layers 8 to 15)",
+        "96 ms expected, 310 ms now (P95)",
+        "29 MiB expected",
+    ):
+        assert words in told[0], told[0]
+
+
+def test_without_models_there_is_no_word_of_deployments(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    shown(page, ".device")
+    assert not page.locator("#deployments").is_visible()
+
+
+def test_a_model_is_deployed_and_one_is_retired_after_a_question(fake: Fake, open_page: OpenPage) -> None:
+    fake.models = [{"name": "chat", "state": "profiled"}, {"name": "code", "state": "profiling"}]
+    page = open_page(fake.url)
+    page.get_by_text("Deploy a model").click()
+    page.get_by_label("Latency at most").fill("0.001")
+    page.get_by_role("button", name="Deploy", exact=True).click()
+    wait_for_text(page, ".deploy .notice", "no configuration meets the intent")
+    page.get_by_label("Latency at most").fill("2")
+    page.get_by_role("button", name="Deploy", exact=True).click()
+    wait_for_text(page, ".deployment", "needs 30408704 bytes, 4096 are free on w0")
+    page.get_by_role("button", name="Retire", exact=True).click()
+    assert len(fake.orders) == 2
+    page.get_by_role("button", name="Yes, retire chat").click()
+    wait_for_text(page, ".deployment .chip", "retiring")
+    assert fake.orders[1:] == [
+        ("deployments", {"model": "chat", "intent": {"max_latency_s": 2}}),
+        ("deployments/d2", None),
+    ]
 
 
 def test_the_policy_is_edited_and_its_limits_are_told(fake: Fake, open_page: OpenPage) -> None:
