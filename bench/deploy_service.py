@@ -16,7 +16,8 @@ import httpx
 import psutil
 
 from bus.deployments import Configuration, Intent
-from tests.service import Process, Service, wait_for
+from tests.empty_service import EmptyService
+from tests.service import wait_for
 
 SETTINGS: Final = {
     "WORKER__PAGE_KIB": "64",
@@ -53,17 +54,8 @@ class CpuSeconds:
     others: float
 
 
-class DeployService(Service):
+class DeployService(EmptyService):
     """Nothing is deployed at first. The policy that morphs is on, as by default."""
-
-    def add_worker(self, worker: str) -> Process:
-        return self.add(
-            worker,
-            "worker",
-            INSTAR_WORKER__ID=worker,
-            INSTAR_WORKER__MODELS="[]",
-            INSTAR_WORKER__MAY_BE_EMPTY="true",
-        )
 
     # ------------------------------------------------------------------------------------- orders
 

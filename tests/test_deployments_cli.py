@@ -176,9 +176,11 @@ def test_a_deployment_that_does_not_fit_in_time_says_what_would_make_room(
 
 def test_a_deployment_need_not_be_waited_for(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.answers = [(202, WAITING)]
-    assert gateway.main("deploy", "chat", "--detach", "--json") == 0
+    fixed = ("--pp", "2", "--precision", "int8")
+    assert gateway.main("deploy", "chat", "--detach", "--json", *fixed) == 0
     assert json.loads(capsys.readouterr().out) == WAITING
-    assert len(gateway.asked) == 1
+    order = {"model": "chat", "intent": {"pp": 2, "precision": "int8"}}
+    assert gateway.asked == [("POST", "/admin/deployments", order)]
 
 
 def test_a_deployment_is_retired(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +205,7 @@ def test_what_the_gateway_refuses_is_told_in_its_words(
         (["deploy", "chat", "--max-latncy", "1"], "did you mean --max-latency?"),
         (["deploy", "chat", "--max-latency", "soon"], "'soon' must be a number above 0"),
         (["plan", "chat", "--max-loss", "much"], "'much' must be a share, as 1% or 0.01"),
+        (["deploy", "chat", "--precision", "int5"], "'int5' is none of full, int8, int4, int3"),
         (["model", "ad", "x"], "did you mean add?"),
         (["deplo", "x"], "did you mean deploy?"),
     ],
