@@ -21,6 +21,7 @@ from worker.morph.run import Clock, Patience
 
 Steps = Generator[bool, None, None]
 
+TURN_S = 0.05  # between two looks whether another that comes or goes is through: its end wakes nobody
 HURRY_S = 5.0  # for the service to have read what was sent; then it is taken for read
 
 
@@ -31,6 +32,7 @@ class DepartureRun:
         self._command, self._site, self._clock = command, site, clock
         self._patience = Patience(command.wait_s, clock)
         self._hurry = Patience(HURRY_S, clock)
+        self._looks_at: float | None = None  # again, whether it is its turn
         self._is_removed = False
         self._num_sent_away = self._pages = 0
 
@@ -42,7 +44,7 @@ class DepartureRun:
 
     @property
     def deadline(self) -> float | None:
-        return self._hurry.deadline or self._patience.deadline
+        return self._looks_at or self._hurry.deadline or self._patience.deadline
 
     def numbers(self) -> dict[str, Number]:
         return {
@@ -54,7 +56,9 @@ class DepartureRun:
     def steps(self) -> Steps:
         site, name = self._site, self._command.instance
         while site.taken_by:
+            self._looks_at = self._clock() + TURN_S
             yield False
+        self._looks_at = None
         site.taken_by = self._command.id
         try:
             site.leaves(name)
