@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bus.messages import RETIRED, SamplingParams, TokenLogprobs
+from bus.messages import RETIRED, PageCounts, SamplingParams, TokenLogprobs
 from worker.core import Limits, Request
 from worker.engine.build import fill_caches, make_cache
 from worker.engine.engine import Engine, StepResult
@@ -25,7 +25,7 @@ from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
 from worker.pipeline.pipeline import Behind
 from worker.pipeline.stages import Stages
-from worker.service.engine_thread import EngineThread
+from worker.service.engine_thread import EngineThread, Snapshot
 
 WAIT_S = 30.0
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, block_tokens=4)
@@ -46,6 +46,7 @@ class StageWorker:
         self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.ended: dict[str, str] = {}
         self.death: BaseException | None = None
+        self.told_pages: PageCounts | None = None  # in the last snapshot
         self._changed = threading.Condition()
         self.thread = EngineThread(
             self.engine,
@@ -53,7 +54,7 @@ class StageWorker:
             MorphExecutor(name, {}),
             snapshot_s=1.0,
             on_results=self._results,
-            on_snapshot=lambda snapshot: None,
+            on_snapshot=self._told,
             on_reports=lambda reports: None,
             on_death=self._died,
         )
@@ -61,6 +62,9 @@ class StageWorker:
         self.stages.on_ended = self._ended
         self.thread.fence(self.epoch)
         self.thread.start()
+
+    def _told(self, snapshot: Snapshot) -> None:
+        self.told_pages = snapshot.pages
 
     def wake(self) -> None:
         self.thread._inbox.put(lambda: None)

@@ -14,6 +14,7 @@ import torch
 from bus.messages import RETIRED
 from tests.model_folders import make_oracle
 from tests.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
+from tests.service import wait_for
 from worker.model import ModelError
 from worker.pipeline.build import start_leading
 from worker.pipeline.pipeline import Behind, PipelineLost
@@ -92,6 +93,22 @@ def test_a_leader_that_dies_leaves_no_page_at_any_stage(folder: Path) -> None:
         wait_empty(*line.workers[1:])
         for worker in line.workers[1:]:  # a stage may hear of it first by the end of its neighbour
             assert "is gone" in worker.ended[line.id]
+
+
+def test_pages_that_a_stage_gives_back_are_told_though_no_step_follows(folder: Path) -> None:
+    with Line(folder, [0, 2, 4]) as line:
+        let_go(line)
+        busy(line)
+        stage = line.workers[1]
+        follower = stage.stages.followers[0]
+
+        def end_behind_a_snapshot() -> None:
+            stage.thread._report(time.monotonic())  # the next is not due for a second
+            follower._post(lambda: follower.end("it has had enough"))
+
+        stage.call(end_behind_a_snapshot)
+        wait_empty(stage)
+        wait_for("the empty pool to be told", lambda: stage.told_pages == stage.pool.counts(), 10.0)
 
 
 def test_a_step_that_fails_at_a_stage_says_why(folder: Path) -> None:

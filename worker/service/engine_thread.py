@@ -72,6 +72,7 @@ class EngineThread:
         self._step_began: float | None = None
         self._progressed_at = 0.0
         self._snapshot_due = 0.0
+        self._is_told = True  # no step since the last snapshot
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ----------------------------------------------------------------------------- from other threads
@@ -166,6 +167,7 @@ class EngineThread:
             while not self._is_stopping:
                 self._receive()
                 self._carry_on_morphs()
+                self._tell_rest()
                 if self._is_stopping:
                     break
                 if self._grouping and self._grouping.party:
@@ -207,7 +209,8 @@ class EngineThread:
     def _patience_s(self) -> float | None:
         """None: until something comes."""
         measuring_s = self._measuring.patience_s if self._is_alone else None
-        known = [one for one in (self._morphs.patience_s, measuring_s) if one is not None]
+        telling_s = None if self._is_told else max(0.0, self._snapshot_due - time.monotonic())
+        known = [one for one in (self._morphs.patience_s, measuring_s, telling_s) if one is not None]
         return min(known, default=None)
 
     def _carry_on_morphs(self) -> None:
@@ -217,7 +220,14 @@ class EngineThread:
         if self._is_alone and self._measuring.advance(is_busy=self._may_step):
             self._report(time.monotonic())
 
+    def _tell_rest(self) -> None:
+        """What changed since the last snapshot: a stage that ended in the last step before it grew quiet has
+        given its pages back."""
+        if not self._is_told and time.monotonic() >= self._snapshot_due:
+            self._report(time.monotonic())
+
     def _step(self) -> None:
+        self._is_told = False
         self._step_began = began = time.monotonic()
         results = self._engine.step(is_paused=self._is_paused)
         ended = time.monotonic()
@@ -257,6 +267,7 @@ class EngineThread:
 
     def _report(self, now: float) -> None:
         self._snapshot_due = now + self._snapshot_s
+        self._is_told = True
         self._on_snapshot(self.snapshot())
 
     def snapshot(self) -> Snapshot:
