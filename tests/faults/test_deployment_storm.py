@@ -220,10 +220,6 @@ def kept(service: DeployingService) -> list[str]:
     return made
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a stage that ended as another model went was seen to keep its pages on an idle worker",
-)
 def test_a_storm_of_deployments_and_deaths_leaves_no_orphan_and_no_page(
     service: DeployingService, kept: list[str], report: Report
 ) -> None:
