@@ -70,7 +70,8 @@ class Link:
             if self._is_closed:  # meanwhile
                 connection.close()
             self._read(connection)
-        except (OSError, EOFError, ValueError, AuthenticationError) as error:
+        except (OSError, EOFError, ValueError, TypeError, AuthenticationError) as error:
+            # TypeError: it was closed in the middle of a frame, and reads on from no handle.
             if not self._is_closed:
                 self.close()
                 self._on_lost(self, f"{type(error).__name__}: {error}".rstrip(": "))
