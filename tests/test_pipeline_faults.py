@@ -126,7 +126,7 @@ def test_a_step_that_fails_at_a_stage_says_why(folder: Path) -> None:
 
 
 def test_a_stage_that_hangs_counts_as_gone_after_the_timeout(folder: Path) -> None:
-    with Line(folder, [0, 2, 4], timeout_s=1.0) as line:
+    with Line(folder, [0, 2, 4], timeout_s=2.5) as line:  # more than the second between signs of life
         let_go(line)
         names = busy(line)
         awake = threading.Event()
@@ -135,7 +135,7 @@ def test_a_stage_that_hangs_counts_as_gone_after_the_timeout(folder: Path) -> No
             awake.wait(WAIT_S)
 
         line.workers[1].thread._inbox.put(hang)
-        check_all_went_elsewhere(line, names, "did not come back within 1 s")
+        check_all_went_elsewhere(line, names, "did not come back within 2.5 s")
         awake.set()
         wait_empty(*line.workers)
 
