@@ -4,7 +4,6 @@ through the admin API."""
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import httpx
-import psutil
 
+from bench.service import CpuSeconds, cpu_seconds, noting_logs
 from bus.deployments import Configuration, Intent
 from tests.empty_service import EmptyService
 from tests.service import wait_for
@@ -44,14 +43,6 @@ class Placed:
     model: str
     configuration: Configuration
     workers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CpuSeconds:
-    """Spent so far by the service and its client, and by everybody else on the machine."""
-
-    ours: float
-    others: float
 
 
 class DeployService(EmptyService):
@@ -149,12 +140,7 @@ class DeployService(EmptyService):
         return found
 
     def cpu_seconds(self) -> CpuSeconds:
-        pids = [process.pid for process in self.processes.values()]
-        times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
-        ours = sum(spent.user + spent.system for spent in times)
-        machine = psutil.cpu_times()
-        busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
-        return CpuSeconds(ours, busy - ours)
+        return cpu_seconds(self)
 
 
 @contextmanager
@@ -164,9 +150,5 @@ def running(
     """Ready, with the words of its processes added to what goes wrong. host_dir: for the models' variants."""
     settings = SETTINGS | {"WORKER__HOST_DIR": host_dir} | dict(more or {})
     service = DeployService(num_workers=num_workers, settings=settings)
-    with service:
-        try:
-            yield service
-        except BaseException as problem:
-            problem.add_note(service.logs())
-            raise
+    with service, noting_logs(service):
+        yield service

@@ -6,7 +6,6 @@ nobody asks the service anything while it is measured.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
-import psutil
 
+from bench.service import CpuSeconds, cpu_seconds, noting_logs
 from bus.codec import decode
 from bus.messages import Event, InstanceTelemetry, LayerShape, MorphReport, WorkerTelemetry
 from bus.names import Names
@@ -71,14 +70,6 @@ class Sample:
             layers_below_full=sum(layer != LayerShape() for layer in one.layers),
             preemptions=one.preemptions,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class CpuSeconds:
-    """Spent so far by the service and its client, and by everybody else on the machine."""
-
-    ours: float
-    others: float
 
 
 class MorphService:
@@ -151,12 +142,7 @@ class MorphService:
         return [event for event in events if event.kind == "morph_decided"]
 
     def cpu_seconds(self) -> CpuSeconds:
-        pids = [process.pid for process in self._service.processes.values()]
-        times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
-        ours = sum(spent.user + spent.system for spent in times)
-        machine = psutil.cpu_times()
-        busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
-        return CpuSeconds(ours, busy - ours)
+        return cpu_seconds(self._service)
 
     def _read(self, stream: str, kind: type[Any], since_s: float) -> list[Any]:
         entries: Any = self._service.redis.xrange(stream, min=int(since_s * 1000))
@@ -166,9 +152,5 @@ class MorphService:
 
 @contextmanager
 def running() -> Iterator[MorphService]:
-    with Service(settings=dict(SETTINGS)) as service:
-        try:
-            yield MorphService(service)
-        except BaseException as problem:
-            problem.add_note(service.logs())
-            raise
+    with Service(settings=dict(SETTINGS)) as service, noting_logs(service):
+        yield MorphService(service)

@@ -15,6 +15,7 @@ from typing import Final
 
 from bench.morph_service import BUDGET_MB, SETTINGS, Configuration, MorphService
 from bench.paper_plan import Plan
+from bench.service import noting_logs
 from tests.service import Service, wait_for
 
 FULL, INT4 = "full precision", "static INT4"
@@ -77,12 +78,8 @@ class PaperService(MorphService):
 
 @contextmanager
 def running(budget_mb: int = BUDGET_MB) -> Iterator[PaperService]:
-    with Service(settings=SETTINGS | {"WORKER__MEMORY_MB": str(budget_mb)}) as service:
-        try:
-            yield PaperService(service)
-        except BaseException as problem:
-            problem.add_note(service.logs())
-            raise
+    with Service(settings=SETTINGS | {"WORKER__MEMORY_MB": str(budget_mb)}) as service, noting_logs(service):
+        yield PaperService(service)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ no way inherits what another one learnt, and the shape is made before a run begi
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import psutil
 
+from bench.service import CpuSeconds, cpu_seconds, noting_logs
 from bus.codec import decode
 from bus.messages import InstanceCard, MorphReport, WorkerCard, WorkerTelemetry
 from bus.names import Names
@@ -57,14 +56,6 @@ class Way:
         if self.is_static:
             return {"mode": "manual", "max_tp": max(self.shapes)}
         return {"mode": "default", "max_tp": 0}
-
-
-@dataclass(frozen=True, slots=True)
-class CpuSeconds:
-    """Spent so far by the service and its client, and by everybody else on the machine."""
-
-    ours: float
-    others: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +166,7 @@ class ServingService(Service):
         )
 
     def cpu_seconds(self) -> CpuSeconds:
-        pids = [process.pid for process in self.processes.values()]
-        times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
-        ours = sum(spent.user + spent.system for spent in times)
-        machine = psutil.cpu_times()
-        busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
-        return CpuSeconds(ours, busy - ours)
+        return cpu_seconds(self)
 
 
 @contextmanager
@@ -188,9 +174,5 @@ def running(model: Path, num_workers: int, memory_mb: int) -> Iterator[ServingSe
     """Ready, all alone, with the words of its processes added to what goes wrong."""
     settings = SETTINGS | {"WORKER__MEMORY_MB": str(memory_mb)}
     service = ServingService(num_workers=num_workers, model=model, settings=settings)
-    with service:
-        try:
-            yield service
-        except BaseException as problem:
-            problem.add_note(service.logs())
-            raise
+    with service, noting_logs(service):
+        yield service
