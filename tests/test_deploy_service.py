@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -15,34 +14,20 @@ from bus.client import connect
 from bus.messages import Deploy, MorphReport, Retire, Stage, WorkerCard
 from bus.settings import RedisSettings
 from tests.deploy_models import settings_for, write_model
-from tests.worker_bench import Bench, started
-from worker.service.loaded import Loaded
-from worker.service.loading import load
+from tests.loaded_bench import QUICK, LoadedBench
+from tests.worker_bench import started
 from worker.service.residents import GATEWAYS_LOOK_S
 
 
 @dataclass
-class DeployBench(Bench):
-    """A worker of the model `first`; `reports` is what it said of morphs."""
+class DeployBench(LoadedBench):
+    """`reports` is what it said of morphs."""
 
-    folder: Path = Path()
+    kind: type[Any] = MorphReport
     reports: list[MorphReport] = field(default_factory=list)
-    loaded: Loaded | None = None
 
-    def __post_init__(self) -> None:
-        pass
-
-    def load(self, settings: Any, worker: str, progress: Callable[[str], None]) -> Loaded:
-        self.loaded = load(settings, worker, progress)
-        return self.loaded
-
-    async def listen(self) -> None:
-        await asyncio.gather(super().listen(), self._listen_to_events())
-
-    async def _listen_to_events(self) -> None:
-        async with self.bus.reader(self.bus.names.events, MorphReport, start="0") as reader:
-            async for batch in reader:
-                self.reports += [message for _, message in batch]
+    def hear(self, message: MorphReport) -> None:
+        self.reports.append(message)
 
     async def order(self, kind: Callable[..., Any], name: str, **fields: Any) -> None:
         fields = {"epoch": await self.epoch(), "instance": "second@w0", **fields}
@@ -71,7 +56,7 @@ class DeployBench(Bench):
 @contextlib.asynccontextmanager
 async def deploying(settings: RedisSettings, folder: Path, **changes: Any) -> AsyncIterator[DeployBench]:
     fields = settings_for(folder / "first", folder, **changes).model_dump(exclude={"lease_s"})
-    fields |= {"telemetry_s": 0.05, "idle_telemetry_s": 0.2}
+    fields |= QUICK
     async with (
         connect(settings, source="test") as bus,
         started(DeployBench(bus, settings, folder=folder), **fields) as bench,

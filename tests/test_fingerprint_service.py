@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,35 +16,22 @@ from bus.deployments import Measure, Profile
 from bus.messages import CancelMorph, Drain, Event
 from bus.settings import RedisSettings
 from tests.deploy_models import settings_for, write_model
-from tests.worker_bench import Bench, started
+from tests.loaded_bench import QUICK, LoadedBench
+from tests.worker_bench import started
 from worker.fingerprint.measurer import Measurer
 from worker.fingerprint.profiler import Profiler
-from worker.service.loaded import Loaded
-from worker.service.loading import load
 
 
 @dataclass
-class MeasureBench(Bench):
-    """A worker of the model `first`, and what it said of measuring `second`."""
+class MeasureBench(LoadedBench):
+    """`told` is what it said of measuring `second`."""
 
-    folder: Path = Path()
+    kind: type[Any] = Event
     told: list[Event] = field(default_factory=list)
-    loaded: Loaded | None = None
 
-    def __post_init__(self) -> None:
-        pass
-
-    def load(self, settings: Any, worker: str, progress: Callable[[str], None]) -> Loaded:
-        self.loaded = load(settings, worker, progress)
-        return self.loaded
-
-    async def listen(self) -> None:
-        await asyncio.gather(super().listen(), self._listen_to_events())
-
-    async def _listen_to_events(self) -> None:
-        async with self.bus.reader(self.bus.names.events, Event, start="0") as reader:
-            async for batch in reader:
-                self.told += [message for _, message in batch if message.kind.startswith("profile")]
+    def hear(self, message: Event) -> None:
+        if message.kind.startswith("profile"):
+            self.told.append(message)
 
     async def measure(self, name: str, **changes: Any) -> None:
         path = self.folder / "second"
@@ -86,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 async def bench(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[MeasureBench]:
     fields = settings_for(folder / "first", folder).model_dump(exclude={"lease_s"})
-    fields |= {"telemetry_s": 0.05, "idle_telemetry_s": 0.2}
+    fields |= QUICK
     async with (
         connect(redis_settings, source="test") as bus,
         started(MeasureBench(bus, redis_settings, folder=folder), **fields) as running,
