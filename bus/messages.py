@@ -24,7 +24,8 @@ Precision = Literal["full", "int8", "int4", "int3"]
 Part = Literal["attention", "ffn"]
 MorphKind = Literal["swap", "resize", "transform", "deploy", "retire"]
 MorphOutcome = Literal["running", "applied", "deferred", "stale", "conflict", "failed"]
-# Why a morph was decided: pressure, ease, what waits for a group, an operator.
+# Why a morph was decided: pressure, ease, what waits for a group, an operator; a deployment that comes about,
+# is better elsewhere or makes room by going there, goes by order or as its heir serves, failed, is unknown.
 Cause = Literal[
     "kv_usage",
     "queue_delay",
@@ -34,6 +35,13 @@ Cause = Literal[
     "long_request",
     "no_long_request",
     "order",
+    "deployment",
+    "better",
+    "packed",
+    "retirement",
+    "replaced",
+    "undone",
+    "orphan",
 ]
 Mode = Literal["default", "accuracy", "performance", "manual"]
 
@@ -276,7 +284,8 @@ class InstanceCard:
 
     A group is one instance of several workers, and each of them has a card of its own with the same `tp` and
     `workers`: its members in the order of their shards. The first leads the group and its card stands for it;
-    each takes requests on the stream of its own card.
+    each takes requests on the stream of its own card. A pipeline (`pp` above 1) has one card, its leader's:
+    `stages` says which layers are where, `workers` lists those of all stages, `tp` is the degree of each.
     """
 
     id: str
@@ -300,6 +309,8 @@ class InstanceCard:
     degrees: list[int] = field(default_factory=lambda: [1])  # that its weights are padded for
     tokens_at: dict[int, int] = field(default_factory=dict)  # degree: tokens of KV it would have
     deployed: str = ""  # the id of the Deploy that loaded it; "": it is served by the worker's settings
+    precision: Precision = "full"  # that it was deployed in
+    stages: list[Stage] = field(default_factory=list)  # of a pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +332,7 @@ class WorkerCard:
     door: str = ""  # "host:port", where other stages of its pipelines reach it; "": it takes part in none
     door_key: bytes = b""  # what they show there
     loading: list[str] = field(default_factory=list)  # models that it is about to serve beside the others
+    device_kind: str = ""  # that a profile is of: "cpu", or a GPU's name; "": not known yet
 
 
 # --------------------------------------------------------------------------- telemetry and metrics
