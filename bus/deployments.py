@@ -19,6 +19,7 @@ CostModel = Literal["memory_seconds", "memory", "gpu_hours"]
 Basis = Literal["measured", "extrapolated", "assumed"]
 ModelState = Literal["registered", "profiling", "profiled", "failed"]
 DeploymentState = Literal["waiting", "loading", "serving", "retiring", "retired", "failed"]
+LinkKind = Literal["all_reduce", "hop"]
 
 
 # --------------------------------------------------------------------------- what is asked for
@@ -62,7 +63,8 @@ class Configuration:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySample:
     """Dummy requests to a fingerprint: `seconds` of each repetition, from the submission of a batch of equal
-    requests to the last token of all of them."""
+    requests to the last token of all of them. Of degrees above 1: one rank's own work, without what ranks say
+    to each other (`Profile.links`)."""
 
     num_layers: int  # hidden layers of what was measured: 1 or 2, or all
     configuration: Configuration
@@ -74,14 +76,24 @@ class LatencySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """All devices of the configuration together; bytes of whole pages for the weights. Where several devices
-    share the layers nobody measured: weights are what their layout says, which is exact, and
-    `activation_bytes` is None."""
+    """All devices of the configuration together; bytes of whole pages for the weights. Of several devices the
+    weights are what their layout says, which is exact, and activations those of one of them times their
+    number, or None where nobody measured one."""
 
     num_layers: int
     configuration: Configuration
     weight_bytes: int
     activation_bytes: int | None = None  # the most that a step had at once beside weights and KV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSample:
+    """What two workers say to each other: `seconds` of each repetition of an all-reduce of two ranks, or of a
+    hop from one stage to the next, of so many bytes."""
+
+    kind: LinkKind
+    nbytes: int
+    seconds: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +114,9 @@ class Profile:
     device_seconds: float = 0.0  # that measuring took
     peak_bytes: int = 0  # that it had at once
     ended_ms: int = 0
+    links: list[LinkSample] = field(default_factory=list)  # empty: there was no other worker to measure with
+    row_bytes: int = 0  # of a token between two layers; 0: not told
+    max_num_batched_tokens: int = 0  # of a step; 0: not told
 
 
 # --------------------------------------------------------------------------- what is expected
@@ -150,6 +165,7 @@ class ModelCard:
     epoch: int = 0
     since_ms: int = 0
     attempts: int = 0  # to measure, in a row
+    context: int = 0  # tokens, prompt and output, that a sequence may have; 0: the checkpoint does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +251,17 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another worker, and where stages elsewhere reach it, as its card tells. Ranks of a group share a host:
+    without that only hops are measured."""
+
+    worker: str
+    door: str
+    door_key: bytes
+    shares_host: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
     """`control:{worker}`: profile fingerprints of a model between the steps. Ends in `profile:...`
     (`bus.catalogue.write`), or in an event `profile_failed` whose `morph_id` is this `id`, its subject the
@@ -249,3 +276,4 @@ class Measure:
     prompt_tokens: list[int]
     batch_sizes: list[int]
     max_bytes: int = 0  # of pages it may take; 0: what is free
+    peer: Peer | None = None  # to measure with what ranks and stages say to each other; None: not measured

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bus.deployments import Configuration, Intent, LatencySample, MemorySample, Profile
+from bus.deployments import Configuration, Intent, LatencySample, LinkKind, LinkSample, MemorySample, Profile
 from bus.messages import Precision
 
 SPEED: dict[Precision, float] = {"full": 1.0, "int8": 0.8, "int4": 0.6}
@@ -26,6 +26,7 @@ class Truth:
     per_context: float = 1e-8  # a decode's, for each token before it, in each layer
     serial: float = 0.3
     hop: float = 0.0
+    all_reduce: float = 0.0  # of two ranks, of any size
     embedding_bytes: int = 8 << 20
     layer_bytes: int = 16 << 20
     attention_share: float = 0.25  # of a layer: every rank has it
@@ -35,32 +36,42 @@ class Truth:
     def _degree(self, one: Configuration) -> float:
         return SPEED[one.precision] * (self.serial + (1 - self.serial) / one.tp)
 
-    def _hops(self, one: Configuration) -> float:
-        return self.hop * one.pp if one.pp > 1 else 0.0
+    def said(self, layers: int, one: Configuration) -> float:
+        """In a step: what stages and ranks, a ring, say to each other. A rank says that it is ready and is
+        called."""
+        hops = self.hop * one.pp if one.pp > 1 else 0.0
+        sums = 2 * layers * self.all_reduce * 2 * (one.tp - 1) / one.tp
+        return hops + (sums + 2 * self.hop if one.tp > 1 else 0.0)
 
     def ttft(self, layers: int, one: Configuration, prompt: int, batch: int) -> float:
+        """Of its own work."""
         work = self.layer + batch * prompt * self.per_token + batch * prompt**2 * self.attention
-        return (self.other + layers * work) * self._degree(one) + self._hops(one)
+        return (self.other + layers * work) * self._degree(one)
 
     def tpot(self, layers: int, one: Configuration, context: float, batch: int) -> float:
+        """Of its own work."""
         work = self.layer + batch * self.per_sequence + batch * context * self.per_context
-        return (self.other + layers * work) * self._degree(one) + self._hops(one)
+        return (self.other + layers * work) * self._degree(one)
 
     def seconds(self, layers: int, one: Configuration, prompt: int, batch: int, output: int) -> float:
-        """Step by step, as an engine would."""
+        """Of its own work, step by step, as an engine would."""
         steps = (self.tpot(layers, one, prompt + done, batch) for done in range(1, output))
         return self.ttft(layers, one, prompt, batch) + sum(steps)
 
     def weights(self, layers: int, one: Configuration) -> int:
         layer = int(self.layer_bytes * BITS[one.precision] / 32)
-        repeated = self.embedding_bytes + int(layers * layer * self.attention_share)
+        ends = self.embedding_bytes if one.pp == 1 else 0  # of several stages the leader alone has them
+        repeated = ends + int(layers * layer * self.attention_share)
         return self.embedding_bytes + layers * layer + (one.tp - 1) * repeated
 
     def activations(self, one: Configuration) -> int:
         return one.tp * self.activation_bytes + (one.pp * self.stage_bytes if one.pp > 1 else 0)
 
     def latency(self, one: Configuration, intent: Intent) -> float:
-        return self.seconds(self.layers, one, intent.prompt_tokens, intent.batch_size, intent.output_tokens)
+        """Of a batch that goes through stages at once."""
+        output = intent.output_tokens
+        own = self.seconds(self.layers, one, intent.prompt_tokens, intent.batch_size, output)
+        return own + output * self.said(self.layers, one)
 
     def memory(self, one: Configuration, intent: Intent) -> int:
         blocks = intent.batch_size * -(-(intent.prompt_tokens + intent.output_tokens) // BLOCK_TOKENS)
@@ -68,6 +79,8 @@ class Truth:
 
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 1 << 15
+ROW_BYTES = 4096
+LINKS: tuple[LinkKind, LinkKind] = ("all_reduce", "hop")
 SINGLE = Configuration()
 PAIR = Configuration(tp=2)
 STAGED = Configuration(pp=2)
@@ -84,9 +97,10 @@ def profile_of(
     repetitions: int = 1,
     outliers: bool = False,
     loss: dict[Precision, float] | None = None,
+    has_links: bool = True,
     seed: int = 0,
 ) -> Profile:
-    """`shapes`: prompt and batch. A stage has a layer at least."""
+    """`shapes`: prompt and batch. Latency is measured of one stage."""
     rng = random.Random(seed)
 
     def measured(seconds: float) -> list[float]:
@@ -111,8 +125,8 @@ def profile_of(
                 seconds=measured(truth.seconds(layers, one, prompt, batch, output)),
             )
             for one in configurations
+            if one.pp == 1
             for layers in sizes
-            if layers >= one.pp
             for prompt, batch in shapes
             for output in outputs
         ],
@@ -128,4 +142,12 @@ def profile_of(
             if layers >= one.pp
         ],
         loss=loss or {},
+        links=[
+            LinkSample(kind=kind, nbytes=rows * ROW_BYTES, seconds=measured(seconds))
+            for kind, seconds in zip(LINKS, (truth.all_reduce, truth.hop), strict=True)
+            for rows in (1, 8, 64, 512)
+            if has_links
+        ],
+        row_bytes=ROW_BYTES,
+        max_num_batched_tokens=512,
     )

@@ -100,6 +100,7 @@ def test_a_quiet_machine_gives_latency_within_ten_and_memory_within_five_per_cen
     layers: int, others: float, layer: float, per_token: float, seed: int
 ) -> None:
     truth = Truth(layers=layers, other=others * layer, layer=layer, per_token=per_token)
+    truth = replace(truth, all_reduce=0.1 * layer, hop=0.2 * layer)
     profile = profile_of(truth, configurations=(SINGLE, PAIR, STAGED), noise=0.002, repetitions=9, seed=seed)
     for configuration in (SINGLE, PAIR, STAGED, Configuration(tp=4), Configuration(tp=2, pp=2)):
         found = estimate(profile, configuration)
@@ -136,7 +137,7 @@ def test_a_degree_nobody_measured_follows_from_two_that_were() -> None:
     four = Configuration(tp=4)
     found = estimate(profile, four)
     assert found.latency_s.value == pytest.approx(Truth().latency(four, INTENT), rel=0.01)
-    assert found.latency_s.basis == "extrapolated"
+    assert LatencyModel(profile).work(32).timing(four, INTENT).tpot.basis == "extrapolated"
 
 
 def test_another_precision_has_the_speed_up_of_the_one_that_was_measured_at_that_degree() -> None:
@@ -145,6 +146,46 @@ def test_another_precision_has_the_speed_up_of_the_one_that_was_measured_at_that
     found = estimate(profile, eighths)
     assert found.latency_s.value == pytest.approx(Truth().latency(eighths, INTENT), rel=0.01)
     assert found.latency_s.basis == "extrapolated"
+
+
+def test_ranks_add_two_sums_for_each_layer_to_their_own_work() -> None:
+    truth = Truth(all_reduce=2e-4, hop=1e-4)
+    found = estimate(profile_of(truth, configurations=(SINGLE, PAIR)), PAIR)
+    assert found.latency_s.value == pytest.approx(truth.latency(PAIR, INTENT), rel=0.01)
+    assert found.latency_s.basis == "extrapolated"
+    said = INTENT.output_tokens * (2 * 32 * 2e-4 + 2 * 1e-4)
+    quiet = estimate(profile_of(Truth(), configurations=(SINGLE, PAIR)), PAIR)
+    assert found.latency_s.value - quiet.latency_s.value == pytest.approx(said)
+
+
+def test_without_a_peer_what_ranks_say_is_taken_for_nothing_and_that_is_assumed() -> None:
+    truth = Truth(all_reduce=2e-4)
+    found = estimate(profile_of(truth, configurations=(SINGLE, PAIR), has_links=False), PAIR)
+    assert found.latency_s.basis == "assumed"
+    assert found.latency_s.value == pytest.approx(Truth().latency(PAIR, INTENT), rel=0.01)
+
+
+def test_of_more_than_two_ranks_the_sums_are_assumed_between_once_and_once_for_each_further_rank() -> None:
+    truth, four = Truth(all_reduce=2e-4), Configuration(tp=4)
+    found = estimate(profile_of(truth, configurations=(SINGLE, PAIR)), four)
+    assert found.latency_s.basis == "assumed"
+    own, sums = Truth().latency(four, INTENT), 64 * 64 * 2e-4
+    assert found.latency_s.value == pytest.approx(truth.latency(four, INTENT), rel=0.01)
+    assert found.latency_s.low < own + sums * 1.1
+    assert found.latency_s.high > own + sums * 1.9
+
+
+def test_the_largest_batch_that_no_rank_was_measured_in_is_to_the_others_as_on_one_worker() -> None:
+    truth = Truth()
+    whole = profile_of(truth, configurations=(SINGLE, PAIR))
+    latency = [
+        one
+        for one in whole.latency
+        if (one.configuration, one.prompt_tokens, one.batch_size) != (PAIR, 256, 4)
+    ]
+    intent = Intent(prompt_tokens=256, output_tokens=32, batch_size=4)
+    found = estimate(replace(whole, latency=latency), PAIR, intent)
+    assert found.latency_s.value == pytest.approx(truth.latency(PAIR, intent), rel=0.01)
 
 
 def test_without_a_second_device_a_degree_is_assumed_between_no_gain_and_all_of_it() -> None:
@@ -158,7 +199,7 @@ def test_without_a_second_device_a_degree_is_assumed_between_no_gain_and_all_of_
 
 def test_stages_cost_a_hop_each_if_one_was_measured() -> None:
     truth = Truth(hop=1e-3)
-    profile = profile_of(truth, configurations=(SINGLE, STAGED))  # two stages: of two layers only
+    profile = profile_of(truth)
     for stages in (2, 4):
         configuration = Configuration(pp=stages)
         found = estimate(profile, configuration)
@@ -166,8 +207,35 @@ def test_stages_cost_a_hop_each_if_one_was_measured() -> None:
         assert found.latency_s.basis == "extrapolated"
 
 
+def test_a_batch_in_parts_is_as_fast_as_its_first_stage_makes_all_of_them() -> None:
+    """Sequences add nothing here: two parts of two take twice what the first stage takes for all."""
+    truth = Truth(other=4e-2, per_sequence=0.0, per_context=0.0)
+    intent = Intent(prompt_tokens=64, output_tokens=33, batch_size=4)
+    first = truth.tpot(16, SINGLE, 0, 2)
+    found = estimate(profile_of(truth), STAGED, intent)
+    assert 2 * first > truth.tpot(32, SINGLE, 0, 2)
+    assert found.tpot_s.value == pytest.approx(2 * first + first / 32, rel=0.01)
+
+
+def test_a_batch_in_parts_goes_through_all_stages_where_these_are_balanced() -> None:
+    truth = Truth(other=0.0, hop=1e-3, per_sequence=4e-4, per_context=0.0)
+    intent = Intent(prompt_tokens=64, output_tokens=33, batch_size=4)
+    through = truth.tpot(32, SINGLE, 0, 2) + 2 * truth.hop
+    found = estimate(profile_of(truth), STAGED, intent)
+    assert found.tpot_s.value == pytest.approx(through + truth.tpot(16, SINGLE, 0, 2) / 32, rel=0.01)
+    assert found.tpot_s.value < truth.tpot(32, SINGLE, 0, 4)
+
+
+def test_chunks_of_a_long_prompt_follow_each_other_through_the_stages() -> None:
+    truth = Truth(other=0.0, layer=0.0, hop=1e-3)
+    intent = Intent(prompt_tokens=1024, output_tokens=2)
+    alone, staged = (estimate(profile_of(truth), one, intent) for one in (SINGLE, STAGED))
+    assert staged.ttft_s.value == pytest.approx(0.75 * alone.ttft_s.value + 2 * truth.hop, rel=0.01)
+
+
 def test_without_a_measured_hop_stages_are_as_fast_as_one_and_say_that_it_is_assumed() -> None:
-    alone, staged = (estimate(profile_of(Truth()), one) for one in (SINGLE, STAGED))
+    profile = profile_of(Truth(), has_links=False)
+    alone, staged = (estimate(profile, one) for one in (SINGLE, STAGED))
     assert staged.latency_s.value == alone.latency_s.value
     assert staged.latency_s.basis == staged.ttft_s.basis == "assumed"
 
@@ -245,7 +313,9 @@ def test_three_samples_give_the_memory_of_every_configuration() -> None:
 def test_unmeasured_stages_are_assumed_to_have_the_activations_of_a_step_each(tp: int, pp: int) -> None:
     profile = profile_of(Truth(), configurations=(SINGLE, PAIR))
     found = estimate(profile, Configuration(tp=tp, pp=pp)).memory_bytes
-    ranks = Truth().memory(Configuration(tp=tp), INTENT)
+    truth, group, one = Truth(), Configuration(tp=tp), Configuration(tp=tp, pp=pp)
+    ends = truth.weights(truth.layers, group) - truth.weights(truth.layers, one)  # at the leader alone
+    ranks = truth.memory(group, INTENT) - ends
     assert found.value == pytest.approx(ranks + tp * (pp - 1) * Truth().activation_bytes)
     assert (found.basis, found.high) == ("assumed", found.value)
     assert found.low == pytest.approx(ranks)

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bus.catalogue import Contents
-from bus.deployments import Measure, ModelCard, Profile
+from bus.deployments import Measure, ModelCard, Peer, Profile
 from controller.deployments.decisions import MAX_ATTEMPTS, Decision, measure_id, model_becomes
-from controller.deployments.picture import Device, Picture, kind_of
+from controller.deployments.picture import Device, Picture
 
 PROFILE_LIMIT_MS = 900_000  # longer than this, and the worker is stuck
 PROMPT_TOKENS = [32, 128, 512]
@@ -22,7 +22,7 @@ BATCH_SIZES = [1, 4]
 def profiles_of(contents: Contents, card: ModelCard) -> dict[str, Profile]:
     """By kind of device, those of the checkpoint as it was registered."""
     return {
-        kind_of(device): profile
+        device: profile
         for (model, device), profile in contents.profiles.items()
         if model == card.name and profile.digest == card.digest
     }
@@ -52,7 +52,25 @@ def _unmeasured(
     if not free or not picture.is_settled:
         return None
     chosen = min(free, key=lambda device: (device.load, device.card.id))
-    return _order(card, chosen, picture.now_ms)
+    return _order(card, chosen, _peer_of(chosen, contents, picture), picture.now_ms)
+
+
+def _peer_of(chosen: Device, contents: Contents, picture: Picture) -> Peer | None:
+    """To measure with it what workers say to each other: one of its host, if there is one."""
+    host = chosen.card.host
+    others = [
+        device
+        for device in picture.workers.values()
+        if device.card.id != chosen.card.id
+        and device.kind == chosen.kind
+        and device.takes_orders
+        and device.card.door
+        and not _is_taken(device, contents)
+    ]
+    if not others:
+        return None
+    card = min(others, key=lambda one: (one.card.host != host, one.load, one.card.id)).card
+    return Peer(worker=card.id, door=card.door, door_key=card.door_key, shares_host=card.host == host)
 
 
 def _is_taken(device: Device, contents: Contents) -> bool:
@@ -63,7 +81,7 @@ def _is_taken(device: Device, contents: Contents) -> bool:
     return measures or loads
 
 
-def _order(card: ModelCard, device: Device, now_ms: int) -> Decision:
+def _order(card: ModelCard, device: Device, peer: Peer | None, now_ms: int) -> Decision:
     worker = device.card
     record = replace(
         card,
@@ -83,6 +101,7 @@ def _order(card: ModelCard, device: Device, now_ms: int) -> Decision:
         precisions=["full", "int8", "int4", "int3"],
         prompt_tokens=PROMPT_TOKENS,
         batch_sizes=BATCH_SIZES,
+        peer=peer,
     )
     return Decision(record=record, commands=((worker.id, command),), told=True)
 

@@ -1,0 +1,142 @@
+"""Time to first token and per output token over prompts and batches, from latency samples. Pure.
+
+A cell is one configuration, batch of equal requests and number of layers: outputs of two lengths tell both
+times (iServe §5.3, equation 1). A surface is what cells of one configuration say of a whole model; `at` an
+intent's requests it is read by straight lines.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from bus.deployments import Configuration, Intent, LatencySample
+from controller.intents.uncertain import Points, Uncertain, between, line_at, repeated, slope_of
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a batch of equal requests is. Tokens."""
+
+    prompt: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. `context`: tokens before the step, in the mean of those steps that `tpot` is of."""
+
+    ttft: Uncertain
+    tpot: Uncertain
+    context: float
+
+
+Surface = Mapping[Shape, Timing]
+Cells = Mapping[Configuration, Mapping[Shape, Mapping[int, Timing]]]  # the last by number of layers
+
+
+def ratio(one: Uncertain, other: Uncertain) -> float:
+    return one.value / other.value if other.value else 1.0
+
+
+# --------------------------------------------------------------------------- samples to cells
+
+
+def cells_of(samples: Iterable[LatencySample]) -> Cells:
+    """Equation 1 solved for each."""
+    seconds: dict[tuple[Configuration, Shape, int], dict[int, list[float]]] = defaultdict(dict)
+    for one in samples:
+        key = (one.configuration, Shape(one.prompt_tokens, one.batch_size), one.num_layers)
+        seconds[key].setdefault(one.output_tokens, []).extend(one.seconds)
+    cells: dict[Configuration, dict[Shape, dict[int, Timing]]] = defaultdict(lambda: defaultdict(dict))
+    for (configuration, shape, num_layers), by_length in seconds.items():
+        lengths = sorted(length for length, repetitions in by_length.items() if repetitions)
+        if len(lengths) > 1:
+            points = [(length - 1.0, repeated(by_length[length])) for length in lengths]
+            context = shape.prompt + (lengths[0] + lengths[-1] - 1) / 2
+            cells[configuration][shape][num_layers] = Timing(
+                line_at(points, 0.0).at_least(0.0), slope_of(points).at_least(0.0), context
+            )
+    return cells
+
+
+# --------------------------------------------------------------------------- to the intent's requests
+
+
+def at(surface: Surface, intent: Intent) -> Timing:
+    context = intent.prompt_tokens + intent.output_tokens / 2
+    full = _filled(surface)
+    ttfts, tpots = [], []
+    for batch in sorted({shape.batch for shape in full}):
+        row = sorted(
+            ((shape.prompt, timing) for shape, timing in full.items() if shape.batch == batch),
+            key=lambda item: item[0],
+        )
+        by_prompt = [(float(prompt), one.ttft) for prompt, one in row]
+        by_context = [(one.context, one.tpot) for _, one in row]
+        ttfts.append((float(batch), between(by_prompt, intent.prompt_tokens, is_convex=True)))
+        tpot = _by_context(by_context, context)
+        is_measured = any(prompt == intent.prompt_tokens for prompt, _ in row)
+        tpots.append((float(batch), tpot if is_measured else tpot.weakened("extrapolated")))
+    return Timing(
+        between(ttfts, intent.batch_size).at_least(0.0),
+        between(tpots, intent.batch_size).at_least(0.0),
+        context,
+    )
+
+
+def _by_context(points: Points, context: float) -> Uncertain:
+    """A step reads all keys and values before it, so this is a line; a slope that does not stand out of the
+    spread would carry noise to long contexts, and is left out."""
+    slope = slope_of(points)
+    tells = slope.value - slope.down > 0
+    return line_at(points, context if tells else statistics.fmean(x for x, _ in points))
+
+
+def _filled(surface: Surface) -> dict[Shape, Timing]:
+    """With what is missing of prompts x batches: a batch is to another one as at the prompt where both were
+    measured."""
+    full = dict(surface)
+    batches = sorted({shape.batch for shape in surface})
+    prompts = sorted({shape.prompt for shape in surface})
+    for missing in (Shape(prompt, batch) for prompt in prompts for batch in batches):
+        if missing not in surface and (corner := _corner(surface, missing)):
+            along, across, shared = corner
+            full[missing] = Timing(
+                along.ttft.times(ratio(across.ttft, shared.ttft)).weakened("extrapolated"),
+                along.tpot.times(ratio(across.tpot, shared.tpot)).weakened("extrapolated"),
+                along.context,
+            )
+    return full
+
+
+def _corner(surface: Surface, missing: Shape) -> tuple[Timing, Timing, Timing] | None:
+    """The same prompt in another batch, another prompt in the same batch, and both of these together."""
+    for shared, timing in surface.items():
+        along = surface.get(Shape(missing.prompt, shared.batch))
+        across = surface.get(Shape(shared.prompt, missing.batch))
+        if along and across:
+            return along, across, timing
+    return None
+
+
+def filled_like(surface: Surface, model: Surface) -> dict[Shape, Timing]:
+    """With what `model` has and it lacks, in the same proportion to it: of TTFT as at the same prompt, whose
+    chunks are alike, of TPOT as in the same batch; the nearest of them."""
+    full = dict(surface)
+    for missing in model.keys() - surface.keys():
+        shared = [shape for shape in surface if shape in model]
+        prompts = [shape for shape in shared if shape.prompt == missing.prompt]
+        batches = [shape for shape in shared if shape.batch == missing.batch]
+        if prompts and batches:
+            along = min(prompts, key=lambda shape: abs(shape.batch - missing.batch))
+            across = min(batches, key=lambda shape: abs(shape.prompt - missing.prompt))
+            of = model[missing]
+            full[missing] = Timing(
+                of.ttft.times(ratio(surface[along].ttft, model[along].ttft)).weakened("extrapolated"),
+                of.tpot.times(ratio(surface[across].tpot, model[across].tpot)).weakened("extrapolated"),
+                of.context,
+            )
+    return full
