@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.flags import add_flags, given_flags
-from instar.intent_flags import DEPLOY, MODEL, PLAN, RETIRE, add_deploy, add_model_verbs, add_plan, add_retire
+from instar.intent_flags import DEPLOYING, MODEL, add_model_verbs
 from instar.morph_flags import TEXT as MORPH
 from instar.morph_flags import add_verbs
 from instar.offline import OFFLINE, run_offline
@@ -28,8 +29,9 @@ Instar serves large language models and changes shape while it serves.
   instar status                     workers, memory, instances, what runs and what waits
   instar morph resize 400           KV blocks, the layers' bits, the policy: changed while it serves
   instar drain w1                   a worker finishes what it runs and leaves
-  instar model add models/llama     measure another model; `instar plan` shows what it would take
+  instar model add path/to/llama    measure another model; `instar plan` shows what it would take
   instar deploy llama               serve it as you want it: cheap, fast, small
+  instar deployments                what is deployed, where, and what waits for room
   instar complete "def fib(n):"     one completion, as it is written
   instar bench replay azure.csv     recorded traffic sent again, and what came of it
   instar settings                   every setting, its value and who set it
@@ -101,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
     """The program's own and that of each command."""
-    parser = Parser(
-        prog="instar", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="instar", description=DESCRIPTION, formatter_class=_Help)
     parser.add_argument("--version", action="store_true", help="tell the version")
     parser.set_defaults(run=_help_or_version, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands (instar COMMAND --help teaches each)")
@@ -127,9 +127,8 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     add_verbs(command("morph", _morph, "change the shape of what runs", MORPH), _add_client_flags)
 
     add_model_verbs(command("model", _model, "register models, and measure them", MODEL), _add_client_flags)
-    add_plan(command("plan", _plan, "what a model would take and give", PLAN), _add_client_flags)
-    add_deploy(command("deploy", _deploy, "serve a model as you want it", DEPLOY), _add_client_flags)
-    add_retire(command("retire", _retire, "take a deployment back", RETIRE), _add_client_flags)
+    for name, summary, text, add in DEPLOYING:
+        add(command(name, partial(_deployments, command=name), summary, text), _add_client_flags)
 
     drain = command("drain", _drain, "let a worker finish what it runs, and leave", DRAIN)
     _add_client_flags(drain)
@@ -157,6 +156,15 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     for name, summary in OFFLINE.items():  # for the list only: their own processes read their flags
         commands.add_parser(name, help=summary)
     return parser, dict(commands.choices)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """argparse does not count that names of commands are indented twice: what a long one does would stand in
+    a line of its own."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = len("    deployments")
 
 
 def _add_client_flags(parser: argparse.ArgumentParser) -> None:
@@ -225,18 +233,6 @@ def _model(args: argparse.Namespace) -> int:
         args.help()
         return 0
     return _deployments(args, f"model {args.verb}")
-
-
-def _plan(args: argparse.Namespace) -> int:
-    return _deployments(args, "plan")
-
-
-def _deploy(args: argparse.Namespace) -> int:
-    return _deployments(args, "deploy")
-
-
-def _retire(args: argparse.Namespace) -> int:
-    return _deployments(args, "retire")
 
 
 def _deployments(args: argparse.Namespace, command: str) -> int:

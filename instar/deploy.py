@@ -1,31 +1,32 @@
-"""`instar model`, `plan`, `deploy` and `retire`: what a running service knows of models, and is to serve."""
+"""`instar plan`, `deploy`, `deployments` and `retire`: what a running service could serve, and is to."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from math import inf
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 import httpx
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from bus.settings import Settings
-from instar import plan_table
+from instar import deployed, plan_plot, plan_table, registered
+from instar.answers import tell_json
 from instar.client import GatewayProblem, ask_json, gateway_client, get_json
+from instar.following import Wait, follow
 from instar.intent_flags import intent
-from instar.live_line import LiveLine
+from instar.registered import model_path
+from instar.trimmed import trimmed
 
-POLL_S: Final = 0.3
-MEASURED: Final = ("profiled", "failed")
 SETTLED: Final = ("serving", "failed", "retired")
-GONE: Final = ("retired", "failed")
-MIB: Final = 1 << 20
+WAIT_S: Final = 600.0
+STUCK_S: Final = 20.0  # without room; whoever wants to wait for some says so
+KV_TOLD_S: Final = 2.0  # after it serves; workers report twice a second or so
+POLL_S: Final = 0.2
 
 Work = Callable[[httpx.Client, argparse.Namespace], int]
 
@@ -41,68 +42,21 @@ def run(settings: Settings, args: argparse.Namespace, command: str) -> int:
         return 1
 
 
-# --------------------------------------------------------------------------- models
-
-
-def _add(client: httpx.Client, args: argparse.Namespace) -> int:
-    folder = args.folder.expanduser().resolve()
-    body = {"path": str(folder)} | ({"name": args.registered} if args.registered else {})
-    card = ask_json(client, "POST", "/admin/models", body)
-    if not args.detach:
-        card = _follow(client, _model(card["name"]), card, MEASURED, 3600.0, "`instar model list` shows it")
-    if args.json:
-        return _json(card, card["state"] != "failed")
-    sys.stdout.write(f"{card['name']}: {card['state']}{_because(card)}\n")
-    return int(card["state"] == "failed")
-
-
-def _list(client: httpx.Client, args: argparse.Namespace) -> int:
-    models = get_json(client, "/admin/models")["models"]
-    if args.json:
-        return _json(models)
-    if not models:
-        sys.stdout.write("no model is registered; `instar model add DIR` does it\n")
-        return 0
-    table = Table(
-        "model", "layers", "state", "why, and how far", "folder", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    for card in models:
-        told = card["progress"] or card["reason"]
-        table.add_row(card["name"], str(card["num_layers"]), card["state"], told, card["path"])
-    Console().print(table)
-    return 0
-
-
-def _remove(client: httpx.Client, args: argparse.Namespace) -> int:
-    card = ask_json(client, "DELETE", _model(args.registered))
-    if args.json:
-        return _json(card)
-    sys.stdout.write(f"{card['name']} is registered no more; what was measured of it is kept beside it\n")
-    return 0
-
-
-def _model(name: str) -> str:
-    return f"/admin/models/{quote(name, safe='')}"
-
-
 # --------------------------------------------------------------------------- plans
 
 
 def _plan(client: httpx.Client, args: argparse.Namespace) -> int:
-    path = _model(args.registered)
-    card = get_json(client, path)
-    _follow(client, path, card, MEASURED, 3600.0, "ask again later")
+    path = model_path(args.registered)
+    card = registered.measured(client, get_json(client, path))
     plan = get_json(client, f"{path}/plan?{urlencode(intent(args))}")
     if args.plot:
-        plan_table.draw(plan["estimates"], f"{args.registered}: every configuration", args.plot)
+        plan_plot.draw(plan["estimates"], f"{args.registered}: every configuration", args.plot)
     if args.json:
-        return _json(plan, not plan["unmet"])
+        return tell_json(plan, not plan["unmet"])
     console = Console()
-    console.print(plan_table.plan_table(plan["estimates"], plan["intent"]))
-    for line in (plan_table.LEGEND, *plan_table.reason_lines(plan["estimates"])):
-        console.print(line, highlight=False, markup=False)
-    if plan["unmet"]:
-        console.print(plan["unmet"], highlight=False, markup=False)
+    with trimmed(console):
+        for part in plan_table.told(plan, card, shows_all=args.all):
+            console.print(part, highlight=False, markup=False)
     return int(bool(plan["unmet"]))
 
 
@@ -112,84 +66,77 @@ def _plan(client: httpx.Client, args: argparse.Namespace) -> int:
 def _deploy(client: httpx.Client, args: argparse.Namespace) -> int:
     found = ask_json(client, "POST", "/admin/deployments", {"model": args.registered, "intent": intent(args)})
     if not args.detach:
-        hint = f"`instar status` shows it, `instar retire {found['id']}` ends it"
-        found = _follow(client, _deployment(found["id"]), found, SETTLED, args.wait, hint)
+        found = _until_it_serves(client, found, args.wait)
     if args.json:
-        return _json(found, args.detach or found["state"] == "serving")
-    sys.stdout.write(in_words(found))
+        return tell_json(found, args.detach or found["state"] == "serving")
+    sys.stdout.write(deployed.in_words(found))
     return int(not args.detach and found["state"] != "serving")
 
 
-def _retire(client: httpx.Client, args: argparse.Namespace) -> int:
-    path = _deployment(args.deployment)
-    found = ask_json(client, "DELETE", path)
-    if not args.detach:
-        found = _follow(client, path, found, GONE, args.wait, "`instar status` shows it")
-    if args.json:
-        return _json(found, args.detach or found["state"] in GONE)
-    sys.stdout.write(in_words(found))
-    return int(not args.detach and found["state"] not in GONE)
-
-
-def _deployment(deployment: str) -> str:
-    return f"/admin/deployments/{quote(deployment, safe='')}"
-
-
-def in_words(found: dict[str, Any]) -> str:
-    """What became of it, and of one that serves where and what it should give."""
-    lines = [f"deployment {found['id']} of {found['model']}: {found['state']}{_because(found)}"]
-    if found["state"] == "serving" and (expected := found.get("expected")):
-        where = ", ".join(worker for stage in found["stages"] for worker in stage["workers"])
-        memory, latency = expected["memory_bytes"], expected["latency_s"]
-        lines.append(f"  {found['instance']}: {plan_table.name_of(expected)} on {where}")
-        lines.append(
-            f"  expected: {plan_table.marked(memory, 1 / MIB)} MiB, {plan_table.marked(latency)} s a request"
-        )
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _because(found: dict[str, Any]) -> str:
-    return f" ({found['reason']})" if found.get("reason") else ""
-
-
-# --------------------------------------------------------------------------- waiting
-
-
-def _follow(
-    client: httpx.Client,
-    path: str,
-    found: dict[str, Any],
-    states: Collection[str],
-    within_s: float,
-    hint: str,
-) -> dict[str, Any]:
-    """Until it is in one of `states`, or that long. Ctrl-C ends the wait and nothing else. Raises
-    GatewayProblem."""
-    line, deadline = LiveLine(), time.monotonic() + within_s
-    try:
-        while found["state"] not in states and time.monotonic() < deadline:
-            line.show(f"  {found['state']}: {found.get('progress') or found['reason']}")
-            time.sleep(POLL_S)
-            found = dict(get_json(client, path))
-    except KeyboardInterrupt:
-        line.end()
-        sys.stderr.write(f"it goes on: {hint}\n")
-        raise
-    finally:
-        line.end()
+def _until_it_serves(client: httpx.Client, found: dict[str, Any], within_s: float | None) -> dict[str, Any]:
+    """None: as long as something is done for it. Raises GatewayProblem."""
+    name, path = found["id"], _path(found["id"])
+    hint = (
+        f"it stays queued, and is loaded when it can be: `instar deployments {name}` shows it, "
+        f"`instar retire {name}` takes it back (--wait S: how long to wait for one)"
+    )
+    if found["state"] == "waiting" and within_s is None:  # measuring takes what it takes
+        registered.measured(client, get_json(client, model_path(found["model"])), hint)
+    stuck_s = STUCK_S if within_s is None else inf
+    found = follow(client, path, found, Wait(SETTLED, within_s or WAIT_S, hint, stuck_s))
+    deadline = time.monotonic() + KV_TOLD_S
+    while found["state"] == "serving" and found.get("kv", {}) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        found = dict(get_json(client, path))
     return found
 
 
-def _json(found: Any, is_good: bool = True) -> int:
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    return int(not is_good)
+def _deployments(client: httpx.Client, args: argparse.Namespace) -> int:
+    if args.deployment:
+        one = get_json(client, _path(args.deployment))
+        return tell_json(one) if args.json else _say(deployed.in_words(one))
+    found = get_json(client, "/admin/deployments")["deployments"]
+    shown = [one for one in found if args.all or one["state"] not in deployed.OVER]
+    if args.json:
+        return tell_json(shown)
+    if not shown:
+        over = f" ({len(found)} are over: --all)" if found else ""
+        return _say(f"nothing is deployed{over}; `instar deploy MODEL` does it\n")
+    console = Console()
+    with trimmed(console):
+        console.print(deployed.table(shown))
+        for line in deployed.reasons(shown):
+            console.print(line, highlight=False, markup=False)
+    return 0
+
+
+def _retire(client: httpx.Client, args: argparse.Namespace) -> int:
+    found = ask_json(client, "DELETE", _path(args.deployment))  # or whoever has its place now
+    if not args.detach:
+        wait = Wait(deployed.OVER, args.wait, f"it goes on: `instar deployments {found['id']}` shows it")
+        found = follow(client, _path(found["id"]), found, wait)
+    if args.json:
+        return tell_json(found, args.detach or found["state"] in deployed.OVER)
+    _say(deployed.in_words(found))
+    return int(not args.detach and found["state"] not in deployed.OVER)
+
+
+def _path(deployment: str) -> str:
+    return f"/admin/deployments/{quote(deployment, safe='')}"
+
+
+def _say(text: str) -> int:
+    sys.stdout.write(text)
+    return 0
 
 
 WORK: Final[dict[str, Work]] = {
-    "model add": _add,
-    "model list": _list,
-    "model remove": _remove,
+    "model add": registered.add,
+    "model list": registered.show_list,
+    "model show": registered.show,
+    "model remove": registered.remove,
     "plan": _plan,
     "deploy": _deploy,
+    "deployments": _deployments,
     "retire": _retire,
 }

@@ -14,9 +14,10 @@ from instar.verbs import at_least_one, one_of, verbs_of
 MODEL = """\
 Registers models with a running service, which measures small cuts of them on an idle worker.
 
-  instar model add models/llama            under the folder's name; waits until it is measured
-  instar model add models/llama --name chat
+  instar model add path/to/model           under the folder's name; waits until it is measured
+  instar model add path/to/model --name chat
   instar model list
+  instar model show chat                   and what was measured of it
   instar model remove chat                 when nothing of it is deployed
 """
 
@@ -26,7 +27,10 @@ Shows what every way to serve a registered model would take and give. Nothing is
   instar plan chat                                 what costs least, first
   instar plan chat --minimise latency
   instar plan chat --max-latency 0.5 --max-loss 1%
+  instar plan chat --all                           every configuration, not the best ten alone
   instar plan chat --plot chat.png                 latency over memory
+
+Configurations are written tp2 pp1 int4: two workers share each layer, in one stage, in int4.
 """
 
 DEPLOY = """\
@@ -37,12 +41,22 @@ Serves a registered model in the way that fits what is wanted best, where there 
   instar deploy chat --max-latency 0.5 --prompt-tokens 1000
   instar deploy chat --tp 1 --pp 2                 fixed; what else there is to choose is chosen
   instar deploy chat --detach                      do not wait
+
+What finds no room stays queued, and is loaded when there is some: `instar deployments` shows why it waits.
+"""
+
+DEPLOYMENTS = """\
+Shows what is deployed: in which state, on which workers, with how much KV, and why it waits.
+
+  instar deployments                               those that serve, or are to
+  instar deployments 3f2a9c0d1b7e                  one, in words
+  instar deployments --all                         those that were retired or failed, too
 """
 
 RETIRE = """\
 Takes a deployment back: it takes nothing new, finishes what runs, and gives its memory back.
 
-  instar retire 3f2a9c0d1b7e                       ids are in `instar status`
+  instar retire 3f2a9c0d1b7e                       ids are in `instar deployments`
 """
 
 OBJECTIVES = ("latency", "cost", "memory", "gpu_hours")
@@ -79,6 +93,8 @@ def add_model_verbs(parser: Parser, add_client_flags: AddFlags) -> None:
     add.add_argument("--name", dest="registered", metavar="NAME", help="[the folder's]")
     add.add_argument("--detach", action="store_true", help="do not wait until it is measured")
     verb("list", "the registered models")
+    show = verb("show", "a model, and what was measured of it")
+    show.add_argument("registered", metavar="MODEL", help="its name")
     remove = verb("remove", "forget a model")
     remove.add_argument("registered", metavar="MODEL", help="its name")
 
@@ -87,6 +103,7 @@ def add_plan(parser: Parser, add_client_flags: AddFlags) -> None:
     add_client_flags(parser)
     _add_registered(parser)
     _add_intent(parser)
+    parser.add_argument("--all", action="store_true", help="all rows, not the best ten")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latency over memory, as a PNG")
     parser.add_argument("--json", action="store_true", help="as JSON, with the spread of each number")
 
@@ -95,13 +112,26 @@ def add_deploy(parser: Parser, add_client_flags: AddFlags) -> None:
     add_client_flags(parser)
     _add_registered(parser)
     _add_intent(parser)
-    _add_waits(parser, "for it to serve")
+    parser.add_argument(
+        "--wait", type=_above_zero, metavar="S", help="for it to serve [600; without room for it 20]"
+    )
+    _add_ends(parser)
+
+
+def add_deployments(parser: Parser, add_client_flags: AddFlags) -> None:
+    add_client_flags(parser)
+    parser.add_argument("deployment", nargs="?", metavar="ID", help="of one [all that are not over]")
+    parser.add_argument("--all", action="store_true", help="those that are over, too")
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def add_retire(parser: Parser, add_client_flags: AddFlags) -> None:
     add_client_flags(parser)
-    parser.add_argument("deployment", metavar="ID", help="of a deployment, as `instar status` shows it")
-    _add_waits(parser, "for its requests to end")
+    parser.add_argument("deployment", metavar="ID", help="of a deployment, as `instar deployments` shows it")
+    parser.add_argument(
+        "--wait", type=_above_zero, default=600.0, metavar="S", help="for its requests to end [600]"
+    )
+    _add_ends(parser)
 
 
 def intent(args: argparse.Namespace) -> dict[str, Any]:
@@ -137,8 +167,7 @@ def _add_intent(parser: Parser) -> None:
     fixed.add_argument("--precision", type=one_of(PRECISIONS), metavar="P", help=_either(PRECISIONS))
 
 
-def _add_waits(parser: Parser, until: str) -> None:
-    parser.add_argument("--wait", type=_above_zero, default=600.0, metavar="S", help=f"{until} [600]")
+def _add_ends(parser: Parser) -> None:
     parser.add_argument("--detach", action="store_true", help="return at once")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
@@ -166,3 +195,12 @@ def _share(text: str) -> float:
 
 def _either(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+# Commands about deployments: name, what it does in a few words, its text, its flags.
+DEPLOYING: tuple[tuple[str, str, str, Callable[[Parser, AddFlags], None]], ...] = (
+    ("plan", "what a model would take and give", PLAN, add_plan),
+    ("deploy", "serve a model as you want it", DEPLOY, add_deploy),
+    ("deployments", "what is deployed, and what waits", DEPLOYMENTS, add_deployments),
+    ("retire", "take a deployment back", RETIRE, add_retire),
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from typing import Any, Final
@@ -15,6 +14,7 @@ import httpx
 from bus.settings import Settings
 from instar.client import GatewayProblem, ask_json, gateway_client, get_json
 from instar.live_line import LiveLine
+from instar.morph_numbers import numbers_text
 from instar.morph_workers import workers_for
 
 DONE: Final = ("applied", "running")
@@ -30,7 +30,7 @@ def morph(settings: Settings, args: argparse.Namespace) -> int:
             if args.verb == "policy":
                 return _policy(client, args)
             found = _morph(client, args)
-            return _tell(found, args, "" if args.json else _doubt(client, found, args.verb))
+            return _tell_json(found, args) if args.json else _tell(found, args, _state(client))
     except GatewayProblem as problem:
         sys.stderr.write(f"instar morph {args.verb}: {problem}\n")
         return 1
@@ -122,33 +122,47 @@ def _only_instance(client: httpx.Client, verb: str) -> str:
     return there[0]
 
 
-def _doubt(client: httpx.Client, found: dict[str, Any], verb: str) -> str:
+def _state(client: httpx.Client) -> dict[str, Any]:
+    """Of the service; {} where it is not told: the order went out, this is for its reader only."""
+    try:
+        return _object(get_json(client, "/admin/state"))
+    except GatewayProblem:
+        return {}
+
+
+def _doubt(state: dict[str, Any], found: dict[str, Any], verb: str) -> str:
     """What may soon be otherwise: the policy goes back to where pressure or the lack of it leads it. "" where
     it does nothing by itself, or is not told."""
     if verb in ("show", "cancel") or found["state"] not in DONE:
         return ""
-    try:
-        mode = (_object(get_json(client, "/admin/state")).get("policy") or {}).get("mode", MANUAL)
-    except GatewayProblem:
-        return ""  # the order went out; this was for its reader only
+    mode = (state.get("policy") or {}).get("mode", MANUAL)
     return "" if mode == MANUAL else UNDONE.format(mode=mode)
 
 
-def _tell(found: dict[str, Any], args: argparse.Namespace, doubt: str) -> int:
-    sys.stdout.write(json.dumps(found, indent=2) + "\n" if args.json else in_words(found) + doubt)
+def _tell_json(found: dict[str, Any], args: argparse.Namespace) -> int:
+    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    return _exit_status(found, args)
+
+
+def _tell(found: dict[str, Any], args: argparse.Namespace, state: dict[str, Any]) -> int:
+    pages = {one["id"]: one.get("page_bytes") for one in state.get("workers") or []}
+    sys.stdout.write(in_words(found, pages.get(found.get("worker"))) + _doubt(state, found, args.verb))
+    return _exit_status(found, args)
+
+
+def _exit_status(found: dict[str, Any], args: argparse.Namespace) -> int:
     return 0 if found["state"] in DONE or args.verb in ("show", "cancel") else 1
 
 
-def in_words(found: dict[str, Any]) -> str:
-    """Two or three lines: what, how it ended and why, with those numbers that the reason does not tell."""
+def in_words(found: dict[str, Any], page_bytes: int | None = None) -> str:
+    """Two or three lines: what, how it ended and why, with those numbers that the reason does not tell.
+    `page_bytes`: of its worker's pages, where that is known."""
     took = f" in {found['ended'] - found['started']:.2f} s" if found["ended"] else ""
     lines = [f"{found['kind']} {found['id']} of {found['target']}: {found['state']}{took}"]
     if found["reason"]:
         lines.append(f"  {found['reason']}")
-    in_reason = set(re.findall(r"\d{2,}", found["reason"]))  # a single digit may be another's
-    numbers = {name: _number(value) for name, value in found["numbers"].items()}
-    if told := [f"{name} {text}" for name, text in numbers.items() if text not in in_reason]:
-        lines.append("  " + ", ".join(told))
+    if told := numbers_text(found["numbers"], page_bytes, found["reason"]):
+        lines.append(f"  {told}")
     return "".join(f"{line}\n" for line in lines)
 
 

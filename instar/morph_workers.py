@@ -31,6 +31,7 @@ def _found(
     candidates = [one for one in serving if model in (None, one["model"])]
     if not candidates:
         raise GatewayProblem(f"no instance of {model or 'any model'} serves; there are: {_ids(serving)}")
+    _check_models(candidates, serving, tp, instance)
     if instance is None and all(one["tp"] == tp for one in candidates):  # the worker says that it is so
         return list(candidates[0]["workers"]), candidates[0]["model"]
     _check_degree(candidates, tp)
@@ -40,14 +41,36 @@ def _found(
     return _joined(candidates, hosts, tp, first), first["model"]
 
 
+def _check_models(
+    candidates: Sequence[Instance], serving: Sequence[Instance], tp: int, instance: str | None
+) -> None:
+    """It must be clear which model is meant, and a worker of several models joins no group."""
+    models = sorted({str(one["model"]) for one in candidates})
+    if instance is None and len(models) > 1:
+        raise GatewayProblem(f"say which model (--model); there are: {', '.join(models)}")
+    meant = [one for one in candidates if instance in (None, one["id"])]
+    beside = {one["id"]: _beside(one, serving) for one in meant}
+    if tp > 1 and meant and all(beside.values()):
+        first = meant[0]
+        raise GatewayProblem(
+            f"{first['workers'][0]} serves {', '.join([str(first['model']), *beside[first['id']]])}, and a "
+            "worker of several models joins no group: retire the others (`instar deployments` shows what was "
+            f"deployed), or deploy {first['model']} with --tp {tp} onto workers without a model"
+        )
+
+
+def _beside(one: Instance, serving: Sequence[Instance]) -> list[str]:
+    """Other models on its workers."""
+    others = {str(other["model"]) for other in serving if set(other["workers"]) & set(one["workers"])}
+    return sorted(others - {str(one["model"])})
+
+
 def _check_degree(candidates: Sequence[Instance], tp: int) -> None:
     """Before workers are looked for: more of them would not help."""
     allowed = sorted({degree for one in candidates for degree in one.get("degrees") or ()})
     if allowed and tp not in allowed:
-        models = ", ".join(sorted({str(one["model"]) for one in candidates}))
-        raise GatewayProblem(
-            f"{models} cannot be served at tp {tp}; allowed is: {', '.join(map(str, allowed))}"
-        )
+        model, those = candidates[0]["model"], ", ".join(map(str, allowed))
+        raise GatewayProblem(f"{model} cannot be served at tp {tp}; allowed is: {those}")
 
 
 def _left_out(instances: Sequence[Instance]) -> str:

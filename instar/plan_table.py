@@ -1,31 +1,50 @@
-"""What `instar plan` shows: the configuration map as a table, and as a picture."""
+"""What `instar plan` shows: the configuration map as a table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
+from rich.console import RenderableType
 from rich.table import Table
-
-from instar.client import GatewayProblem
 
 MIB: Final = 1 << 20
 MARKS: Final = {"measured": "", "extrapolated": "~", "assumed": "?"}
+SHOWN: Final = 10  # rows, without --all
+WIDE: Final = 0.5  # a spread from which on the order of two configurations means little
 LEGEND: Final = "numbers: plain measured, ~ extrapolated, ? assumed; ± of the latency"
-MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]'; the table is there without it"
 COST_UNITS: Final = {"memory_seconds": "MiB s", "memory": "MiB", "gpu_hours": "device s"}
 COST_SCALES: Final = {"memory_seconds": 1 / MIB, "memory": 1 / MIB, "gpu_hours": 3600.0}
-COLOURS: Final = {"full": "#0072B2", "int8": "#D55E00", "int4": "#009E73", "int3": "#CC79A7"}
 
 Estimate = Mapping[str, Any]  # as /admin/models/{model}/plan tells it
 
 
-def name_of(estimate: Estimate) -> str:
-    shape = estimate["configuration"]
-    return f"tp{shape['tp']} pp{shape['pp']} {shape['precision']}"
+def shape_of(configuration: Mapping[str, Any]) -> str:
+    """As everywhere: `tp2 pp1 int4`."""
+    return f"tp{configuration['tp']} pp{configuration['pp']} {configuration['precision']}"
+
+
+def told(
+    plan: Mapping[str, Any], card: Mapping[str, Any], *, shows_all: bool = False
+) -> Iterator[RenderableType]:
+    """The table and what there is to say of it: the best rows, those that cannot be had last. `card`: of the
+    model."""
+    estimates, intent = plan["estimates"], plan["intent"]
+    shown = estimates if shows_all else estimates[:SHOWN]
+    yield plan_table(shown, intent)
+    if len(shown) < len(estimates):
+        yield f"{len(estimates) - len(shown)} more: --all"
+    yield LEGEND
+    yield (
+        f"memory: weights, what a step needs beside them, and the KV of {batch_of(intent)}; a deployment "
+        "takes its fair share of the free pages for KV"
+    )
+    yield from wide_lines(shown, card)
+    yield from reason_lines(shown)
+    if plan["unmet"]:
+        yield plan["unmet"]
 
 
 def plan_table(estimates: Sequence[Estimate], intent: Mapping[str, Any]) -> Table:
@@ -40,15 +59,22 @@ def plan_table(estimates: Sequence[Estimate], intent: Mapping[str, Any]) -> Tabl
     for one in estimates:
         refusal = one["refusal"]
         table.add_row(
-            name_of(one),
+            shape_of(one["configuration"]),
             marked(one["memory_bytes"], 1 / MIB),
-            f"{marked(one['latency_s'])} {spread(one['latency_s'])}".rstrip(),
+            f"{marked(one['latency_s'])} {spread(one['latency_s'])}{'!' * is_wide(one)}".rstrip(),
             marked(one["cost"], scale),
             marked(one["gpu_hours"], 1e6),
             _loss(one.get("loss")),
             f"no ({reasons.index(refusal) + 1})" if refusal else "yes",
         )
     return table
+
+
+def batch_of(intent: Mapping[str, Any]) -> str:
+    """The requests that all numbers are about: `4 requests of 256+64 tokens`."""
+    count = intent.get("batch_size", 1)
+    tokens = f"{intent.get('prompt_tokens', 256)}+{intent.get('output_tokens', 64)} tokens"
+    return f"{count} request{'' if count == 1 else 's'} of {tokens}"
 
 
 def reasons_of(estimates: Sequence[Estimate]) -> list[str]:
@@ -66,10 +92,34 @@ def marked(quantity: Mapping[str, Any], scale: float = 1.0) -> str:
 
 def spread(quantity: Mapping[str, Any]) -> str:
     """Half of what lies between low and high, in per cent of the value; "" where nothing is known of it."""
-    value, low, high = (quantity[name] for name in ("value", "low", "high"))
-    if not value or low == high or not math.isfinite(high - low):
-        return ""
-    return f"±{(high - low) / 2 / value:.0%}"
+    share = _half_width(quantity)
+    return f"±{share:.0%}" if share else ""
+
+
+def is_wide(estimate: Estimate) -> bool:
+    return _half_width(estimate["latency_s"]) >= WIDE
+
+
+def wide_lines(estimates: Sequence[Estimate], card: Mapping[str, Any]) -> Iterator[str]:
+    """What to do about spreads that are marked: those of measuring, and those of what was not measured."""
+    wide = [one["latency_s"]["basis"] for one in estimates if is_wide(one)]
+    if any(basis != "assumed" for basis in wide):
+        name, folder = card["name"], card["path"]
+        yield (
+            "! too wide to choose by: it was measured beside other work, or far from these requests. To "
+            f"measure again, while little runs: `instar model remove {name}`, delete "
+            f"{folder}/instar/fingerprint-*.json, `instar model add {folder} --name {name}`"
+        )
+    if "assumed" in wide:
+        yield "! with ?: a guess, of which nothing was measured; deploy it and see"
+
+
+def _half_width(quantity: Mapping[str, Any]) -> float:
+    """As a share of the value; 0 where nothing is known of it."""
+    value, low, high = (float(quantity[name]) for name in ("value", "low", "high"))
+    if not value or not math.isfinite(high - low):
+        return 0.0
+    return (high - low) / 2 / value
 
 
 def _loss(quantity: Mapping[str, Any] | None) -> str:
@@ -85,45 +135,3 @@ def _short(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:.0f}" if abs(value) < 1e7 else f"{value:.2g}"
     return f"{value:.3g}"
-
-
-def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:
-    """Latency over memory, a colour for each precision; what cannot be had is hollow. GatewayProblem."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise GatewayProblem(MISSING) from error
-    mpl.use("Agg")  # no display
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for one in estimates:
-        _point(axes, one)
-    axes.set(xlabel="memory of all devices, MiB", ylabel="latency of a request, s", title=title)
-    axes.grid(alpha=0.3)
-    try:
-        figure.savefig(path, dpi=110, metadata={"Software": None})
-    except (OSError, ValueError) as error:
-        raise GatewayProblem(f"{path} cannot be written: {error}") from error
-    finally:
-        plt.close(figure)
-
-
-def _point(axes: Any, one: Estimate) -> None:
-    memory, latency = one["memory_bytes"]["value"] / MIB, one["latency_s"]
-    colour = COLOURS[one["configuration"]["precision"]]
-    below, above = (
-        max(0.0, latency["value"] - latency["low"]),
-        max(0.0, latency["high"] - latency["value"]),
-    )
-    axes.errorbar(
-        memory,
-        latency["value"],
-        yerr=[[below], [above]],
-        fmt="o",
-        color=colour,
-        markerfacecolor="white" if one["refusal"] else colour,
-    )
-    axes.annotate(
-        name_of(one), (memory, latency["value"]), fontsize=7, xytext=(4, 4), textcoords="offset points"
-    )

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from bus.settings import Settings
 from instar.client import GatewayProblem, gateway_client, get_json
+from instar.deployed import kv_text
 from instar.shapes import degrees_text, layers_text
 from instar.trimmed import trimmed
 
@@ -63,7 +64,7 @@ def deployment_lines(deployments: list[dict[str, Any]]) -> list[str]:
     """Of all that have not been retired."""
     lines = []
     for one in deployments:
-        told = one["instance"] or one["reason"]
+        told = ", ".join(filter(None, (one["instance"] or one["reason"], kv_text(one))))
         if one["state"] != "retired":
             lines.append(
                 f"deployment {one['id']} of {one['model']}: {one['state']}{f' ({told})' if told else ''}"
@@ -100,7 +101,7 @@ def instances_table(instances: list[dict[str, Any]]) -> Table:
         table.add_row(
             instance["id"],
             instance.get("model", ""),
-            instance.get("state", ""),
+            instance.get("changing") or instance.get("state", ""),
             _shape(instance),
             _full_layers(instance.get("layers") or []),
             f"{used}/{blocks} {used / blocks:.0%}" if blocks else ABSENT,

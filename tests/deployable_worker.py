@@ -32,9 +32,11 @@ from tests import service_loop
 from tests.fake_worker import FakeWorker
 from tests.gateway_harness import ANSWER, Gate, running
 from tests.known_truths import Truth, profile_of
+from tests.metrics_samples import metrics_of
 
 FAST = Settings(controller=ControllerSettings(interval_s=0.05, grace_s=0.1))
 FREE_PAGES = 16_384  # of 64 KiB
+KV_BLOCKS = 64  # of what is deployed
 TRUTH = Truth(layers=4)
 
 
@@ -135,13 +137,18 @@ class Cluster:
 
     async def report(self) -> None:
         """For ever: what a monitor would say of memory."""
-        pages = PageCounts(budget=self.free_pages, weights=0, kv=0, free=self.free_pages)
         while True:
+            pages = PageCounts(budget=self.free_pages, weights=0, kv=0, free=self.free_pages)
             told = [
                 WorkerMetrics(worker=one.id, epoch=one.epoch, busy=0.0, pages=pages, age_seconds=0.0)
                 for one in self.workers.values()
             ]
-            metrics = Metrics(at_ms=1, window_seconds=1.0, workers=told, instances=[])
+            held = [
+                metrics_of(one.instance, one.epoch, kv_blocks=KV_BLOCKS).instances[0]
+                for one in self.workers.values()
+                if one.deployed
+            ]
+            metrics = Metrics(at_ms=1, window_seconds=1.0, workers=told, instances=held)
             await self.gate.bus.publish(self.gate.bus.names.metrics, metrics)
             await asyncio.sleep(0.05)
 

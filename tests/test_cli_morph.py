@@ -11,6 +11,7 @@ from instar.cli import main
 from instar.client import GatewayProblem
 from instar.morph import in_words, progress_text
 from instar.morph_flags import layer_numbers
+from instar.morph_numbers import numbers_text
 from instar.morph_workers import workers_for
 from tests.cli_gateway import APPLIED, DEFERRED, RUNNING, Script, be_watched, cluster, instance
 
@@ -133,7 +134,7 @@ def test_a_terminal_shows_how_far_a_change_of_degree_is_to_its_last_layer(
     told = capsys.readouterr()
     shown = ["running", *(f"{done} of 8 layers at tp 2" for done in (1, 5, 8))]
     assert told.err == "".join(f"\r\033[K  {text}" for text in shown) + "\n"
-    assert told.out.startswith("transform a1 of demo@w0: applied in 0.50 s\n  layers_done 8, layers 8,")
+    assert told.out.startswith("transform a1 of demo@w0: applied in 0.50 s\n  8 of 8 layers, tp1 to tp2\n")
 
 
 def test_a_terminal_shows_how_far_a_swap_is_and_how_long_it_takes(
@@ -171,8 +172,18 @@ def test_numbers_that_the_reason_tells_are_not_told_again() -> None:
     }
     assert in_words(found).splitlines()[1:] == [
         f"  {reason}",
-        "  blocks_asked 9000, min_blocks 64, seconds 0.5",
+        "  KV blocks asked 9000, min blocks 64, seconds 0.5",
     ]
+
+
+def test_numbers_are_told_with_their_units() -> None:
+    swapped = {"halves": 4, "halves_applied": 4, "bytes_copied": 3 << 20, "copy_seconds": 0.51234}
+    swapped |= {"wait_seconds": 0.0, "pages_mapped": 12, "blocks_before": 500, "blocks_after": 620}
+    words = "4 of 4 halves of layers, copied 3 MiB, copy 0.512 s, mapped {}, KV blocks 500 to 620"
+    assert numbers_text(swapped, 1 << 20) == words.format("12 MiB")
+    assert numbers_text(swapped) == words.format("12 pages")
+    rows = {"tp_before": 2, "tp_after": 1, "rows_missing_bytes": 1 << 19, "rows_host_bytes_per_s": 5e8}
+    assert numbers_text(rows) == "tp2 to tp1, rows missing 0.5 MiB, rows host 477 MiB/s"
 
 
 def test_workers_that_are_not_named_are_found(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,8 +281,8 @@ def test_what_is_so_already_may_be_ordered() -> None:
 
 
 def test_a_model_may_be_named_where_there_are_several() -> None:
-    both = cluster(*(instance(name, model=model) for name in ("w0", "w1") for model in ("a", "b")))
-    assert workers_for(both, 2, model="b") == (["w0", "w1"], "b")
+    both = cluster(*(instance(f"w{n}", model="a" if n < 2 else "b") for n in range(4)))
+    assert workers_for(both, 2, model="b") == (["w2", "w3"], "b")
     with pytest.raises(GatewayProblem, match="no instance of c serves; there are: a@w0"):
         workers_for(both, 2, model="c")
 
@@ -281,7 +292,18 @@ def test_a_model_may_be_named_where_there_are_several() -> None:
     [
         (cluster(instance("w0", "w1"), instance("w2")), 2, "demo@w9", "no instance demo@w9 serves"),
         (cluster(instance("w0", "w1"), instance("w2", "w3")), 1, None, "say which instance"),
-        (cluster(instance("w0", model="a"), instance("w1", model="b")), 2, None, "a@w0 (tp 1), b@w1 (tp 1)"),
+        (
+            cluster(instance("w0", model="a"), instance("w1", model="b")),
+            2,
+            None,
+            "which model (--model); there",
+        ),
+        (
+            cluster(*(instance(name, model=model) for name in ("w0", "w1") for model in ("a", "b"))),
+            2,
+            "b@w0",
+            "w0 serves b, a, and a worker of several models joins no group: retire the others",
+        ),
         (cluster(instance("w0"), instance("w1"), w1="far"), 2, None, "has 0 other instances"),
         (cluster(instance("w0"), instance("w1", state="draining")), 2, None, "has 0 other instances"),
         (

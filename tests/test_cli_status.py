@@ -85,6 +85,14 @@ def test_status_shows_groups_and_layers_between_two_degrees(capsys: pytest.Captu
     assert shape_lines([instance("w0", layer_tp=[1] * 8)]) == []
 
 
+def test_status_says_who_is_joining_a_group_or_leaving_one(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=160).print(
+        instances_table([instance("w0", changing="joining"), instance("w1", changing="")])
+    )
+    out = capsys.readouterr().out
+    assert "joining" in out and "serving" in out
+
+
 def test_the_policy_is_one_sentence() -> None:
     assert policy_text({"mode": "manual"}) == "policy: manual"
     thresholds = {"kv_usage_high": 0.85, "queue_delay_high_s": 0.1, "kv_usage_low": 0.5}

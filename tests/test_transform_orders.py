@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from bus.client import LiveWorker
-from bus.messages import Transform, WorkerCard
+from bus.messages import MorphOutcome, MorphReport, Transform, WorkerCard
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError
 from gateway.operations import orders, transforms
+from gateway.operations.morphs import Morphs
 from gateway.operations.orders import Place
 from tests.fake_worker import FakeWorker
 
@@ -25,6 +27,13 @@ def card(name: str, *group: str, state: str = "serving", **changes: Any) -> Work
         assert hasattr(worker, field)
         setattr(worker, field, value)
     return replace(worker.card(state), epoch=int(name[1:]))
+
+
+def beside(worker: WorkerCard, model: str) -> WorkerCard:
+    """The same with another model, which makes it join no group."""
+    own = replace(worker.instances[0], degrees=[1])
+    other = replace(own, id=f"{model}@{worker.id}", model=model)
+    return replace(worker, instances=[own, other], link="")
 
 
 ALONE = [card(f"w{number}") for number in range(4)]
@@ -170,7 +179,14 @@ def refusal_of(cards: list[WorkerCard], order: Any) -> tuple[int, str | None, st
             [ALONE[0], replace(ALONE[1], link="")],
             body("w0", "w1", tp=2),
             "workers",
-            "w1 joins no group: it serves several models, or its worker.group_host is empty",
+            "w1 joins no group: its worker.group_host is empty",
+        ),
+        (
+            [ALONE[0], beside(ALONE[1], "other")],
+            body("w0", "w1", tp=2),
+            "workers",
+            "w1 serves demo, other, and a worker of several models joins no group: retire the others, or "
+            "deploy demo with tp 2 onto workers without a model",
         ),
         (
             [card("w0", degrees=[1, 2, 4]), card("w1", degrees=[1])],
@@ -212,3 +228,33 @@ def test_an_order_for_a_member_of_a_group_is_told_which_instance_it_is_now() -> 
     with pytest.raises(ApiError, match="w3 is a part of demo@w2, which w2 leads") as refusal:
         orders.find(cluster(PAIRS), "demo@w3")
     assert (refusal.value.status, refusal.value.code) == (404, "instance_not_found")
+
+
+@pytest.mark.parametrize(("before", "after", "word"), [(1, 2, "joining"), (2, 1, "parting")])
+def test_members_are_joining_or_parting_until_their_cards_say_so(before: int, after: int, word: str) -> None:
+    def report(state: MorphOutcome, ago_s: float = 0.0) -> MorphReport:
+        now_ms = time.time_ns() // 1_000_000
+        return MorphReport(
+            id=f"{state}{ago_s}",
+            kind="transform",
+            target="demo@w0",
+            worker="w0",
+            epoch=1,
+            state=state,
+            reason="",
+            workers=["w0", "w1"],
+            numbers={"tp_before": before, "tp_after": after},
+            started_ms=now_ms - 10_000,
+            ended_ms=None if state == "running" else now_ms - round(1000 * ago_s),
+        )
+
+    for told, words in (
+        (report("running"), (word, "")),
+        (report("applied"), (word, "")),
+        (report("applied", 60.0), ("", "")),
+        (report("failed"), ("", "")),
+    ):
+        morphs = Morphs()
+        morphs.on_report(told)
+        assert (morphs.changing("w1", before), morphs.changing("w1", after)) == words
+        assert morphs.changing("w2", before) == ""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment, ModelCard, Profile
+
+if TYPE_CHECKING:
+    from gateway.state import Gateway
 
 
 def active_models(contents: Contents) -> set[str]:
@@ -35,6 +39,10 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "device": profile.device,
         "version": profile.version,
         "samples": len(profile.latency) + len(profile.memory),
+        "precisions": list(dict.fromkeys(one.configuration.precision for one in profile.latency)),
+        "prompt_tokens": sorted({one.prompt_tokens for one in profile.latency}),
+        "batch_sizes": sorted({one.batch_size for one in profile.latency}),
+        "degrees": profile.degrees,
         "device_seconds": profile.device_seconds,
         "peak_bytes": profile.peak_bytes,
         "loss": profile.loss,
@@ -42,7 +50,32 @@ def profile_json(profile: Profile) -> dict[str, Any]:
     }
 
 
-def deployment_json(deployment: Deployment) -> dict[str, Any]:
+def deployment_json(deployment: Deployment, gateway: Gateway) -> dict[str, Any]:
     shown = asdict(deployment)
     del shown["epochs"], shown["since_ms"]
-    return shown | {"since": deployment.since_ms / 1000}
+    return shown | {"since": deployment.since_ms / 1000, "kv": kv_json(deployment, gateway)}
+
+
+def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
+    """The KV cache that it has by now, of all its workers together: its share of their pages, and no less
+    than its intent's requests need. None where nothing serves it or no fresh report tells."""
+    if not deployment.instance:
+        return None
+    leader = deployment.stages[0].workers[0]
+    worker = gateway.cluster.workers.get(leader)
+    profile = _profile(deployment, gateway, worker.device if worker else "")
+    metrics = gateway.cluster.instance_metrics(
+        deployment.instance, deployment.epochs[leader], time.monotonic()
+    )
+    if profile is None or metrics is None:
+        return None
+    blocks = metrics.last.kv_blocks
+    block_bytes = profile.block_bytes_per_layer * profile.num_layers
+    return {"blocks": blocks, "tokens": blocks * profile.block_tokens, "bytes": blocks * block_bytes}
+
+
+def _profile(deployment: Deployment, gateway: Gateway, device: str) -> Profile | None:
+    """Of the kind of its devices: the dtype, and so the size of a block, may be another elsewhere."""
+    of_model = [one for (model, _), one in gateway.catalogue.profiles.items() if model == deployment.model]
+    is_cpu = device.partition(":")[0] == "cpu"
+    return next((one for one in of_model if (one.device == "cpu") == is_cpu), None)

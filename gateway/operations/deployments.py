@@ -44,7 +44,7 @@ async def deploy(request: Request, gateway: Here, wait: bool = False) -> Respons
 @router.get("/deployments")
 async def deployments(gateway: Here) -> Response:
     there = await controller.contents(gateway)
-    shown = [deployment_json(one) for one in there.deployments.values()]
+    shown = [deployment_json(one, gateway) for one in there.deployments.values()]
     return json_answer({"deployments": shown})
 
 
@@ -59,7 +59,7 @@ async def deployment(deployment: str, gateway: Here, wait: bool = False) -> Resp
         raise ApiError(404, message, param="deployment", code="deployment_not_found")
     if wait:
         found = await controller.until(gateway, lambda seen: seen.deployments.get(deployment), SETTLED, found)
-    return json_answer(deployment_json(found))
+    return json_answer(deployment_json(found, gateway))
 
 
 @router.delete("/deployments/{deployment}")
@@ -75,4 +75,4 @@ async def _told(gateway: Here, found: Any, wait: bool, states: tuple[str, ...]) 
     if wait:
         name = found.id
         found = await controller.until(gateway, lambda seen: seen.deployments.get(name), states, found)
-    return json_answer(deployment_json(found), 200 if found.state in states else 202)
+    return json_answer(deployment_json(found, gateway), 200 if found.state in states else 202)

@@ -29,6 +29,7 @@ from bus.messages import (
 from gateway.operations.stats import LATENCY, Distribution
 
 KEPT: Final = 256  # that ended
+CARDS_S: Final = 3.0  # after a transform, at most, the cards of all its members are read
 UNHEARD_S: Final = 90.0  # longer than a worker's watchdog lets a step take: then the order was lost
 # From a swap of one small layer to one of a large model.
 SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, *LATENCY)
@@ -121,6 +122,19 @@ class Morphs:
         """The running one in which this worker takes part."""
         running = (entry for entry in self._running() if entry.kind == "transform")
         return next((entry for entry in running if worker in entry.workers), None)
+
+    def changing(self, worker: str, tp: int) -> str:
+        """ "joining" or "parting" while the worker's card, which says `tp`, is not what a transform makes it:
+        on its way, or, just after its end, until the cards of all members are read. Else ""."""
+        entries = [one for one in self._entries.values() if one.kind == "transform" and worker in one.workers]
+        last = entries[-1] if entries else None
+        if last is None or last.state not in ("running", "applied"):
+            return ""
+        is_over = last.ended is not None and time.time() - last.ended > CARDS_S
+        after = int(last.numbers.get("tp_after", tp))
+        if is_over or after == tp:
+            return ""
+        return "joining" if after > tp else "parting"
 
     # ------------------------------------------------------------------------------------- what is told
 

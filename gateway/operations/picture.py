@@ -26,7 +26,7 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
         "metrics": _metrics(gateway) if metrics is None else metrics,
         "policy": asdict(gateway.policy),
         "models": [model_json(card) for card in gateway.catalogue.models.values()],
-        "deployments": [deployment_json(one) for one in gateway.catalogue.deployments.values()],
+        "deployments": [deployment_json(one, gateway) for one in gateway.catalogue.deployments.values()],
         "morphs": [entry.as_json() for entry in gateway.morphs.recent(SHOWN_MORPHS)],
         "gateway": _gateway(gateway),
     }
@@ -67,6 +67,7 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
         "tp": card.tp,
         "pp": card.pp,
         "state": _state(gateway, worker),
+        "changing": gateway.morphs.changing(worker.id, card.tp),
         "running": sum(one.running for one in members) if members else None,
         "waiting": sum(one.waiting for one in members) if members else None,
         "layers": layers,

@@ -44,6 +44,7 @@ def transform(cluster: Cluster, body: TransformBody, morph_id: str) -> tuple[Pla
     members = _members(cluster, body)
     groups = _whole_instances(members)
     _check_alike(members)
+    _check_links(groups, body.tp)
     _check_degree(groups, body.tp)
     _check_workers(groups, body.tp)
     # Shards nest: shard s of the n groups' becomes n shards of the larger group, one at each.
@@ -173,11 +174,26 @@ _TRAITS: Final = (
 
 def _traits(place: Place) -> tuple[str | int, ...]:
     worker, card = place.worker, place.card
-    kind = worker.device.partition(":")[0]
+    kind = worker.device_kind or worker.device.partition(":")[0]
     return (
         *(worker.host, kind, worker.page_bytes),
         *(card.dtype, card.num_layers, card.vocab_size, card.block_tokens),
     )
+
+
+def _check_links(groups: Sequence[Group], tp: int) -> None:
+    """Who joins no group, and what to do."""
+    for place in (place for group in groups for place in group if tp > len(group)):
+        worker, model = place.worker, place.card.model
+        if worker.link:
+            continue
+        models = sorted({card.model for card in worker.instances})
+        if len(models) > 1:
+            raise _wrong_workers(
+                f"{worker.id} serves {', '.join(models)}, and a worker of several models joins no group: "
+                f"retire the others, or deploy {model} with tp {tp} onto workers without a model"
+            )
+        raise _wrong_workers(f"{worker.id} joins no group: its worker.group_host is empty")
 
 
 def _check_degree(groups: Sequence[Group], tp: int) -> None:
@@ -202,11 +218,6 @@ def _wrong_degree(message: str, degrees: Sequence[int]) -> ApiError:
 def _check_workers(groups: Sequence[Group], tp: int) -> None:
     """Up: as many workers as shards. Down: one group, of a multiple. As they are already: any number."""
     now, num_workers = len(groups[0]), sum(map(len, groups))
-    alone = [place.worker.id for group in groups for place in group if not place.worker.link]
-    if tp > now and alone:
-        raise _wrong_workers(
-            f"{alone[0]} joins no group: it serves several models, or its worker.group_host is empty"
-        )
     if tp > now and num_workers != tp:
         too = "too few" if num_workers < tp else "too many"
         raise _wrong_workers(

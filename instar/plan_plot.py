@@ -1,0 +1,59 @@
+"""The configuration map of `instar plan` as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from instar.client import GatewayProblem
+from instar.plan_table import MIB, Estimate, shape_of
+
+MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]'; the table is there without it"
+COLOURS: Final = {"full": "#0072B2", "int8": "#D55E00", "int4": "#009E73", "int3": "#CC79A7"}
+
+
+def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:
+    """Latency over memory, a colour for each precision; what cannot be had is hollow. GatewayProblem."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise GatewayProblem(MISSING) from error
+    mpl.use("Agg")  # no display
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for one in estimates:
+        _point(axes, one)
+    axes.set(xlabel="memory of all devices, MiB", ylabel="latency of a request, s", title=title)
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+    except (OSError, ValueError) as error:
+        raise GatewayProblem(f"{path} cannot be written: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def _point(axes: Any, one: Estimate) -> None:
+    memory, latency = one["memory_bytes"]["value"] / MIB, one["latency_s"]
+    colour = COLOURS[one["configuration"]["precision"]]
+    below, above = (
+        max(0.0, latency["value"] - latency["low"]),
+        max(0.0, latency["high"] - latency["value"]),
+    )
+    axes.errorbar(
+        memory,
+        latency["value"],
+        yerr=[[below], [above]],
+        fmt="o",
+        color=colour,
+        markerfacecolor="white" if one["refusal"] else colour,
+    )
+    axes.annotate(
+        shape_of(one["configuration"]),
+        (memory, latency["value"]),
+        fontsize=7,
+        xytext=(4, 4),
+        textcoords="offset points",
+    )
