@@ -42,6 +42,12 @@ class Resident:
         cache = self.target.resizer.cache
         return cache.pages_per_layer * cache.num_layers
 
+    @property
+    def idle_pages(self) -> int:
+        """Of its KV: not in use, and no headroom for what runs."""
+        resizer = self.target.resizer
+        return max(0, self.kv_pages - resizer.pages_for(resizer.needed_blocks()) * resizer.num_layers)
+
 
 class Hooks:
     """What the service does about it; by itself nothing. Called in the engine's thread."""
@@ -75,6 +81,8 @@ class Site:
         self.stages: Stages | None = None  # of instances that others lead; None: it takes part in none
         # An instance whose stages elsewhere are gone, and why: it is to leave.
         self.on_lost: Callable[[str, str], None] = lambda instance, reason: None
+        # One of which a stage elsewhere is to leave: the same, when its requests have ended.
+        self.on_going: Callable[[str, str], None] = lambda instance, reason: None
         self.add_target: Callable[[Target], None] = lambda target: None
         self.drop_target: Callable[[str], None] = lambda instance: None
         self.on_changed: Callable[[], None] = lambda: None  # a model came or has gone; cards may be replaced
@@ -88,6 +96,7 @@ class Site:
         """It serves, from the next step on."""
         self.engine.add_instance(resident.target.instance)
         self.residents[resident.card.id] = resident
+        resident.target.resizer.kv_beside = lambda: self.kv_beside(resident.card.id)
         self.add_target(resident.target)
         self.update_reserve()
         self.on_changed()
@@ -154,13 +163,30 @@ class Site:
         """For people: how the pages are spread."""
         told = []
         for resident in self.residents.values():
-            resizer = resident.target.resizer
-            used = resizer.pages_for(resizer.needed_blocks()) * resizer.num_layers
+            needed = resident.kv_pages - resident.idle_pages
             told.append(
                 f"{resident.card.id} has {resident.weight_pages} of weights and {resident.kv_pages} of KV"
-                f" ({min(used, resident.kv_pages)} of them needed)"
+                f" ({needed} of them needed)"
             )
         return "; ".join(told) or "no other model is here"
+
+    def kv_beside(self, instance: str) -> str:
+        """For people, behind the reason of an order that found no pages: whose KV there is, how much of it
+        lies idle, and that an order calls none of it back. "" where there is nobody else's."""
+        others = [one for name, one in self.residents.items() if name != instance and one.kv_pages]
+        if not others:
+            return ""
+        told = ", ".join(
+            f"{one.card.id} has {one.kv_pages} pages of KV, {one.idle_pages} idle" for one in others
+        )
+        most = max(others, key=lambda one: one.idle_pages)
+        if not most.idle_pages:
+            return f". {told}"
+        shrink = f"`instar morph resize {most.card.id} {most.target.resizer.needed_blocks()}`"
+        return (
+            f". {told}; an order calls none of it back, only requests that miss blocks do: shrink it first, "
+            f"{shrink}"
+        )
 
 
 def holder_of(resident: Resident, *, is_keen: bool = False) -> Holder:

@@ -7,7 +7,7 @@ unmaps; nothing is recomputed, nothing is taken from a sequence (MorphServe §4.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from itertools import islice
 
 import torch
@@ -47,6 +47,8 @@ class KVResizer:
         self.num_layers = cache.num_layers
         self.num_blocks_moved = 0  # since the start
         self.num_lent = 0  # pages per layer that other models have of it; below 0: that it has of others
+        # For people, behind a reason: whose KV lies beside it, and how an order gets at it. "": nobody's.
+        self.kv_beside: Callable[[], str] = lambda: ""
         self._instance = instance
         # Free pages that are the cache's own: what swaps set free, and what was left when it was filled, too
         # few for a page of every layer. Below 0: so many of its pages swaps took that were nobody's.
@@ -242,7 +244,8 @@ class ResizeRun:
             return NotApplied(
                 "deferred",
                 f"{self._num_blocks} KV blocks need {missing * resizer.num_layers} pages more; "
-                f"{cache.pool.num_free} are free, and {resizer.reserve_pages} of them are kept for swaps",
+                f"{cache.pool.num_free} are free, and {resizer.reserve_pages} of them are kept for swaps"
+                f"{resizer.kv_beside()}",
                 pages_needed=missing * resizer.num_layers,
                 pages_free=cache.pool.num_free,
                 pages_reserved=resizer.reserve_pages,

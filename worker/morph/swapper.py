@@ -213,7 +213,8 @@ class SwapRun:
         free = cache.pool.num_free
         self._obstacle = NotApplied(
             "deferred",
-            f"the {half} needs {num_pages} pages more; of {cache.num_blocks} KV blocks {needed} must stay",
+            f"the {half} needs {num_pages} pages more; of {cache.num_blocks} KV blocks {needed} must stay"
+            f"{resizer.kv_beside()}",
             pages_needed=num_pages + free,
             pages_free=free,
             blocks=cache.num_blocks,
