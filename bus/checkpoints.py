@@ -17,8 +17,11 @@ class BadCheckpoint(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """`context`: tokens, prompt and output, that a sequence may have; 0: the config does not say."""
+
     num_layers: int
     digest: str
+    context: int = 0
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -39,7 +42,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     num_layers = config.get("num_hidden_layers") if isinstance(config, dict) else None
     if not isinstance(num_layers, int) or num_layers < 1:
         raise BadCheckpoint(f"{path} says num_hidden_layers = {num_layers!r}; it must be 1 or more")
-    return Checkpoint(num_layers=num_layers, digest=_digest(folder, raw))
+    context = config.get("max_position_embeddings")
+    return Checkpoint(
+        num_layers=num_layers,
+        digest=_digest(folder, raw),
+        context=context if isinstance(context, int) and context > 0 else 0,
+    )
 
 
 def digest_of(folder: Path) -> str:

@@ -143,7 +143,13 @@ class ControllerSettings(Section):
         "hybrid", description="which workers a deployment gets; hybrid packs those below the threshold"
     )
     placement_threshold: float = Field(
-        0.3, gt=0, le=1, description="share of two minutes that a worker may be busy, to get another model"
+        0.3, gt=0, le=1, description="share of load_window_s that a worker may be busy, to get another model"
+    )
+    load_window_s: float = Field(
+        120.0, gt=0, description="over which load is looked at; so long idle, and a worker counts as free"
+    )
+    change_cooldown_s: float = Field(
+        120.0, gt=0, description="before what serves is deployed otherwise; doubles with each try that failed"
     )
 
 

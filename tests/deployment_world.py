@@ -37,9 +37,9 @@ from bus.messages import (
     WorkerCard,
 )
 from controller.deployments.decisions import Command, Decision
-from controller.deployments.loading import Chosen, Question, Refused
 from controller.deployments.orders import Facts, carry_out
 from controller.deployments.picture import Device, Picture
+from controller.deployments.questions import Chosen, Question, Refused
 from controller.deployments.reconcile import reconcile
 
 NUM_LAYERS = 4
@@ -81,6 +81,7 @@ class Worker:
     id: str
     epoch: int
     device: str = "cpu"
+    kind: str = ""  # of the device; "": as `device` says
     state: str = "serving"
     instances: list[InstanceCard] = field(default_factory=list)
     inbox: list[Command] = field(default_factory=list)
@@ -94,6 +95,7 @@ class Worker:
             host="h",
             pid=1,
             device=self.device,
+            device_kind=self.kind,
             page_bytes=65536,
             state=self.state,  # type: ignore[arg-type]
             instances=list(self.instances),
@@ -116,6 +118,7 @@ class World:
         self.reports: dict[str, MorphReport] = {}
         self.complaints: dict[str, str] = {}
         self.sent: dict[str, int] = {}
+        self.checkpoints: dict[str, Checkpoint] = {}  # see Picture
         self.ordered: list[tuple[str, Command]] = []
         self.is_settled = True
         self.refusal: Refused | None = None
@@ -178,7 +181,7 @@ class World:
 
     def _obey(self, worker: Worker, command: Command) -> MorphOutcome:
         if isinstance(command, Measure):
-            self.contents = self.contents.with_record(profile(command.model, command.digest, worker.device))
+            self.contents = self.contents.with_record(profile(command.model, command.digest, worker.seen().kind))
         elif isinstance(command, Deploy):
             return self._load(worker, command)
         elif isinstance(command, Retire):
@@ -192,7 +195,8 @@ class World:
     def _load(self, worker: Worker, command: Deploy) -> MorphOutcome:
         if any(card.model == command.model for card in worker.instances) or len(worker.instances) >= ROOM:
             return "conflict"
-        worker.instances.append(instance(command.model, worker.id, deployed=command.id))
+        shape = {"tp": len(command.stages[command.stage].workers), "pp": len(command.stages)}
+        worker.instances.append(instance(command.model, worker.id, deployed=command.id, **shape))
         return "applied"
 
     def _transform(self, command: Transform) -> MorphOutcome:
@@ -221,6 +225,7 @@ class World:
             complaints=self.complaints,
             sent=self.sent,
             may_change=self.may_change,
+            checkpoints=self.checkpoints,
         )
 
     def plan(self, question: Question) -> Chosen | Refused:
@@ -316,6 +321,15 @@ class World:
 
     def commands(self, kind: type[Any]) -> list[tuple[str, Any]]:
         return [(name, command) for name, command in self.ordered if isinstance(command, kind)]
+
+
+def measured(*workers: str, tp: int = 1, pp: int = 1) -> World:
+    """A world in which "m" is profiled."""
+    world = World(*workers, tp=tp, pp=pp)
+    world.register()
+    world.settle(3)
+    assert world.model().state == "profiled"
+    return world
 
 
 def instance(model: str, worker: str, **facts: Any) -> InstanceCard:

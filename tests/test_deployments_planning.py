@@ -9,9 +9,10 @@ import pytest
 
 from bus.deployments import Configuration, Intent, ModelCard
 from bus.messages import WorkerCard
-from controller.deployments.loading import Chosen, Question, Refused
 from controller.deployments.picture import Device
-from controller.deployments.planning import Room, answer_of, kept_by, planned
+from controller.deployments.planning import answer_of, kept_by, planned
+from controller.deployments.questions import Chosen, Question, Refused
+from controller.deployments.room import Room
 from controller.intents.placement import LoadWindow, Placing
 from controller.intents.room import Tenant
 from tests.deployment_world import instance
@@ -67,7 +68,7 @@ def test_the_worker_is_the_one_that_the_placement_chooses(placing: Placing | Non
 def test_a_worker_that_told_nothing_of_its_pages_gets_no_model() -> None:
     found = answer_of(planned(question("w0"), Room({}, []), LoadWindow(), NOW_S))
     assert isinstance(found, Refused) and not found.is_final
-    assert ", 0 are free on w0, which hold 0 layers" in found.reason
+    assert ", 0 bytes are free on w0, which hold 0 layers" in found.reason
 
 
 def test_an_intent_that_nothing_meets_is_refused_for_good() -> None:
@@ -96,15 +97,17 @@ def test_only_precisions_that_every_worker_keeps_are_planned() -> None:
     ("fixed", "workers"),
     [
         ({"pp": 3}, [["w0"], ["w1"], ["w2"]]),
-        ({"tp": 2}, [["w0", "w1"]]),
+        ({"tp": 2, "pp": 1}, [["w0", "w1"]]),
+        ({"tp": 2, "pp": 2, "precision": "full"}, [["w0", "w1"], ["w2", "w3"]]),
         ({"tp": 1, "pp": 1, "precision": "full"}, [["w0"]]),
     ],
 )
 def test_what_the_intent_fixes_is_placed_whatever_else_is_cheaper(
     fixed: dict[str, Any], workers: list[list[str]]
 ) -> None:
-    room = Room(dict.fromkeys(("w0", "w1", "w2"), 2 * WHOLE), [])
-    asked = question("w0", "w1", "w2", intent=Intent(**fixed))
+    names = ("w0", "w1", "w2", "w3")
+    asked = question(*names, intent=Intent(**fixed))
+    room = Room(dict.fromkeys(names, 2 * WHOLE), [])
     found = answer_of(planned(asked, room, LoadWindow(), NOW_S))
     assert isinstance(found, Chosen)
     chosen = found.estimate.configuration
@@ -139,7 +142,8 @@ def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -
         2: "",
         4: "needs 1 times 4 devices of one host without another model, there are 0",
     }
-    assert not any(min(one.configuration.tp, one.configuration.pp) > 1 for one in found.estimates)
+    both = {one.refusal for one in found.estimates if min(one.configuration.tp, one.configuration.pp) > 1}
+    assert "needs 2 times 2 devices of one host without another model, there are 1" in both
     held = [replace(one, card=replace(one.card, instances=[HELD])) for one in fast.devices[:2]]
     busy = replace(fast, devices=[*held, fast.devices[2]])
     answer = answer_of(planned(busy, room, LoadWindow(), NOW_S))

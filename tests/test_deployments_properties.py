@@ -13,7 +13,7 @@ from bus.messages import CancelMorph
 from controller.deployments.decisions import MAX_ATTEMPTS
 from tests.deployment_world import World
 
-NAMES = ("w0", "w1", "w2")
+NAMES = ("w0", "w1", "w2", "w3")
 MODELS = ("a", "b")
 
 STEPS = st.one_of(
@@ -108,7 +108,7 @@ def check_at_rest(world: World) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([(1, 1), (2, 1), (1, 2)]), st.booleans(), st.lists(STEPS, max_size=50))
+@given(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]), st.booleans(), st.lists(STEPS, max_size=50))
 def test_any_order_of_events_ends_with_no_orphan(
     shape: tuple[int, int], is_warm: bool, steps: list[tuple[str, object]]
 ) -> None:

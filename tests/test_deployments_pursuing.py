@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from bus.catalogue import Contents
 from bus.deployments import Answer, Configuration, Deployment, Intent, ModelCard, Stage
 from controller.deployments.decisions import Decision
-from controller.deployments.loading import Chosen, Question, Refused
-from controller.deployments.picture import Picture
-from controller.deployments.planning import Room, answer_of, planned
-from controller.deployments.pursuing import COOLDOWN_MS, next_of_pursuit
+from controller.deployments.picture import COOLDOWN_MS, Picture
+from controller.deployments.planning import answer_of, planned
+from controller.deployments.pursuing import next_of_pursuit
+from controller.deployments.questions import Chosen, Question, Refused
+from controller.deployments.room import Room
 from controller.intents.placement import LoadWindow
 from controller.intents.pursuit import compare
 from tests.deployment_world import Worker, World, estimate, instance
@@ -61,7 +62,7 @@ def test_what_would_be_faster_elsewhere_moves_there_and_serves_meanwhile() -> No
     assert decision.kind == "deployment_loading"
     assert (decision.numbers["latency_now"], decision.numbers["latency_then"]) == (1.0, 0.5)
     assert decision.record is not None and decision.record.reason == (
-        f"in place of {answer.id} on w1: latency is 1 s as TP1 x PP1 full and 0.5 as TP1 x PP1 full; w1 idle"
+        f"in place of {answer.id} on w1: latency is 1 s as tp1 pp1 full and 0.5 as tp1 pp1 full; w1 idle"
     )
     assert by_state(world) == {answer.id: "serving", heir(world).id: "loading"}
     world.work("w1")
@@ -270,7 +271,7 @@ CHANGES = st.one_of(
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from([(1, 1), (2, 1), (1, 2)]), st.lists(CHANGES, max_size=40))
+@given(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]), st.lists(CHANGES, max_size=40))
 def test_while_intents_are_pursued_nothing_is_left_behind(
     shape: tuple[int, int], steps: list[tuple[str, Any]]
 ) -> None:

@@ -57,7 +57,9 @@ def test_a_layer_takes_whole_pages() -> None:
 
 def test_a_refusal_says_what_is_needed_and_what_is_there() -> None:
     found = fit(Need(layer_bytes=10, lead_bytes=5), Configuration(pp=2), 9, devices(40, 30, 7))
-    assert found == Refusal("needs 95 bytes for 9 layers, 70 are free on w0, w1, which hold 6 layers", 95, 70)
+    assert found == Refusal(
+        "needs 95 bytes for 9 layers, 70 bytes are free on w0, w1, which hold 6 layers", 95, 70
+    )
     assert fit(Need(layer_bytes=10), Configuration(pp=3), 9, devices(40, 40)) == Refusal(
         "needs 3 devices, there are 2"
     )
@@ -77,7 +79,30 @@ def test_ranks_of_a_stage_share_a_host_and_have_no_other_model() -> None:
 
 def test_workers_of_a_stage_are_in_natural_order() -> None:
     there = [Device(worker=f"w{i}", free_bytes=50 + i) for i in (10, 2)]
-    assert shares(fit(Need(layer_bytes=10), Configuration(tp=2), 2, there)) == [("w2+w10", 2)]
+    assert shares(fit(Need(layer_bytes=10, every_rank_leads=True), Configuration(tp=2), 2, there)) == [
+        ("w2+w10", 2)
+    ]
+
+
+def test_the_one_that_leads_is_named_first_where_it_alone_has_room_for_it() -> None:
+    need = Need(layer_bytes=10, lead_bytes=30)
+    found = fit(need, Configuration(tp=2, pp=2), 4, devices(20, 50, 20, 20))
+    assert shares(found) == [("w1+w0", 2), ("w2+w3", 2)]
+
+
+def test_the_leader_takes_the_fullest_along_where_others_would_be_wasted_on_it() -> None:
+    """Of 12, 10, 9 and 5 two by two in order 12 layers at most."""
+    need = Need(layer_bytes=1, lead_bytes=7)
+    assert shares(fit(need, Configuration(tp=2, pp=2), 14, devices(12, 10, 9, 5))) == [
+        ("w0+w3", 5),
+        ("w1+w2", 9),
+    ]
+
+
+def test_ranks_that_load_the_whole_model_first_all_have_room_for_its_ends() -> None:
+    whole = Need(layer_bytes=10, lead_bytes=30, every_rank_leads=True)
+    assert isinstance(fit(whole, Configuration(tp=2), 2, devices(50, 40)), Refusal)
+    assert shares(fit(whole, Configuration(tp=2), 2, devices(50, 50))) == [("w0+w1", 2)]
 
 
 # --------------------------------------------------------------------------- for all
@@ -143,8 +168,27 @@ def test_ranks_share_a_host_and_all_of_them_hold_their_stage(
     for i, stage in enumerate(found):
         assert len(stage.workers) == tp
         assert tp == 1 or len({by_name[worker].host for worker in stage.workers}) == 1
-        for worker in stage.workers:
-            assert need.of(stage.end - stage.first, leads=i == 0) <= by_name[worker].free_bytes
+        for j, worker in enumerate(stage.workers):
+            leads = i == 0 and (j == 0 or need.every_rank_leads)
+            assert need.of(stage.end - stage.first, leads=leads) <= by_name[worker].free_bytes
+
+
+@given(need=NEEDS, free=st.lists(st.integers(0, 40), min_size=4, max_size=4), num_layers=st.integers(2, 9))
+@settings(max_examples=200, deadline=None)
+def test_stages_of_two_ranks_are_found_if_there_are_any(need: Need, free: list[int], num_layers: int) -> None:
+    found = fit(need, Configuration(tp=2, pp=2), num_layers, devices(*free))
+    assert isinstance(found, Refusal) != any_pairs(need, num_layers, free)
+
+
+def any_pairs(need: Need, num_layers: int, free: list[int]) -> bool:
+    """All ways to deal four devices out, all ways to cut."""
+    return any(
+        need.of(first, leads=True) <= leader
+        and need.of(first, leads=need.every_rank_leads) <= rank
+        and need.of(num_layers - first) <= min(others)
+        for leader, rank, *others in permutations(free)
+        for first in range(1, num_layers)
+    )
 
 
 @given(most=st.lists(st.integers(0, 9), min_size=1, max_size=6), num_layers=st.integers(0, 30))

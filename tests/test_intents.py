@@ -60,7 +60,6 @@ ROWS = [WIDE, SMALL, PLAIN]
         ({"max_cost": -2.0}, "max_cost is -2.0: it must be above 0"),
         ({"pp": 0}, "pp is 0: it must be a whole number, 1 or more"),
         ({"precision": "int5"}, "precision is 'int5': it may be full, int8, int4, int3"),
-        ({"tp": 2, "pp": 2}, "tp is 2 and pp is 2: stages have one worker each"),
         ({"max_cost": "cheap"}, "max_cost is 'cheap': it must be above 0"),
         ({"max_loss": True}, "max_loss is True"),
         ({"max_loss": -0.01}, "max_loss is -0.01: it must be 0 or more"),
@@ -119,11 +118,11 @@ def test_a_limit_is_met_first_and_then_the_other_quantity_is_minimised(
 
 
 def test_a_limit_nothing_meets_is_answered_with_the_best_there_is() -> None:
-    with pytest.raises(UnmetError, match=r"TP2 x PP1 full: takes 1 s, above max_latency_s 0\.5") as unmet:
+    with pytest.raises(UnmetError, match=r"tp2 pp1 full: takes 1 s, above max_latency_s 0\.5") as unmet:
         rank(ROWS, Intent(max_latency_s=0.5))
     assert unmet.value.best is not None
     assert unmet.value.best.configuration == WIDE.configuration
-    with pytest.raises(UnmetError, match=r"TP1 x PP1 int4: costs 1 byte seconds, above max_cost 0\.5"):
+    with pytest.raises(UnmetError, match=r"tp1 pp1 int4: costs 1 byte seconds, above max_cost 0\.5"):
         rank(ROWS, Intent(max_cost=0.5))
 
 
@@ -162,7 +161,7 @@ def test_what_is_fixed_leaves_only_the_rest_to_be_chosen() -> None:
         "the intent fixes tp 2, precision int4",
         "the intent fixes precision int4",
     ]
-    with pytest.raises(UnmetError, match="the nearest is TP1 x PP1 full: the intent fixes pp 3") as unmet:
+    with pytest.raises(UnmetError, match="the nearest is tp1 pp1 full: the intent fixes pp 3") as unmet:
         rank(ROWS, Intent(tp=1, pp=3, precision="full"))
     assert unmet.value.best == replace(PLAIN, refusal="the intent fixes pp 3")
 

@@ -13,6 +13,7 @@ from controller.intents.intents import IntentError
 from controller.intents.memory import Need
 from controller.intents.planning import plan
 from controller.intents.room import Step, Tenant, ways_to_fit
+from controller.intents.words import sized
 from tests.known_truths import PAIR, SINGLE, STAGED, Truth, profile_of
 
 NEED = Need(layer_bytes=10)
@@ -124,7 +125,7 @@ def test_what_does_not_fit_is_passed_over_and_says_why() -> None:
     reasons = {one.configuration: one.refusal for one in found.estimates}
     assert reasons[STAGED] == ""
     assert "on each of its ranks for 8 layers" in reasons[PAIR]
-    assert "bytes for 8 layers" in reasons[SINGLE]
+    assert "MiB for 8 layers" in reasons[SINGLE]
     assert reasons[Configuration(tp=2, pp=2)] == (
         "needs 2 times 2 devices of one host without another model, there are 1"
     )
@@ -136,8 +137,8 @@ def test_a_model_that_fits_nowhere_says_what_would_make_room() -> None:
     found = plan(PROFILE, Intent(max_loss=0.0), cluster(1 << 20), tenants=[held])
     assert found.chosen is None and not found.is_unmet
     assert found.best is not None and found.best.configuration == SINGLE
-    assert [str(way) for way in found.ways] == [f"retire deployment d7 ({WHOLE} bytes)"]
-    assert "1048576 are free on w0" in found.reason
+    assert [str(way) for way in found.ways] == [f"retire deployment d7 ({sized(WHOLE)})"]
+    assert "1.0 MiB are free on w0" in found.reason
 
 
 def test_a_limit_nothing_meets_is_told_with_the_best_there_is_and_nothing_is_placed() -> None:

@@ -1,21 +1,22 @@
 """What must go: the instances of deployments that are not to be served there (any more). Pure.
 
 A worker is clear when it is another incarnation, leaves, or neither shows the instance nor may still load it.
-Retiring is ordered again, after a growing pause, until the worker is clear.
+Retiring is ordered again, after a growing pause, until the worker is clear (`tries`, `overdue`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count, takewhile
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment, Retire
-from bus.messages import CancelMorph, InstanceCard, WorkerCard
+from bus.messages import CancelMorph, Cause, InstanceCard, WorkerCard
 from controller.deployments.decisions import (
+    ORDERED,
     Command,
     Decision,
+    because,
     becomes,
     deploy_id,
     deployment_of,
@@ -23,9 +24,10 @@ from controller.deployments.decisions import (
     transform,
     workers_of,
 )
+from controller.deployments.overdue import overdue
 from controller.deployments.picture import UNHEARD_MS, Device, Picture
+from controller.deployments.tries import next_try, reports_of
 
-FIRST_PAUSE_MS, LONGEST_PAUSE_MS = 2_000, 60_000
 PART_WAIT_S = 30.0
 KEPT = 32  # deployments that ended are remembered
 
@@ -40,14 +42,31 @@ def next_of_clearing(deployment: Deployment, picture: Picture) -> Decision | Non
         if (device := picture.holder(worker, epoch)) and not _is_clear(deployment, device, picture)
     ]
     if unclear:
-        commands = [one for device in unclear for one in _commands(deployment, device, picture)]
-        return Decision(commands=tuple(commands)) if commands else None
+        return _go_on(deployment, unclear, picture)
     record = replace(deployment, stages=[], epochs={})
     return (
         becomes(record, "retired", picture.now_ms, "")
         if record.state == "retiring"
         else Decision(record=record)
     )
+
+
+def _go_on(deployment: Deployment, unclear: list[Device], picture: Picture) -> Decision | None:
+    commands = tuple(one for device in unclear for one in _commands(deployment, device, picture))
+    late = overdue(deployment, unclear, picture)
+    if not commands:
+        return late
+    decision = replace(late or Decision(), commands=commands)
+    return because(decision, deployment, *_cause_of(deployment))
+
+
+def _cause_of(deployment: Deployment) -> tuple[Cause, str]:
+    if deployment.state != "retiring":
+        return "undone", f"what is left of it goes: {deployment.reason}"
+    if deployment.heir:
+        return "replaced", f"{deployment.heir} serves in its place"
+    is_given_up = deployment.replaces and deployment.reason != ORDERED
+    return "undone" if is_given_up else "retirement", deployment.reason
 
 
 def _is_clear(deployment: Deployment, device: Device, picture: Picture) -> bool:
@@ -59,16 +78,9 @@ def _is_clear(deployment: Deployment, device: Device, picture: Picture) -> bool:
 
 
 def _gives_back(deployment: Deployment, device: Device, picture: Picture) -> bool:
-    """The card goes first, the pages follow."""
-    base = f"{deploy_id(deployment, device.card.id)}-retire"
-    last = max(count_known(base, picture), default=None)
-    report = picture.reports.get(f"{base}-{last}")
-    return report is not None and report.state == "running"
-
-
-def count_known(base: str, picture: Picture) -> Iterator[int]:
-    """Numbers of the tries that went out."""
-    return takewhile(lambda number: picture.is_known(f"{base}-{number}"), count())
+    """The card goes first, the pages follow. A try that met an earlier one at work says nothing."""
+    told = reports_of(f"{deploy_id(deployment, device.card.id)}-retire", picture)
+    return [one.state for one in told if one.state != "conflict"][-1:] == ["running"]
 
 
 def _may_load(deployment: Deployment, device: Device, picture: Picture) -> bool:
@@ -87,6 +99,10 @@ def _commands(deployment: Deployment, device: Device, picture: Picture) -> Itera
     base = deploy_id(deployment, worker.id)
     if card is not None:
         yield from _away(card, worker, base, picture)
+    elif _gives_back(deployment, device, picture):
+        if command_id := next_try(f"{base}-retire", picture):
+            instance = instance_at(deployment, worker.id)
+            yield worker.id, Retire(id=command_id, epoch=worker.epoch, instance=instance)
     elif command_id := next_try(f"{base}-cancel", picture):
         yield worker.id, CancelMorph(id=command_id, epoch=worker.epoch, morph_id=base)
 
@@ -94,8 +110,8 @@ def _commands(deployment: Deployment, device: Device, picture: Picture) -> Itera
 def _away(
     card: InstanceCard, worker: WorkerCard, base: str, picture: Picture
 ) -> Iterator[tuple[str, Command]]:
-    """A group parts before its members give up what they have."""
-    if card.tp > 1:
+    """A group parts before its members give up what they have; the leader of a pipeline gives up all."""
+    if card.tp > 1 and card.pp == 1:
         if card.workers[:1] == [worker.id] and (command_id := next_try(f"{base}-apart", picture)):
             epochs = {name: one.card.epoch for name, one in picture.workers.items()}
             if all(name in epochs for name in card.workers):
@@ -104,26 +120,9 @@ def _away(
         yield worker.id, Retire(id=command_id, epoch=worker.epoch, instance=card.id)
 
 
-def next_try(base: str, picture: Picture) -> str | None:
-    """The id of a command that may go out now; None: the last one has not ended, or not for long."""
-    number, pause_ms = 0, FIRST_PAUSE_MS
-    while picture.is_known(command_id := f"{base}-{number}"):
-        report = picture.reports.get(command_id)
-        if report is None:
-            over_ms = picture.sent[command_id] + UNHEARD_MS
-        elif report.state == "running":
-            return None
-        else:
-            over_ms = (report.ended_ms or report.started_ms) + pause_ms
-        if picture.now_ms < over_ms:
-            return None
-        number, pause_ms = number + 1, min(2 * pause_ms, LONGEST_PAUSE_MS)
-    return command_id
-
-
 def orphans(contents: Contents, picture: Picture) -> Iterator[Decision]:
     """Instances of deployments that do not know them: loaded late, or by a worker that lost its lease and
-    came back. Of deployments that nobody remembers, as when Redis lost its data, nothing is touched."""
+    came back when others had its place. Those that no record knows are adopted (`adopting`)."""
     for device in picture.workers.values() if picture.is_settled else ():
         worker = device.card
         for card in worker.instances if worker.state == "serving" else ():
@@ -131,7 +130,8 @@ def orphans(contents: Contents, picture: Picture) -> Iterator[Decision]:
             if owner is None or owner.epochs.get(worker.id) == worker.epoch:
                 continue
             if commands := tuple(_away(card, worker, f"{card.deployed}-{worker.epoch}", picture)):
-                yield Decision(commands=commands)
+                why = f"{worker.id} brought back what it had of it"
+                yield because(Decision(commands=commands), owner, "orphan", why)
 
 
 def forgotten(contents: Contents) -> Iterator[Decision]:

@@ -20,22 +20,27 @@ from bus.deployments import (
     Retire,
     Stage,
 )
-from bus.messages import CancelMorph, Number, Transform
+from bus.messages import CancelMorph, Cause, Number, Transform
+from controller.intents.intents import goal
 
 Command = Deploy | Retire | Measure | Transform | CancelMorph
-MAX_ATTEMPTS = 3  # in a row, to measure or to load
+MAX_ATTEMPTS = 3  # in a row, to measure, to load, or to give back
+ORDERED = "ordered"  # why a deployment retires that nothing replaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`record`: to be written; None: it stays as it is. `removed`: it goes. `commands`: worker and command.
-    `told`: an event says so, with the costs that were `compared`."""
+    """`record`: to be written; None: it stays as it is. `removed`: it goes. `commands`: worker and command,
+    of which every morph is told with its `cause` and `why`. `told`: an event says so, with the costs that
+    were `compared`."""
 
     record: ModelCard | Deployment | None = None
     removed: bool = False
     commands: tuple[tuple[str, Command], ...] = ()
     told: bool = False
     compared: Mapping[str, Number] = field(default_factory=dict)
+    cause: Cause | Literal[""] = ""
+    why: str = ""
 
     @property
     def kind(self) -> str:
@@ -48,6 +53,11 @@ class Decision:
     def subject(self) -> str:
         assert self.record is not None
         return self.record.name if isinstance(self.record, ModelCard) else self.record.id
+
+    @property
+    def morphs(self) -> list[Deploy | Retire | Transform]:
+        commands = [command for _, command in self.commands]
+        return [one for one in commands if isinstance(one, Deploy | Retire | Transform)]
 
     @property
     def numbers(self) -> dict[str, Number]:
@@ -65,6 +75,12 @@ def becomes(deployment: Deployment, state: DeploymentState, now_ms: int, reason:
     instance = deployment.instance if state == "serving" else ""
     record = replace(deployment, state=state, since_ms=now_ms, reason=reason, instance=instance)
     return Decision(record=record, told=True)
+
+
+def because(decision: Decision, deployment: Deployment, cause: Cause, why: str) -> Decision:
+    """Its morphs are for this deployment, and what it is to be."""
+    told = f"deployment {deployment.id} of {deployment.model} ({goal(deployment.intent)}): {why}"
+    return replace(decision, cause=cause, why=told)
 
 
 def noted(deployment: Deployment, reason: str) -> Decision | None:
@@ -97,7 +113,18 @@ def shown_by(deployment: Deployment) -> list[str]:
     """Whose cards tell of it while it serves: all members of a group; of a pipeline the leader's alone, which
     gives it up when a stage is gone."""
     workers = workers_of(deployment)
-    return workers[:1] if len(deployment.stages) > 1 else workers
+    return workers[:1] if is_pipeline(deployment) else workers
+
+
+def is_pipeline(deployment: Deployment) -> bool:
+    """Of several stages. Its ranks have their shares from the start: nothing transforms it."""
+    return len(deployment.stages) > 1
+
+
+def degree_by_transform(deployment: Deployment) -> int:
+    """That a group is to be made of once its workers serve alone."""
+    one = deployment.configuration
+    return one.tp if one is not None and not is_pipeline(deployment) else 1
 
 
 def instance_at(deployment: Deployment, worker: str) -> str:
@@ -109,12 +136,12 @@ def instance_at(deployment: Deployment, worker: str) -> str:
 
 def deploys(deployment: Deployment, card: ModelCard, blocks: int) -> tuple[tuple[str, Command], ...]:
     """A command for every worker. The workers of a group each load the whole model, alone; those of a
-    pipeline a stage each."""
+    pipeline their share of a stage each."""
     assert deployment.configuration is not None
     commands: list[tuple[str, Command]] = []
+    alone = not is_pipeline(deployment)
     for number, stage in enumerate(deployment.stages):
         for worker in stage.workers:
-            alone = len(stage.workers) > 1
             commands.append(
                 (
                     worker,

@@ -1,4 +1,4 @@
-"""A deployment's way to serving: waiting, loading, serving, and back when what it stood on is gone. Pure.
+"""A deployment's way from its orders to serving, and back when what it stood on is gone. Pure.
 
 A loss is one attempt; what served for a while begins to count anew. What an attempt leaves on live workers is
 given up (`controller.deployments.clearing`) before the next one.
@@ -6,18 +6,16 @@ given up (`controller.deployments.clearing`) before the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from bus.catalogue import Contents
-from bus.deployments import Configuration, Deployment, Estimate, Intent, ModelCard, Profile, Stage
-from controller.deployments.clearing import next_try
+from bus.deployments import Deployment
 from controller.deployments.decisions import (
     MAX_ATTEMPTS,
     Decision,
+    because,
     becomes,
+    degree_by_transform,
     deploy_id,
-    deploys,
     instance_at,
     noted,
     shown_by,
@@ -25,130 +23,11 @@ from controller.deployments.decisions import (
     transform_id,
     workers_of,
 )
-from controller.deployments.picture import Device, Picture
-from controller.deployments.profiling import profiles_of
+from controller.deployments.picture import Picture
+from controller.deployments.tries import next_try
 
 LOAD_LIMIT_MS = 900_000
 STABLE_MS = 60_000  # what served so long was no failed attempt
-FIRST_PAUSE_MS = 1_000  # before the second attempt; doubles
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The first feasible configuration of the intent's order, and where it goes."""
-
-    estimate: Estimate
-    stages: list[Stage]
-    blocks: int = 0
-    current: Estimate | None = None  # of the question's `current`, from the same profile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """`is_final`: no change of these workers' load would help."""
-
-    reason: str
-    is_final: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What a planner decides on. `devices`: those it may use. `may_group`: by tensor parallelism. `current`:
-    how it is served already. `gone`: instances whose memory counts as free."""
-
-    card: ModelCard
-    intent: Intent
-    profiles: dict[str, Profile]
-    devices: list[Device]
-    may_group: bool = True
-    current: Configuration | None = None
-    gone: frozenset[str] = frozenset()
-
-
-Planner = Callable[[Question], Chosen | Refused]
-
-
-def next_of_waiting(
-    deployment: Deployment, contents: Contents, picture: Picture, plan: Planner
-) -> Decision | None:
-    """Its stages are clear."""
-    card = contents.models.get(deployment.model)
-    if card is None:
-        return becomes(
-            deployment, "failed", picture.now_ms, f"the model {deployment.model} is not registered"
-        )
-    profiles = profiles_of(contents, card)
-    if not profiles:
-        if card.state == "failed":
-            why = f"{card.name} could not be measured: {card.reason}"
-            return becomes(deployment, "failed", picture.now_ms, why)
-        return noted(
-            deployment, f"{card.name} is {card.state}: {card.progress or 'no worker is free for it'}"
-        )
-    if not picture.is_settled or picture.now_ms - deployment.since_ms < _pause_ms(deployment):
-        return None
-    return _place(deployment, card, profiles, contents, picture, plan)
-
-
-def _pause_ms(deployment: Deployment) -> int:
-    return FIRST_PAUSE_MS << (deployment.attempts - 1) if deployment.attempts else 0
-
-
-def _place(
-    deployment: Deployment,
-    card: ModelCard,
-    profiles: dict[str, Profile],
-    contents: Contents,
-    picture: Picture,
-    plan: Planner,
-) -> Decision | None:
-    devices = [device for device in picture.workers.values() if device.takes_orders]
-    if not devices:
-        return noted(deployment, "no worker takes orders")
-    free = [device for device in devices if can_take(device, card.name, contents)]
-    if not free:
-        why = f"no worker is free: each has {card.name} already, loads, measures, or does not tell its memory"
-        return noted(deployment, why)
-    question = Question(
-        card=card,
-        intent=deployment.intent,
-        profiles=profiles,
-        devices=free,
-        may_group=not deployment.is_ungrouped,
-    )
-    answer = plan(question)
-    if isinstance(answer, Refused):
-        if answer.is_final and len(free) == len(devices):
-            return becomes(deployment, "failed", picture.now_ms, answer.reason)
-        return noted(deployment, answer.reason)
-    return load(deployment, card, answer, picture)
-
-
-def can_take(device: Device, model: str, contents: Contents) -> bool:
-    """Not a second instance of the model, and nothing while it loads another or measures: its memory is not
-    what its report says."""
-    name = device.card.id
-    on_it = [one for one in contents.deployments.values() if name in one.epochs]
-    is_loading = any(one.state == "loading" or one.model == model for one in on_it)
-    measures = any(card.state == "profiling" and card.worker == name for card in contents.models.values())
-    return device.pages is not None and not (is_loading or measures or device.serves(model))
-
-
-def load(deployment: Deployment, card: ModelCard, chosen: Chosen, picture: Picture) -> Decision:
-    workers = [worker for stage in chosen.stages for worker in stage.workers]
-    record = replace(
-        deployment,
-        state="loading",
-        reason=f"{', '.join(workers)} load{'s' if len(workers) == 1 else ''} it",
-        configuration=chosen.estimate.configuration,
-        stages=chosen.stages,
-        expected=chosen.estimate,
-        since_ms=picture.now_ms,
-        attempts=deployment.attempts + 1,
-        loads=deployment.loads + 1,
-        epochs={worker: picture.workers[worker].card.epoch for worker in workers},
-    )
-    return Decision(record=record, commands=deploys(record, card, chosen.blocks), told=True)
 
 
 def next_of_loading(deployment: Deployment, picture: Picture) -> Decision | None:
@@ -190,7 +69,7 @@ def _progress(deployment: Deployment, worker: str, picture: Picture) -> str:
 def _loaded(deployment: Deployment, picture: Picture) -> Decision | None:
     """Every worker has it. A group is made of them now."""
     leader = workers_of(deployment)[0]
-    tp = deployment.configuration.tp if deployment.configuration else 1
+    tp = degree_by_transform(deployment)
     card = picture.workers[leader].instance(instance_at(deployment, leader))
     assert card is not None
     if tp > 1 and tp not in card.degrees:
@@ -219,12 +98,12 @@ def _grouping(deployment: Deployment, tp: int, picture: Picture) -> Decision | N
         return None
     command = transform(command_id, deployment.model, workers_of(deployment), deployment.epochs, tp)
     record = replace(deployment, reason=f"loaded; becomes one instance of degree {tp}")
-    return Decision(record=record, commands=(command,))
+    return because(Decision(record=record, commands=(command,)), deployment, "deployment", record.reason)
 
 
 def _together_again(deployment: Deployment, picture: Picture) -> Decision | None:
     """A group whose members are alone again, all of them there, is made anew."""
-    tp, leader = deployment.configuration.tp if deployment.configuration else 1, workers_of(deployment)[0]
+    tp, leader = degree_by_transform(deployment), workers_of(deployment)[0]
     card = picture.workers[leader].instance(instance_at(deployment, leader))
     if tp == 1 or card is None or card.tp != 1 or not picture.may_change:
         return None
@@ -232,7 +111,8 @@ def _together_again(deployment: Deployment, picture: Picture) -> Decision | None
     if command_id is None:
         return None
     command = transform(command_id, deployment.model, workers_of(deployment), deployment.epochs, tp)
-    return Decision(commands=(command,))
+    why = f"its workers are alone again, to be one instance of degree {tp}"
+    return because(Decision(commands=(command,)), deployment, "deployment", why)
 
 
 def failed_attempt(deployment: Deployment, why: str, now_ms: int) -> Decision:

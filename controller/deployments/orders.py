@@ -27,6 +27,7 @@ from bus.deployments import (
     RemoveModel,
     RetireModel,
 )
+from controller.deployments.decisions import ORDERED
 from controller.deployments.profiling import profiles_of
 
 ENDED = ("retired", "failed")
@@ -44,6 +45,7 @@ class Facts:
     estimates: tuple[Estimate, ...] = ()
     unmet: str = ""
     bad_intent: str = ""
+    max_model_len: int = 0  # tokens that workers let a sequence have; 0: as many as the model may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,7 @@ def _register(order: RegisterModel, contents: Contents, facts: Facts) -> Outcome
         num_layers=facts.checkpoint.num_layers,
         state="registered",
         since_ms=facts.now_ms,
+        context=_context(facts.checkpoint, facts),
     )
     return Outcome(answer=Answer(id=order.id, status=201, model=card), write=(card,))
 
@@ -151,11 +154,30 @@ def _why_not_planned(order: Order, name: str, card: ModelCard | None, facts: Fac
     if facts.checkpoint.digest != card.digest:
         why = f"the checkpoint in {card.path} is not the one that was registered as {name}"
         return _refused(order, 409, f"{why}: what was measured does not hold; remove {name} and add it again")
+    if too_long := _too_long(order, name, _context(facts.checkpoint, facts)):
+        return _refused(order, 400, f"intent: {too_long}")
     if card.state == "failed":
         return _refused(
             order, 409, f"{name} could not be measured: {card.reason}; remove it and add it again"
         )
     return None
+
+
+def _context(checkpoint: Checkpoint, facts: Facts) -> int:
+    """0: nothing limits it."""
+    return min((limit for limit in (checkpoint.context, facts.max_model_len) if limit), default=0)
+
+
+def _too_long(order: Order, name: str, context: int) -> str:
+    """Why requests of its intent's length cannot be; "": they can."""
+    intent = intent_of(order)
+    tokens = intent.prompt_tokens + intent.output_tokens if intent else 0
+    if intent is None or not context or tokens <= context:
+        return ""
+    return (
+        f"prompt_tokens {intent.prompt_tokens} and output_tokens {intent.output_tokens} are {tokens} tokens, "
+        f"and the context of {name} has {context}; ask for {context} or fewer of both together"
+    )
 
 
 def _deploy(order: DeployModel, contents: Contents, facts: Facts) -> Outcome:
@@ -182,7 +204,7 @@ def _retire(order: RetireModel, contents: Contents, now_ms: int) -> Outcome:
     if deployment.state == "retired":
         return Outcome(answer=Answer(id=order.id, status=200, deployment=deployment))
     state: DeploymentState = "retiring" if deployment.stages else "retired"
-    record = replace(deployment, state=state, since_ms=now_ms, reason="ordered", instance="")
+    record = replace(deployment, state=state, since_ms=now_ms, reason=ORDERED, instance="")
     status = 202 if state == "retiring" else 200
     return Outcome(answer=Answer(id=order.id, status=status, deployment=record), write=(record,))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from bus.checkpoints import Checkpoint
 from bus.messages import InstanceCard, MorphReport, PageCounts, WorkerCard
 
 UNHEARD_MS = 60_000  # a command on which nobody reported for so long was not taken
+COOLDOWN_MS = 120_000  # as long as the load looks back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +18,7 @@ class Device:
 
     card: WorkerCard
     pages: PageCounts | None = None
-    load: float = 0.0  # share of the last two minutes that it was busy
+    load: float = 0.0  # share of `controller.load_window_s` that it was busy
 
     @property
     def takes_orders(self) -> bool:
@@ -24,7 +26,8 @@ class Device:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.card.device)
+        """As profiles name it: devices of one kind measure alike."""
+        return self.card.device_kind or self.card.device.partition(":")[0]
 
     def instance(self, name: str) -> InstanceCard | None:
         return next((card for card in self.card.instances if card.id == name), None)
@@ -38,7 +41,8 @@ class Picture:
     """`is_settled`: Redis has been there for long enough that a missing lease means death. `reports`: the
     last of each morph. `complaints`: by the id of a Measure, why it ended without a profile. `progress`: the
     same, how far it is. `sent`: when each command went out, in ms. `may_change`: what serves may be deployed
-    otherwise."""
+    otherwise, `cooldown_ms` after the last change. `is_load_known`: loads are of a whole window.
+    `checkpoints`: by folder, of models that are deployed and not registered."""
 
     now_ms: int
     workers: Mapping[str, Device] = field(default_factory=dict)
@@ -48,6 +52,9 @@ class Picture:
     progress: Mapping[str, str] = field(default_factory=dict)
     sent: Mapping[str, int] = field(default_factory=dict)
     may_change: bool = False
+    is_load_known: bool = True
+    cooldown_ms: int = COOLDOWN_MS
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
 
     def holder(self, worker: str, epoch: int) -> Device | None:
         """The worker, if it is still that incarnation."""
@@ -72,11 +79,6 @@ class Picture:
 
     def is_unheard(self, command_id: str, sent_ms: int) -> bool:
         return command_id not in self.reports and self.now_ms - sent_ms > UNHEARD_MS
-
-
-def kind_of(device: str) -> str:
-    """Of a card's device ("cuda:1") or a profile's (a GPU's name): "cpu" or "cuda"."""
-    return "cpu" if device.partition(":")[0] == "cpu" else "cuda"
 
 
 def named_by_settings(workers: Iterable[Device]) -> dict[str, str]:

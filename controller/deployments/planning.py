@@ -3,71 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from bus.deployments import Configuration, Deployment, Estimate, Intent, Profile
-from bus.messages import InstanceMetrics, Metrics
-from controller.deployments.loading import Chosen, Question, Refused
+from bus.deployments import Configuration, Estimate, Intent, Profile
 from controller.deployments.picture import Device
+from controller.deployments.questions import Chosen, Question, Refused
+from controller.deployments.room import Room
 from controller.intents import fitting, placement
 from controller.intents.estimates import estimate_all
-from controller.intents.intents import judge, preference
+from controller.intents.intents import judge, name_of, preference
 from controller.intents.planning import Plan, plan
-from controller.intents.room import Tenant
 
 MAX_STAGES = 4
 DEGREES = (1, 2, 4)
 NOT_CUT = "the weights cannot be cut for this degree (worker.max_tp, the number of KV heads)"
 NO_GROUP = "workers would not form a group for it"
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What the last metrics tell of memory: free bytes of each worker, idle KV of others among them, and what
-    every instance holds."""
-
-    free_bytes: dict[str, int]
-    tenants: list[Tenant]
-
-
-def room_of(metrics: Metrics | None, devices: Iterable[Device], deployments: Iterable[Deployment]) -> Room:
-    """Workers without a report of their epoch have no room."""
-    told = {(one.worker, one.id, one.epoch): one for one in metrics.instances} if metrics else {}
-    owners = {worker: one for one in deployments for worker in one.epochs}
-    room = Room({}, [])
-    for device in devices:
-        worker = device.card
-        if device.pages is None:
-            continue
-        found = [told.get((worker.id, card.id, worker.epoch)) for card in worker.instances]
-        known = [one for one in found if one is not None]
-        pages_per_block = device.pages.kv / (sum(one.last.kv_blocks for one in known) or 1)
-        idle_pages = 0.0
-        for one, card in zip(found, worker.instances, strict=True):
-            if one is not None:
-                kept = max(card.min_blocks, one.last.kv_used)
-                idle_pages += max(0, one.last.kv_blocks - kept) * pages_per_block
-                owner = owners.get(worker.id) if card.deployed else None
-                room.tenants.append(_tenant(one, kept, pages_per_block, device, owner))
-        room.free_bytes[worker.id] = (device.pages.free + int(idle_pages)) * worker.page_bytes
-    return room
-
-
-def _tenant(
-    one: InstanceMetrics, kept: int, pages_per_block: float, device: Device, owner: Deployment | None
-) -> Tenant:
-    """Of several instances each is taken to hold an equal part of the weights."""
-    assert device.pages is not None
-    page_bytes, shared_by = device.card.page_bytes, max(1, len(device.card.instances))
-    kv_bytes = int(one.last.kv_blocks * pages_per_block * page_bytes)
-    return Tenant(
-        instance=one.id,
-        deployment=owner.id if owner else "",
-        workers=(one.worker,),
-        weight_bytes=device.pages.weights * page_bytes // shared_by,
-        kv_bytes=kv_bytes,
-        kv_kept_bytes=kv_bytes,  # what is idle of it counts as free already
-    )
 
 
 def planned(
@@ -109,7 +59,7 @@ def _plan(
             free_bytes=room.free_bytes.get(device.card.id, 0) + _freed_bytes(device, question, room),
             load=window.load(device.card.id, at_s),
             page_bytes=device.card.page_bytes,
-            is_empty=all(card.id in question.gone for card in device.card.instances),
+            is_empty=question.gone.issuperset(_held(device, room)),
         )
         for device in devices
     ]
@@ -123,7 +73,6 @@ def _plan(
         max_stages=stages,
         placing=placing,
         tenants=room.tenants,
-        are_stages_grouped=False,
     )
     why = NOT_CUT if question.may_group else NO_GROUP
     return _with_others(found, profile, question.intent, set(DEGREES) - set(degrees), why)
@@ -132,18 +81,22 @@ def _plan(
 def _freed_bytes(device: Device, question: Question, room: Room) -> int:
     """Idle KV is counted as free already."""
     return sum(
-        one.weight_bytes
+        one.weight_bytes + one.kv_kept_bytes
         for one in room.tenants
         if one.instance in question.gone and device.card.id in one.workers
     )
 
 
+def _held(device: Device, room: Room) -> set[str]:
+    return {card.id for card in device.card.instances} | room.held.get(device.card.id, frozenset())
+
+
 def _shapes(question: Question, profile: Profile, devices: Sequence[Device]) -> tuple[list[int], int]:
-    """Degrees, and the most stages. What the intent fixes may also need workers that are yet to come. A group
-    is made of workers without a model, which fitting sees to."""
+    """Degrees, and the most stages. What the intent fixes may also need workers that are yet to come. Several
+    ranks are workers without a model, which fitting sees to."""
     fixed_tp, stages = question.intent.tp, max(question.intent.pp or 1, min(MAX_STAGES, len(devices)))
     if fixed_tp:
-        return [fixed_tp], stages if fixed_tp == 1 else 1
+        return [fixed_tp], stages
     possible = profile.degrees if question.may_group else []
     return [degree for degree in DEGREES if degree == 1 or degree in possible], stages
 
@@ -172,14 +125,13 @@ def answer_of(found: Plan | None, current: Configuration | None = None) -> Chose
     if found.chosen is not None:
         now = next((one for one in found.estimates if one.configuration == current), None)
         return Chosen(estimate=found.chosen, stages=found.stages, blocks=found.blocks, current=now)
-    return Refused(reason=in_words(found), is_final=found.is_unmet)
-
-
-def in_words(found: Plan) -> str:
-    """Why nothing can be had now, and what would make room."""
-    if not found.ways:
-        return found.reason
-    return f"{found.reason}; to make room: {', or '.join(str(way) for way in found.ways)}"
+    best = f"{name_of(found.best)} " if found.best and not found.is_unmet else ""
+    return Refused(
+        reason=f"{best}{found.reason}",
+        is_final=found.is_unmet,
+        ways=", or ".join(str(way) for way in found.ways),
+        free_bytes=found.free_bytes,
+    )
 
 
 def estimates_of(found: Plan | None) -> list[Estimate]:

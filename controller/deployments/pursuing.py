@@ -3,8 +3,8 @@
 ========  =====================================================  ========================================
 change    when                                                   where
 ========  =====================================================  ========================================
-better    what the intent minimises would fall by `MARGIN` or    workers that were idle for two minutes
-          more, and no deployment waits
+better    what the intent minimises would fall by `MARGIN` or    workers that were idle all the window
+          more, and no deployment waits that could ever fit
 packed    a deployment waits that would have room then, and      workers that have other models already,
           what the intent minimises, which is not the latency,   so that one it has alone gets empty
           does not rise
@@ -24,16 +24,16 @@ from dataclasses import replace
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment
+from bus.messages import Cause
 from controller.deployments.decisions import Decision, becomes, instance_at, workers_of
-from controller.deployments.loading import Chosen, Planner, Question, can_take, load
 from controller.deployments.picture import Device, Picture
-from controller.deployments.profiling import profiles_of
+from controller.deployments.questions import Chosen, Planner, Refused, can_take, fits_when_empty, question_of
+from controller.deployments.waiting import load
 from controller.intents.intents import objective
 from controller.intents.pursuit import Comparison, compare
 
-COOLDOWN_MS = 120_000  # as long as the load looks back
 MAX_DOUBLINGS = 6
-IDLE_LOAD = 0.05  # share of the last two minutes
+IDLE_LOAD = 0.05  # share of `controller.load_window_s`
 
 
 def heirs_of(deployment: Deployment, contents: Contents) -> list[Deployment]:
@@ -70,12 +70,13 @@ def next_of_pursuit(
     deployment: Deployment, contents: Contents, picture: Picture, plan: Planner
 ) -> Decision | None:
     """Of one that serves."""
-    if not (picture.is_settled and picture.may_change) or _is_cooling(deployment, contents, picture.now_ms):
+    if not (picture.is_settled and picture.may_change) or _is_cooling(deployment, contents, picture):
         return None
     states = {one.state for one in contents.deployments.values()}
     if states & {"loading", "retiring"}:
         return None
     waiting = [one for one in contents.deployments.values() if one.state == "waiting"]
+    waiting = [one for one in waiting if not _fits_nowhere(one, contents, picture, plan)]
     if not waiting:
         return _bettered(deployment, contents, picture, plan)
     if objective(deployment.intent) == "latency":
@@ -84,20 +85,27 @@ def next_of_pursuit(
     return next((decision for decision in packed if decision), None)
 
 
-def _is_cooling(deployment: Deployment, contents: Contents, now_ms: int) -> bool:
+def _fits_nowhere(deployment: Deployment, contents: Contents, picture: Picture, plan: Planner) -> bool:
+    """Whatever moves, it waits on."""
+    return isinstance(fits_when_empty(deployment, contents, picture, plan), Refused)
+
+
+def _is_cooling(deployment: Deployment, contents: Contents, picture: Picture) -> bool:
     """All heirs of one that serves came to nothing."""
     heirs = heirs_of(deployment, contents)
     last_ms = max([deployment.since_ms, *(one.since_ms for one in heirs)])
-    return now_ms - last_ms < COOLDOWN_MS << min(len(heirs), MAX_DOUBLINGS)
+    return picture.now_ms - last_ms < picture.cooldown_ms << min(len(heirs), MAX_DOUBLINGS)
 
 
 def _bettered(deployment: Deployment, contents: Contents, picture: Picture, plan: Planner) -> Decision | None:
+    if not picture.is_load_known:
+        return None
     idle = [device for device in _free_for(deployment, contents, picture) if device.load <= IDLE_LOAD]
     found = _alternative(deployment, idle, contents, picture, plan)
     if found is None or not found[1].is_better:
         return None
     chosen, compared = found
-    return _heir(deployment, chosen, compared, f"{_workers(chosen)} idle", contents, picture)
+    return _heir(deployment, chosen, compared, "better", f"{_workers(chosen)} idle", contents, picture)
 
 
 def _packed(
@@ -119,7 +127,7 @@ def _packed(
     if not _has_room(waiting, deployment, there.values(), contents, plan):
         return None
     why = f"{waiting.id} ({waiting.model}) waits for room"
-    return _heir(deployment, chosen, compared, why, contents, picture)
+    return _heir(deployment, chosen, compared, "packed", why, contents, picture)
 
 
 def _free_for(deployment: Deployment, contents: Contents, picture: Picture) -> list[Device]:
@@ -138,7 +146,7 @@ def _alternative(
     plan: Planner,
 ) -> tuple[Chosen, Comparison] | None:
     """The best on these devices, against what serves."""
-    question = _question(deployment, devices, contents)
+    question = question_of(deployment, devices, contents)
     answer = plan(question) if question and devices else None
     if not isinstance(answer, Chosen):
         return None
@@ -152,33 +160,18 @@ def _has_room(
     waiting: Deployment, going: Deployment, devices: Iterable[Device], contents: Contents, plan: Planner
 ) -> bool:
     """When the other one has gone."""
-    question = _question(waiting, list(devices), contents)
+    question = question_of(waiting, list(devices), contents)
     if question is None:
         return False
     gone = frozenset(instance_at(going, worker) for worker in workers_of(going))
     return isinstance(plan(replace(question, gone=gone)), Chosen)
 
 
-def _question(deployment: Deployment, devices: list[Device], contents: Contents) -> Question | None:
-    """None: nothing is known of the model."""
-    card = contents.models.get(deployment.model)
-    profiles = profiles_of(contents, card) if card else {}
-    if card is None or not profiles:
-        return None
-    return Question(
-        card=card,
-        intent=deployment.intent,
-        profiles=profiles,
-        devices=devices,
-        may_group=not deployment.is_ungrouped,
-        current=deployment.configuration,
-    )
-
-
 def _heir(
     deployment: Deployment,
     chosen: Chosen,
     compared: Comparison,
+    cause: Cause,
     why: str,
     contents: Contents,
     picture: Picture,
@@ -192,10 +185,9 @@ def _heir(
         attempts=0,
         loads=0,
     )
-    begun = load(heir, contents.models[deployment.model], chosen, picture)
-    assert isinstance(begun.record, Deployment)
     reason = f"in place of {deployment.id} on {_workers(chosen)}: {compared.words}; {why}"
-    return replace(begun, record=replace(begun.record, reason=reason), compared=compared.numbers)
+    begun = load(heir, contents.models[deployment.model], chosen, picture, cause, reason)
+    return replace(begun, compared=compared.numbers)
 
 
 def _id_of_heir(deployment: Deployment, now_ms: int) -> str:

@@ -8,6 +8,7 @@ waiting     loading                                                  a configura
 loading     serving                                                  every worker's card shows it
 loading     waiting, or failed after MAX_ATTEMPTS                    a worker died, refused, was silent
 serving     waiting                                                  a worker died, drains, gave it up
+-           serving                                                  a card shows it, no record (`adopting`)
 serving     retiring                                                 its heir serves (`pursuing`)
 retiring    retired                                                  no worker has it
 any         retiring                                                 an order says so
@@ -22,12 +23,15 @@ from collections.abc import Iterator
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment
+from controller.deployments.adopting import adopted, kept
 from controller.deployments.clearing import forgotten, is_cleared, next_of_clearing, orphans
 from controller.deployments.decisions import Decision
-from controller.deployments.loading import Planner, next_of_loading, next_of_serving, next_of_waiting
+from controller.deployments.loading import next_of_loading, next_of_serving
 from controller.deployments.picture import Picture
 from controller.deployments.profiling import next_of_model
 from controller.deployments.pursuing import given_up, next_of_pursuit, taken_over
+from controller.deployments.questions import Planner
+from controller.deployments.waiting import next_of_waiting
 
 
 def reconcile(contents: Contents, picture: Picture, plan: Planner) -> list[Decision]:
@@ -46,6 +50,7 @@ def reconcile(contents: Contents, picture: Picture, plan: Planner) -> list[Decis
 
 def _tidying(contents: Contents, picture: Picture) -> Iterator[Decision]:
     yield from orphans(contents, picture)
+    yield from adopted(contents, picture)
     yield from forgotten(contents)
 
 
@@ -61,7 +66,8 @@ def _by_itself(
         return next_of_loading(deployment, picture)
     if deployment.state == "serving":
         return (
-            next_of_serving(deployment, picture)
+            kept(deployment, picture)
+            or next_of_serving(deployment, picture)
             or taken_over(deployment, contents, picture)
             or next_of_pursuit(deployment, contents, picture, plan)
         )

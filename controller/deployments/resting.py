@@ -5,7 +5,7 @@ from __future__ import annotations
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment
 from bus.messages import PRECISIONS, Precision
-from controller.deployments.decisions import instance_at, shown_by
+from controller.deployments.decisions import degree_by_transform, instance_at, shown_by
 from controller.deployments.profiling import profiles_of
 from controller.rest import Rest, Rests
 
@@ -16,7 +16,7 @@ def rests_of(contents: Contents) -> Rests:
         instance_at(deployment, worker): Rest(
             precision=deployment.configuration.precision,
             coarsest=_coarsest(deployment, deployment.configuration, contents),
-            tp=deployment.configuration.tp,
+            tp=degree_by_transform(deployment),
         )
         for deployment in contents.deployments.values()
         if deployment.state == "serving" and deployment.configuration

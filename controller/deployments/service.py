@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,18 @@ from bus.deployments import (
     RemoveModel,
     RetireModel,
 )
-from bus.messages import Event, Metrics, MorphReport
+from bus.messages import Event, Metrics, Morph, MorphReport
 from bus.settings import Settings
+from controller.deployments.adopting import folders_of_unknown
 from controller.deployments.decisions import Decision
-from controller.deployments.loading import Chosen, Question, Refused
 from controller.deployments.orders import Facts, carry_out, intent_of, path_of
 from controller.deployments.picture import Device, Picture, named_by_settings
-from controller.deployments.planning import Room, answer_of, estimates_of, in_words, planned, room_of
+from controller.deployments.planning import answer_of, estimates_of, planned
 from controller.deployments.profiling import profiles_of
+from controller.deployments.questions import Chosen, Question, Refused
 from controller.deployments.reconcile import reconcile
 from controller.deployments.resting import rests_of
+from controller.deployments.room import Room, room_of
 from controller.intents.intents import IntentError, validate
 from controller.intents.placement import LoadWindow, Placing
 from controller.intents.planning import Plan
@@ -57,11 +60,13 @@ class Deployer:
         self._stale_s = settings.monitor.stale_s
         self._pause_s = min(LOOK_S, settings.controller.interval_s)
         self._grace_s = settings.controller.grace_s
+        self._max_model_len = settings.worker.max_model_len
         self._contents = Contents()
         self._workers: list[LiveWorker] = []
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they came
-        self._window = LoadWindow()
         chosen = settings.controller
+        self._window = LoadWindow(chosen.load_window_s)
+        self._cooldown_ms = round(1000 * chosen.change_cooldown_s)
         self._placing = Placing(chosen.placement, chosen.placement_threshold)
         self._reports: OrderedDict[str, MorphReport] = OrderedDict()
         self._complaints: OrderedDict[str, str] = OrderedDict()
@@ -70,6 +75,7 @@ class Deployer:
         self._settled_at_s = time.monotonic() + self._grace_s
         self._is_manual = False  # the policy that morphs
         self._pursued_s = float("-inf")  # other ways for what serves were looked for last
+        self._loads_known_s = time.monotonic() + chosen.load_window_s
         self._is_lost = False  # what Redis had, and it is not written again yet
         self._turn = asyncio.Lock()
         self._news = asyncio.Event()
@@ -149,8 +155,9 @@ class Deployer:
         """Observe, decide, apply. Raises BusUnavailable, BusFull."""
         await self._observe()
         picture = self._picture()
-        if not (self._contents.models or self._contents.deployments):
-            return
+        picture = replace(
+            picture, checkpoints=await _checkpoints(folders_of_unknown(self._contents, picture))
+        )
         if picture.may_change:
             self._pursued_s = time.monotonic()
         for decision in reconcile(self._contents, picture, self._plan_for(picture)):
@@ -195,6 +202,8 @@ class Deployer:
             progress=self._progress,
             sent=self._sent,
             may_change=not self._is_manual and now_s >= self._pursued_s + PURSUE_S,
+            is_load_known=now_s >= self._loads_known_s,
+            cooldown_ms=self._cooldown_ms,
         )
 
     def rests(self) -> Rests:
@@ -203,7 +212,7 @@ class Deployer:
 
     def _room(self, picture: Picture) -> Room:
         metrics = self._metrics[1] if self._metrics else None
-        return room_of(metrics, picture.workers.values(), self._contents.deployments.values())
+        return room_of(metrics, picture.workers.values(), self._contents)
 
     def _plan_for(self, picture: Picture) -> Any:
         room = self._room(picture)
@@ -226,6 +235,8 @@ class Deployer:
             batch.publish(self._bus.names.control(worker), command)
         if decision.told and decision.record is not None:
             batch.publish(self._bus.names.events, self._event(decision))
+        for command in decision.morphs:
+            batch.publish(self._bus.names.events, self._why(command, decision))
         now_ms = time.time_ns() // 1_000_000
         for _, command in decision.commands:  # before: where nobody knows, it counts as sent
             _remember(self._sent, command.id, now_ms)
@@ -242,6 +253,18 @@ class Deployer:
             reason=decision.record.reason,
             at_ms=time.time_ns() // 1_000_000,
             numbers=decision.numbers,
+        )
+
+    def _why(self, command: Morph, decision: Decision) -> Event:
+        return Event(
+            kind="morph_decided",
+            source=self._bus.link.source,
+            subject=command.instance,
+            reason=decision.why,
+            at_ms=time.time_ns() // 1_000_000,
+            numbers=dict(decision.compared),
+            morph_id=command.id,
+            cause=decision.cause,
         )
 
     # ------------------------------------------------------------------------------------- orders
@@ -267,8 +290,9 @@ class Deployer:
             checkpoint=await asyncio.to_thread(_checkpoint, path) if path else "",
             by_settings=named_by_settings(picture.workers.values()),
             estimates=tuple(estimates_of(found)),
-            unmet=in_words(found) if found and found.is_unmet else "",
+            unmet=found.reason if found and found.is_unmet else "",
             bad_intent=bad_intent,
+            max_model_len=self._max_model_len,
         )
 
     def _planned(self, order: Order, intent: Intent, picture: Picture) -> Plan | None:
@@ -284,6 +308,12 @@ class Deployer:
     def _model(self, order: Order) -> ModelCard | None:
         name = order.name if isinstance(order, PlanModel | DeployModel) else ""
         return self._contents.models.get(name)
+
+
+async def _checkpoints(folders: Iterable[str]) -> dict[str, Checkpoint]:
+    """Of those that are models."""
+    found = {path: await asyncio.to_thread(_checkpoint, path) for path in folders}
+    return {path: one for path, one in found.items() if isinstance(one, Checkpoint)}
 
 
 def _checkpoint(path: str) -> Checkpoint | str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bus.deployments import Configuration
 from bus.messages import Stage
 from bus.shapes import natural
 from controller.intents.memory import Need
+from controller.intents.words import sized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,8 @@ class Refusal:
 def fit(
     need: Need, configuration: Configuration, num_layers: int, devices: Iterable[Device]
 ) -> list[Stage] | Refusal:
-    """The stages on the K = tp x pp freest devices. If any partition of the layers over these exists, one is
-    found: the first stage, which has more to hold, is tried on each."""
+    """The stages on the K = tp x pp freest devices. If any partition of the layers over these exists, with as
+    many stages on each host, one is found: each device is tried as the one that leads, with more to hold."""
     rows = freest(configuration, devices)
     if isinstance(rows, Refusal):
         return rows
@@ -46,7 +47,7 @@ def fit(
 
 def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list[Device]] | Refusal:
     """pp rows of tp devices each: of a row all are of one host, and what it can hold its fullest can."""
-    usable = sorted(devices, key=lambda one: (-one.free_bytes, natural(one.worker)))
+    usable = sorted(devices, key=_freest_first)
     if configuration.tp > 1:
         usable = [one for one in usable if one.is_empty]
     hosts: dict[str, list[Device]] = defaultdict(list)
@@ -54,7 +55,7 @@ def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list
         hosts[one.host if configuration.tp > 1 else ""].append(one)
     tp = configuration.tp
     rows = [there[i : i + tp] for there in hosts.values() for i in range(0, len(there) - tp + 1, tp)]
-    rows.sort(key=lambda row: (-row[-1].free_bytes, natural(row[0].worker)))
+    rows.sort(key=_by_fullest)
     if len(rows) < configuration.pp:
         kind = "devices" if tp == 1 else f"times {tp} devices of one host without another model"
         return Refusal(f"needs {configuration.pp} {kind}, there are {len(rows)}")
@@ -62,32 +63,67 @@ def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list
 
 
 def partition(need: Need, num_layers: int, rows: Sequence[Sequence[Device]]) -> list[Stage] | Refusal:
-    """Stages in the order of their layers; the row that leads comes first, the rest as given."""
+    """Stages in the order of their layers; the first worker of the first leads. Where only that one has
+    embedding and head, the devices of a host are dealt out anew if it helps."""
     if num_layers < len(rows):
         return Refusal(f"{num_layers} layers do not make {len(rows)} stages")
-    for lead in range(len(rows)):
-        order = [rows[lead], *rows[:lead], *rows[lead + 1 :]]
-        most = [capacity(need, row, leads=i == 0) for i, row in enumerate(order)]
+    could_hold = sum(min(_layers(need, one, leads=False) for one in row) for row in rows)
+    for order in _orders(rows) if could_hold >= num_layers else ():
+        most = capacities(need, order)
         if min(most) >= 1 and sum(most) >= num_layers:
-            return _stages(order, even(num_layers, most))
+            return _stages(order, even(num_layers, most), need)
+    return _refused(need, num_layers, rows)
+
+
+def _orders(rows: Sequence[Sequence[Device]]) -> Iterator[list[list[Device]]]:
+    """Each device leads once with each set of ranks that is worth a try: what a row holds its fullest device
+    tells, so the best rows are neighbours in size, and the leader's ranks a run between two of these."""
+    tp = len(rows[0])
+    for row in rows:
+        mates = [one for other in rows for one in other if tp == 1 or one.host == row[0].host]
+        elsewhere = [list(other) for other in rows if tp > 1 and other[0].host != row[0].host]
+        for leader in row:
+            left = sorted((one for one in mates if one is not leader), key=_freest_first)
+            for at in range(0, len(left) + 1, tp) if tp > 1 else (0,):
+                rest = left[:at] + left[at + tp - 1 :]
+                others = elsewhere + [rest[i : i + tp] for i in range(0, len(rest), tp)]
+                yield [[leader, *left[at : at + tp - 1]], *sorted(others, key=_by_fullest)]
+
+
+def _freest_first(one: Device) -> tuple[object, ...]:
+    return -one.free_bytes, natural(one.worker)
+
+
+def _by_fullest(row: Sequence[Device]) -> tuple[object, ...]:
+    return -row[-1].free_bytes, natural(row[0].worker)
+
+
+def _refused(need: Need, num_layers: int, rows: Sequence[Sequence[Device]]) -> Refusal:
     needed = need.lead_bytes + len(rows) * need.device_bytes + num_layers * need.layer_bytes
     available = sum(min(one.free_bytes for one in row) for row in rows)
-    most = [capacity(need, row, leads=i == 0) for i, row in enumerate(rows)]
-    where = "" if len(rows) == len(rows[0]) == 1 else " on each of its ranks" if len(rows[0]) > 1 else ""
+    most = capacities(need, rows)
+    where = " on each of its ranks" if len(rows[0]) > 1 else ""
     return Refusal(
-        f"needs {needed} bytes{where} for {num_layers} layers, {available} are free on "
+        f"needs {sized(needed)}{where} for {num_layers} layers, {sized(available)} are free on "
         f"{', '.join(one.worker for row in rows for one in row)}, which hold {max(0, sum(most))} layers",
         needed,
         available,
     )
 
 
-def capacity(need: Need, row: Sequence[Device], *, leads: bool) -> int:
-    """Layers that every device of the row has room for; below 0 if not even the rest has."""
-    return min(
-        (one.free_bytes - _paged(need.of(0, leads=leads), one)) // max(1, _paged(need.layer_bytes, one))
-        for one in row
-    )
+def capacities(need: Need, rows: Sequence[Sequence[Device]]) -> list[int]:
+    """Layers that every device of each row has room for; below 0 if not even the rest has. The first device
+    of the first row leads."""
+    found = []
+    for i, row in enumerate(rows):
+        leaders = (len(row) if need.every_rank_leads else 1) if i == 0 else 0
+        found.append(min(_layers(need, one, leads=j < leaders) for j, one in enumerate(row)))
+    return found
+
+
+def _layers(need: Need, device: Device, *, leads: bool) -> int:
+    rest = device.free_bytes - _paged(need.of(0, leads=leads), device)
+    return rest // max(1, _paged(need.layer_bytes, device))
 
 
 def even(num_layers: int, most: Sequence[int]) -> list[int]:
@@ -104,10 +140,14 @@ def even(num_layers: int, most: Sequence[int]) -> list[int]:
     return shares
 
 
-def _stages(rows: Sequence[Sequence[Device]], shares: Sequence[int]) -> list[Stage]:
-    stages, first = [], 0
+def _stages(rows: Sequence[Sequence[Device]], shares: Sequence[int], need: Need) -> list[Stage]:
+    """Workers in the order of their names, but for the one that leads and alone has room for it."""
+    stages: list[Stage] = []
+    first = 0
     for row, share in zip(rows, shares, strict=True):
         workers = sorted((one.worker for one in row), key=natural)
+        if not stages and not need.every_rank_leads:
+            workers.sort(key=lambda name: name != row[0].worker)
         stages.append(Stage(workers=workers, first=first, end=first + share))
         first += share
     return stages

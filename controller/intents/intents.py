@@ -73,11 +73,6 @@ def _unfixable(intent: Intent) -> Iterator[str]:
             yield f"{name} is {value!r}: it must be a whole number, 1 or more"
     if intent.precision is not None and intent.precision not in PRECISIONS:
         yield f"precision is {intent.precision!r}: it may be {', '.join(PRECISIONS)}"
-    if (intent.tp or 1) > 1 and (intent.pp or 1) > 1:
-        yield (
-            f"tp is {intent.tp} and pp is {intent.pp}: stages have one worker each; let one of them be 1, "
-            "or leave it out"
-        )
 
 
 def _is_count(value: object) -> bool:
@@ -93,6 +88,19 @@ def objective(intent: Intent) -> Objective:
     if intent.max_latency_s is not None:
         return "cost"
     return "latency" if intent.max_cost is not None else intent.minimise
+
+
+def goal(intent: Intent) -> str:
+    """In words: "least cost, latency at most 0.5 s"."""
+    words = [f"least {objective(intent).replace('gpu_hours', 'GPU-hours')}"]
+    if intent.max_latency_s is not None:
+        words.append(f"latency at most {intent.max_latency_s:g} s")
+    if intent.max_cost is not None:
+        words.append(f"cost at most {intent.max_cost:g} {COST_UNITS[intent.cost]}")
+    if intent.max_loss is not None:
+        words.append(f"loss at most {intent.max_loss:.2%}")
+    words += [f"{name} {value}" for name in FIXABLE if (value := getattr(intent, name)) is not None]
+    return ", ".join(words)
 
 
 def judge(estimates: Iterable[Estimate], intent: Intent) -> list[Estimate]:
@@ -160,7 +168,7 @@ def _without_all_but_loss(intent: Intent) -> Intent:
 
 def name_of(estimate: Estimate) -> str:
     one = estimate.configuration
-    return f"TP{one.tp} x PP{one.pp} {one.precision}"
+    return f"tp{one.tp} pp{one.pp} {one.precision}"
 
 
 def preference(one: Estimate, intent: Intent) -> tuple[float, ...]:

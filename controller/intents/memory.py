@@ -3,7 +3,8 @@
 All devices together:   base + (tp - 1) x per_rank + (pp x per_stage, with more than one)
 
 base is W + A; per_rank what every further rank repeats (A in the paper; here also the weights that ranks
-duplicate: attention, embeddings, head); per_stage is A_p. Each is a straight line in the number of layers,
+duplicate: attention, and where there is one stage embeddings and head; of several, the leader alone has
+these); per_stage is A_p. Each is a straight line in the number of layers,
 solved from samples of (tp, pp) = (1, 1), (2, 1) and (1, 2), by least squares where there are more. Weights
 and activations are kept apart: these lie outside the pool of pages, and what is fitted into pages has none.
 Weights of several devices are told by their layout, exactly; where their activations were not measured, these
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bus.deployments import Basis, Configuration, Intent, MemorySample, Profile
 from bus.messages import PRECISIONS, Precision
@@ -42,29 +43,34 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class Part:
     """Weights or activations: the three unknowns. Where no stages were measured `per_stage` is None, and what
-    every device of a further stage is assumed to have is `per_further`."""
+    every device of a further stage is assumed to have is `per_further`. `has_ends`: what is beside the layers
+    is embedding and head, which further ranks repeat in a group of one stage only."""
 
     base: Line
     per_rank: Line
     per_stage: Line | None
     per_further: Line
+    has_ends: bool
 
     def at(self, configuration: Configuration, num_layers: int) -> Uncertain:
         tp, pp = configuration.tp, configuration.pp
         stages = (pp, self.per_stage) if self.per_stage else (tp * (pp - 1), self.per_further)
-        terms = [(1, self.base), (tp - 1, self.per_rank), stages if pp > 1 else (0, self.base)]
+        per_rank = replace(self.per_rank, other=NOTHING) if self.has_ends and pp > 1 else self.per_rank
+        terms = [(1, self.base), (tp - 1, per_rank), stages if pp > 1 else (0, self.base)]
         return combine((factor, line.at(num_layers)) for factor, line in terms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """Bytes on each device of a stage: `layer_bytes` for each of its layers, `device_bytes` whatever it
-    holds, and on those of the first stage `lead_bytes` for embedding and head. With the first alone it is
-    the paper's memory block, mem_base / (tp x layers)."""
+    holds, and on the one that leads `lead_bytes` for embedding and head, which all ranks of the first stage
+    have where `every_rank_leads`. With the first alone it is the paper's memory block,
+    mem_base / (tp x layers)."""
 
     layer_bytes: int
     lead_bytes: int = 0
     device_bytes: int = 0
+    every_rank_leads: bool = False
 
     def of(self, num_layers: int, *, leads: bool = False) -> int:
         return self.device_bytes + num_layers * self.layer_bytes + leads * self.lead_bytes
@@ -104,19 +110,22 @@ class MemoryModel:
     def need(
         self, configuration: Configuration, intent: Intent, *, whole_first: bool = True, in_pool: bool = True
     ) -> Need:
-        """Pages on each device. `whole_first`: a group of ranks comes of workers that each hold all of it
-        first, so that is the most a device needs; else a rank's shard is. `in_pool`: without activations,
-        which have their own reserve."""
+        """Pages on each device. `whole_first`: a group of one stage comes of workers that each hold all of it
+        first, so that is the most a device needs; else, and of several stages, a rank's shard is. `in_pool`:
+        without activations, which have their own reserve."""
         weights, activations = self._parts[configuration.precision]
         blocks = kv_blocks(self._profile, intent)
-        tp = 1 if whole_first else configuration.tp
+        is_one_stage = configuration.pp == 1
+        tp = 1 if whole_first and is_one_stage else configuration.tp
         ranks = combine([(1 / tp, weights.base.layer), ((tp - 1) / tp, weights.per_rank.layer)])
-        lead = combine([(1 / tp, weights.base.other), ((tp - 1) / tp, weights.per_rank.other)])
+        ends = combine([(1 / tp, weights.base.other), ((tp - 1) / tp, weights.per_rank.other)])
+        lead = ends if is_one_stage else weights.base.other
         transient = activations.at(configuration, self._profile.num_layers).value / configuration.num_devices
         return Need(
             layer_bytes=math.ceil(ranks.value + blocks * self._profile.block_bytes_per_layer / tp),
             lead_bytes=math.ceil(lead.value),
             device_bytes=0 if in_pool else math.ceil(transient),
+            every_rank_leads=is_one_stage,
         )
 
 
@@ -145,8 +154,8 @@ def _solved(samples: Sequence[MemorySample]) -> tuple[Part, Part]:
     again = _at_most(activation)
     weight_rank, activation_rank = _per_rank(weights), _per_rank(activations)
     return (
-        Part(weight, weight_rank or repeated, _per_stage(weights, weight_rank), Line(NOTHING, NOTHING)),
-        Part(activation, activation_rank or again, _per_stage(activations, activation_rank), again),
+        Part(weight, weight_rank or repeated, _per_stage(weights, weight_rank), Line(NOTHING, NOTHING), True),
+        Part(activation, activation_rank or again, _per_stage(activations, activation_rank), again, False),
     )
 
 

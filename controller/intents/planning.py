@@ -20,7 +20,7 @@ class Plan:
     """`estimates`: the whole map, what can be had first, best first; a `refusal` says why not. `chosen` on
     `stages` with at least `blocks` of KV, if there is one. Else `reason` says why not: `best` is what the
     intent would have if there were room, and `ways` what would make it; without `ways` and with `is_unmet`
-    no cluster helps."""
+    no cluster helps. `free_bytes`: of the devices that were looked at, then."""
 
     estimates: list[Estimate]
     chosen: Estimate | None = None
@@ -30,6 +30,7 @@ class Plan:
     best: Estimate | None = None
     ways: list[Way] = field(default_factory=list)
     is_unmet: bool = False
+    free_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def plan(
@@ -42,17 +43,12 @@ def plan(
     placing: Placing | None = None,
     tenants: Iterable[Tenant] = (),
     whole_first: bool = True,
-    are_stages_grouped: bool = True,
 ) -> Plan:
     """`devices`: those of the profile's kind that may be used. IntentError. `whole_first`: see
-    `MemoryModel.need`. `are_stages_grouped`: a stage may be of several devices."""
+    `MemoryModel.need`."""
     validate(intent)
     there, memory = list(devices), MemoryModel(profile)
-    estimates = [
-        one
-        for one in estimate_all(profile, intent, degrees=degrees, max_stages=max_stages)
-        if are_stages_grouped or 1 in (one.configuration.tp, one.configuration.pp)
-    ]
+    estimates = estimate_all(profile, intent, degrees=degrees, max_stages=max_stages)
     try:
         allowed = rank(estimates, intent)
     except UnmetError as unmet:
@@ -98,4 +94,5 @@ def _without_room(
             best = one
             break
     refusal = next(one.refusal for one in judged if one.configuration == best.configuration)
-    return Plan(judged, reason=refusal, best=best, ways=ways)
+    free = {one.worker: one.free_bytes for one in devices}
+    return Plan(judged, reason=refusal, best=best, ways=ways, free_bytes=free)

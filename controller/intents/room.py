@@ -17,6 +17,7 @@ from bus.messages import PRECISIONS, Precision
 from bus.shapes import natural
 from controller.intents.fitting import Device, Refusal, fit
 from controller.intents.memory import Need
+from controller.intents.words import sized
 
 Kind = Literal["resize", "swap", "retire"]
 
@@ -153,7 +154,7 @@ def _step(kind: Kind, tenant: Tenant, freed_bytes: int) -> Step:
 
 
 _SAYS: dict[Kind, Callable[[Step], str]] = {
-    "resize": lambda one: f"shrink the KV cache of {one.target} by {one.freed_bytes} bytes",
-    "swap": lambda one: f"hold the layers of {one.target} in {one.precision} ({one.freed_bytes} bytes)",
-    "retire": lambda one: f"retire deployment {one.target} ({one.freed_bytes} bytes)",
+    "resize": lambda one: f"shrink the KV cache of {one.target} by {sized(one.freed_bytes)}",
+    "swap": lambda one: f"hold the layers of {one.target} in {one.precision} ({sized(one.freed_bytes)})",
+    "retire": lambda one: f"retire deployment {one.target} ({sized(one.freed_bytes)})",
 }

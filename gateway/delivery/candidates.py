@@ -40,7 +40,7 @@ class Candidates:
         return [self._candidate(ready, refused_by) for ready in self._cluster.ready(model)]
 
     def _candidate(self, ready: Ready, refused_by: frozenset[Target]) -> Candidate:
-        """Of an instance of one worker; what belongs to groups is asked for only where there is one."""
+        """Of an instance whose requests are one worker's; what belongs to groups is asked for only there."""
         card, worker = ready.card, self._worker(ready)
         max_tokens = self._cluster.tokens_of(card, worker.of_shape)
         alone = Candidate(
@@ -58,7 +58,8 @@ class Candidates:
             free_tokens=_free_tokens(worker, [worker]),
             parts=self._cluster.parts_groups and bool(card.tokens_at),
         )
-        return alone if card.tp == 1 else self._group(alone, worker, refused_by)
+        is_group = card.tp > 1 and card.pp == 1  # of stages the leader alone has requests, whatever its degree
+        return self._group(alone, worker, refused_by) if is_group else alone
 
     def _group(self, leader: Candidate, leading: _Worker, refused_by: frozenset[Target]) -> Candidate:
         """With what its members have to do: each plans its own, and the KV cache is one."""

@@ -39,10 +39,13 @@ ENGINE: Final = ["model_name", "engine"]
 OUTCOMES: Final[tuple[MorphOutcome, ...]] = ("applied", "deferred", "stale", "conflict", "failed")
 
 _PRESSURE: Final = ("kv_usage", "queue_delay", "preemptions")
+_AWAY: Final = ("retirement", "replaced", "undone", "orphan")
 CAUSES: Final[dict[MorphKind, tuple[Cause, ...]]] = {
     "resize": (*_PRESSURE, "order"),
     "swap": (*_PRESSURE, "ease", "layer_limit", "order"),
-    "transform": ("long_request", "no_long_request", "order"),
+    "transform": ("long_request", "no_long_request", "order", "deployment", *_AWAY),
+    "deploy": ("deployment", "better", "packed"),
+    "retire": _AWAY,
 }
 
 DISTRIBUTIONS: Final = {

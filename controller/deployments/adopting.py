@@ -1,0 +1,130 @@
+"""What workers serve although no record tells of it, or tells of it as it was. Pure.
+
+==============================================  ============================================================
+a worker lost its lease and came back with      the deployment that it was loaded for has it still: its
+what it serves                                  record gets the new epoch, nothing is loaded again
+Redis lost its data, and the controller, who    cards alone tell what was deployed: a record is made of
+would have written it again, started anew       them, and the model is registered from the folder it is in
+==============================================  ============================================================
+
+What was wanted of a deployment no card tells: its shape is taken for that, and is fixed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from bus.catalogue import Contents
+from bus.deployments import Configuration, Deployment, Intent, ModelCard, Stage
+from bus.messages import InstanceCard
+from bus.shapes import natural
+from controller.deployments.decisions import Decision, deploy_id, deployment_of, instance_at
+from controller.deployments.picture import Device, Picture
+
+_DEPLOY = re.compile(r"(?P<deployment>[^-]+)-(?P<load>[0-9]+)-.+")  # `deploy_id`
+
+
+def kept(deployment: Deployment, picture: Picture) -> Decision | None:
+    """Of one that serves. A pipeline does not outlive the lease of a stage."""
+    if len(deployment.stages) > 1:
+        return None
+    epochs = {
+        worker: device.card.epoch if (device := _still_at(deployment, worker, picture)) else epoch
+        for worker, epoch in deployment.epochs.items()
+    }
+    return Decision(record=replace(deployment, epochs=epochs)) if epochs != deployment.epochs else None
+
+
+def _still_at(deployment: Deployment, worker: str, picture: Picture) -> Device | None:
+    """The worker, if it has what this deployment loaded there."""
+    device = picture.workers.get(worker)
+    card = device.instance(instance_at(deployment, worker)) if device and device.takes_orders else None
+    return device if card and card.deployed == deploy_id(deployment, worker) else None
+
+
+def folders_of_unknown(contents: Contents, picture: Picture) -> set[str]:
+    """Of models that are deployed and not registered."""
+    cards = [card for shown in _unknown(contents, picture).values() for card in shown]
+    return {card.model_path for card in cards if card.model not in contents.models}
+
+
+def adopted(contents: Contents, picture: Picture) -> Iterator[Decision]:
+    """Records of what is served and was forgotten."""
+    if not picture.is_settled:
+        return
+    for cards in _unknown(contents, picture).values():
+        lead = cards[0]
+        if record := _deployment_of(lead, _stages_of(cards), picture):
+            model = _model_of(lead, picture)
+            if model and model.name not in contents.models:
+                contents = contents.with_record(model)
+                yield Decision(record=model, told=True)
+            yield Decision(record=record, told=True)
+
+
+def _unknown(contents: Contents, picture: Picture) -> dict[str, list[InstanceCard]]:
+    """By deployment, of its last load, the instances that lead or are alone."""
+    found: dict[tuple[str, int], list[InstanceCard]] = defaultdict(list)
+    for device in picture.workers.values():
+        for card in device.card.instances if device.takes_orders else ():
+            told = _DEPLOY.fullmatch(card.deployed)
+            if (
+                told
+                and told["deployment"] not in contents.deployments
+                and card.workers[:1] == [device.card.id]
+            ):
+                found[told["deployment"], int(told["load"])].append(card)
+    return {
+        name: sorted(found[name, load], key=lambda card: natural(card.id)) for name, load in sorted(found)
+    }
+
+
+def _stages_of(cards: Sequence[InstanceCard]) -> list[Stage]:
+    """Several that are alone are a group whose members lost each other."""
+    lead, workers = cards[0], [card.workers[0] for card in cards]
+    if lead.stages:
+        return lead.stages
+    is_parted = len(workers) in lead.degrees and all(card.tp == card.pp == 1 for card in cards)
+    return [Stage(workers=workers if is_parted else lead.workers, first=0, end=lead.num_layers)]
+
+
+def _deployment_of(card: InstanceCard, stages: list[Stage], picture: Picture) -> Deployment | None:
+    """None: not all of its workers are there, or it is a pipeline that does not tell its stages."""
+    there = [picture.workers.get(worker) for stage in stages for worker in stage.workers]
+    if len(stages) != card.pp or None in there:
+        return None
+    told = _DEPLOY.fullmatch(card.deployed)
+    assert told
+    shape = Configuration(tp=len(stages[0].workers), pp=card.pp, precision=card.precision)
+    return Deployment(
+        id=deployment_of(card.deployed),
+        model=card.model,
+        intent=Intent(tp=shape.tp, pp=shape.pp, precision=shape.precision),
+        state="serving",
+        reason=f"{card.workers[0]} serves it; its record was lost, and its intent: it keeps its shape",
+        configuration=shape,
+        stages=stages,
+        instance=card.id,
+        since_ms=picture.now_ms,
+        loads=int(told["load"]),
+        epochs={device.card.id: device.card.epoch for device in there if device},
+    )
+
+
+def _model_of(card: InstanceCard, picture: Picture) -> ModelCard | None:
+    """None: its folder is no model any more."""
+    checkpoint = picture.checkpoints.get(card.model_path)
+    if checkpoint is None:
+        return None
+    return ModelCard(
+        name=card.model,
+        path=card.model_path,
+        digest=checkpoint.digest,
+        num_layers=checkpoint.num_layers,
+        state="registered",
+        reason=f"{card.workers[0]} serves it; its record was lost",
+        since_ms=picture.now_ms,
+    )
