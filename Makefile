@@ -8,10 +8,10 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy gpu demo-model compose-test clean
+.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy bench-profile-load gpu demo-model compose-test clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  INSTAR_PORT=9000 INSTAR_WORKERS=2 MODEL=path/to/model make serve"
 
@@ -67,6 +67,9 @@ bench-estimate: $(VENV)/.dev ## what two layers tell of whole models, against re
 
 bench-deploy: $(VENV)/.dev ## models deployed by intent against fixed configurations; a quarter of an hour
 	@$(BIN)/python -m bench.deploy
+
+bench-profile-load: $(VENV)/.dev ## what requests feel of a model that is profiled on their worker; a quarter of an hour
+	@$(BIN)/python -m bench.profile_load
 
 gpu: ## kernels, engine, groups and decoding on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu

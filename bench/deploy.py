@@ -1,12 +1,14 @@
 """Models deployed by intent on the real service, against configurations that are fixed.
 
-    python -m bench.deploy [--quick] [--rounds 3] [--seconds 3]
+    python -m bench.deploy [--quick] [--rounds 2] [--seconds 4] [--models demo 30M 60M]
 
 Four workers that start without a model; the demo model and dummies of 30M and 60M parameters, registered and
 measured by the service itself. For each intent (latency, cost, memory, GPU-hours, a limit of latency) the
 service chooses; against it stand the largest degree of tensor parallelism, the most stages, and one worker,
-all unquantised. Every configuration is deployed, asked real requests of the intent's lengths one at a time,
-and retired, in turns for several rounds. What several intents choose is deployed by each of them in turn.
+all unquantised. As many configurations as there are workers for are deployed side by side, each under a name
+of its own, and asked by turns, one request of the intent's lengths at a time: what disturbs the machine
+disturbs them alike. Then they are retired, and the others follow; in the next round the other way round.
+What several intents choose is deployed by each of them in turn.
 
 Bar: of each intent its own quantity is better than that of every fixed configuration, unless it chose that
 very one. Memory is whole pages of weights on all workers and the KV of a request. The machine should be
@@ -20,24 +22,23 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.deploy_picture import draw
-from bench.deploy_report import FIXED, Chosen, Run, intents_of, report, say_card
-from bench.deploy_service import DeployService, running
+from bench.deploy_report import FIXED, NUM_WORKERS, Chosen, Run, batches, intents_of, report, say_card
+from bench.deploy_service import DeployService, Placed, running
 from bench.offline import say
 from bench.serving_setup import model_folder
 from bus.deployments import Configuration, Intent
 from tests.service import DEMO_MODEL
 
-DUMMIES = ("30M", "60M")
-NUM_WORKERS = 4
+MODELS = ("demo", "30M", "60M")
 REQUEST = Intent(prompt_tokens=160, output_tokens=32)
-LEAST_REQUESTS = 2  # of a configuration in a round
+LEAST_REQUESTS = 3  # of a configuration in a round
 RESULT = Path(__file__).with_name("results") / "deploy.json"
 
 
@@ -46,19 +47,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="the demo model, one round; a minute or two")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for a configuration in a round")
-    parser.add_argument("--dummies", nargs="*", default=DUMMIES, metavar="SIZE", help="30M 60M")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=4.0, help="for a configuration in a round")
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="demo, or a dummy's size")
     args = parser.parse_args()
     rounds = 1 if args.quick else args.rounds
     began = time.perf_counter()
     with (
-        models(() if args.quick else args.dummies) as folders,
+        models(MODELS[:1] if args.quick else args.models) as folders,
         tempfile.TemporaryDirectory() as host,
         running(NUM_WORKERS, host) as service,
     ):
         profiling = {name: service.register(name, str(folder)) for name, folder in folders.items()}
         say(", ".join(f"{name} is measured ({took:.0f} s)" for name, took in profiling.items()))
+        for model, folder in folders.items():
+            for name in names_of(model)[1:]:  # the same folder is not measured again
+                service.register(name, str(folder))
         chosen = [one for name in folders for one in choices(service, name)]
         runs = [
             run
@@ -71,7 +75,7 @@ def main() -> int:
     say_card(found)
     result: dict[str, Any] = {"bench": "deploy", **found, "rounds": rounds, "seconds_each": args.seconds}
     result |= {"quick": args.quick, "seconds": round(time.perf_counter() - began, 1)}
-    if not args.quick:
+    if not args.quick and tuple(args.models) == MODELS:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(result) + "\n")
         draw(found, RESULT.with_suffix(".png"))
@@ -80,15 +84,22 @@ def main() -> int:
 
 
 @contextmanager
-def models(dummies: Sequence[str]) -> Iterator[dict[str, Path]]:
+def models(names: Sequence[str]) -> Iterator[dict[str, Path]]:
     """Folders by name, with a tokenizer, and without what was measured before."""
     with ExitStack() as stack:
-        demo = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="instar-bench-"))) / "demo"
-        demo.mkdir()
+        yield {
+            name: stack.enter_context(demo_folder() if name == "demo" else model_folder(name))
+            for name in names
+        }
+
+
+@contextmanager
+def demo_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="instar-bench-") as folder:
         for file in DEMO_MODEL.iterdir():
             if file.is_file():
-                (demo / file.name).symlink_to(file)
-        yield {"demo": demo} | {name: stack.enter_context(model_folder(name)) for name in dummies}
+                (Path(folder) / file.name).symlink_to(file)
+        yield Path(folder)
 
 
 def choices(service: DeployService, model: str) -> list[Chosen]:
@@ -118,44 +129,68 @@ def play(
     for one in {one.configuration for one in chosen if one.model == model}:
         by = [each for each in chosen if each.model == model and each.configuration == one]
         wanted[one] = by[number % len(by)].intent
-    order = sorted(wanted, key=lambda one: (one.num_devices, one.tp, one.precision))
-    for one in order[number % len(order) :] + order[: number % len(order)]:
-        yield measure(service, model, wanted[one], one, number, seconds)
+    together = batches(wanted)
+    for batch in reversed(together) if number % 2 else together:
+        yield from measure(service, model, {one: wanted[one] for one in batch}, number, seconds)
+
+
+def names_of(model: str) -> list[str]:
+    """Under which it is deployed side by side with itself: a request names one of them."""
+    return [model, *(f"{model}-{number}" for number in range(2, NUM_WORKERS + 1))]
 
 
 def measure(
-    service: DeployService,
-    model: str,
-    intent: Intent,
-    configuration: Configuration,
-    number: int,
-    seconds: float,
-) -> Run:
-    """RuntimeError where the service deploys something else than it planned."""
-    began = time.perf_counter()
-    placed = service.deploy(model, intent)
-    loaded_s = time.perf_counter() - began
-    if placed.configuration != configuration:
-        raise RuntimeError(f"{model} for {intent}: planned {configuration}, deployed {placed.configuration}")
-    service.warm_up(model, intent)
+    service: DeployService, model: str, wanted: Mapping[Configuration, Intent], number: int, seconds: float
+) -> list[Run]:
+    """Side by side. RuntimeError where the service deploys something else than it planned."""
+    placed: dict[Configuration, Placed] = {}
+    loaded_s: dict[Configuration, float] = {}
+    for name, (configuration, intent) in zip(names_of(model), wanted.items(), strict=False):
+        began = time.perf_counter()
+        placed[configuration] = service.deploy(name, intent)
+        loaded_s[configuration] = time.perf_counter() - began
+        if (found := placed[configuration].configuration) != configuration:
+            raise RuntimeError(f"{model} for {intent}: planned {configuration}, deployed {found}")
+        service.warm_up(name, intent)
     before, since = service.cpu_seconds(), time.perf_counter()
-    took: list[float] = []
-    while len(took) < LEAST_REQUESTS or sum(took) < seconds:
-        took.append(service.request(model, intent, seed=len(took)))
+    took = by_turns(service, placed, wanted, seconds)
     wall_s, after = time.perf_counter() - since, service.cpu_seconds()
-    memory = service.memory_bytes(placed, intent)
-    service.retire(placed.id)
-    run = Run(
-        model=model,
-        configuration=configuration,
-        round=number,
-        seconds=took,
-        memory_bytes=memory,
-        others_cores=(after.others - before.others) / wall_s,
-        loaded_s=loaded_s,
-    )
-    say(f"round {number}, {run}")
-    return run
+    runs = [
+        Run(
+            model=model,
+            configuration=one,
+            round=number,
+            seconds=took[one],
+            memory_bytes=service.memory_bytes(placed[one], wanted[one]),
+            others_cores=(after.others - before.others) / wall_s,
+            loaded_s=loaded_s[one],
+        )
+        for one in placed
+    ]
+    for each in placed.values():
+        service.retire(each.id)
+    for run in runs:
+        say(f"round {number}, {run}")
+    return runs
+
+
+def by_turns(
+    service: DeployService,
+    placed: Mapping[Configuration, Placed],
+    wanted: Mapping[Configuration, Intent],
+    seconds: float,
+) -> dict[Configuration, list[float]]:
+    """Seconds of each request: the same ones of all, for so long each on average. Who is asked first changes
+    with every turn."""
+    took: dict[Configuration, list[float]] = {one: [] for one in placed}
+    order, ends = list(placed), time.perf_counter() + seconds * len(placed)
+    turn = 0
+    while turn < LEAST_REQUESTS or time.perf_counter() < ends:
+        for one in order:
+            took[one].append(service.request(placed[one].model, wanted[one], seed=turn))
+        order = [*order[1:], order[0]]
+        turn += 1
+    return took
 
 
 if __name__ == "__main__":

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from bench.offline import say
 from bus.deployments import Configuration, Intent
 
+NUM_WORKERS: Final = 4
+MAX_TP: Final = 4
 FIXED: Final = {
-    "maximum TP": Configuration(tp=4),
-    "maximum PP": Configuration(pp=4),
+    "maximum TP": Configuration(tp=MAX_TP),
+    "maximum PP": Configuration(pp=NUM_WORKERS),
     "one worker": Configuration(),
 }  # all unquantised
 LEAST_SLACK: Final = 1.5  # of a limit of latency, over the lowest there is
@@ -93,6 +95,19 @@ def intents_of(request: Intent, cheapest_s: float, fastest_s: float) -> dict[str
         "gpu_hours": replace(request, minimise="gpu_hours"),
         SLO: replace(request, max_latency_s=limit_s),
     }
+
+
+def batches(configurations: Iterable[Configuration]) -> list[list[Configuration]]:
+    """That are deployed side by side, each on workers of its own; groups first, which need empty ones."""
+    found: list[list[Configuration]] = []
+    for one in sorted(configurations, key=lambda one: (-one.num_devices, -one.tp, one.precision)):
+        for batch in found:
+            if sum(each.num_devices for each in batch) + one.num_devices <= NUM_WORKERS:
+                batch.append(one)
+                break
+        else:
+            found.append([one])
+    return found
 
 
 def measured(runs: Sequence[Run]) -> Measured:

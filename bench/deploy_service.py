@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import httpx
 
+from bench.deploy_report import MAX_TP
 from bench.service import CpuSeconds, cpu_seconds, noting_logs
 from bus.deployments import Configuration, Intent
 from tests.empty_service import EmptyService
@@ -20,13 +21,18 @@ from tests.service import wait_for
 
 SETTINGS: Final = {
     "WORKER__PAGE_KIB": "64",
-    "WORKER__MAX_TP": "4",
+    "WORKER__MAX_TP": str(MAX_TP),
     "WORKER__MAX_MODEL_LEN": "1024",
     "WORKER__DTYPE": "float32",
     "WORKER__MEMORY_MB": "640",
     "WORKER__QUANTIZATION": "rtn",  # dummies have nothing to calibrate
     "WORKER__LEASE_S": "10",  # a busy machine is not a dead one
     "GATEWAY__QUEUE_TIMEOUT_S": "300",
+    # Those that are compared have workers of their own: all count as idle when one is deployed, so it gets
+    # the emptiest, and stays there.
+    "CONTROLLER__PLACEMENT": "least-loaded",
+    "CONTROLLER__LOAD_WINDOW_S": "1",
+    "CONTROLLER__CHANGE_COOLDOWN_S": "3600",
     "LOG__LEVEL": "warning",
 }
 MEASURE_S: Final = 300.0  # a model, at most; a minute of steps, and its cuts
@@ -97,9 +103,9 @@ class DeployService(EmptyService):
     # ------------------------------------------------------------------------------------- measuring
 
     def request(self, model: str, intent: Intent, seed: int) -> float:
-        """Seconds of one request of the intent's lengths, to its last token. RuntimeError where it does not
-        get there."""
-        prompt = random.Random(f"{model} {seed}").choices(VOCABULARY, k=intent.prompt_tokens)
+        """Seconds of one request of the intent's lengths, to its last token; the same prompt for the same
+        seed. RuntimeError where it does not get there."""
+        prompt = random.Random(seed).choices(VOCABULARY, k=intent.prompt_tokens)
         body = {"model": model, "prompt": prompt, "max_tokens": intent.output_tokens}
         body |= {"temperature": 0, "ignore_eos": True}
         began = time.perf_counter()
@@ -120,11 +126,14 @@ class DeployService(EmptyService):
         self.request(model, replace(intent, output_tokens=2), seed=-1)
 
     def memory_bytes(self, placed: Placed, intent: Intent) -> int:
-        """Whole pages of weights on all its workers, which serve nothing else, and the KV of the intent's
-        batch at its end."""
+        """Whole pages of weights on all its workers, and the KV of the intent's batch at its end.
+        RuntimeError where a worker has something else, too."""
 
         def look() -> int:
             state = self.state()
+            for one in state["instances"]:
+                if one["model"] != placed.model and set(one["workers"]) & set(placed.workers):
+                    raise RuntimeError(f"{one['id']} is on a worker of {placed}")
             workers = [one for one in state["workers"] if one["id"] in placed.workers]
             (instance,) = [one for one in state["instances"] if one["model"] == placed.model]
             kv = instance["kv"]

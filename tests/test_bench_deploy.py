@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.deploy_picture import draw
-from bench.deploy_report import FIXED, SLO, Chosen, Run, intents_of, report, say_card
+from bench.deploy_report import FIXED, NUM_WORKERS, SLO, Chosen, Run, batches, intents_of, report, say_card
 from bus.deployments import Configuration, Intent
 
 SMALL = Configuration(precision="int4")
@@ -69,6 +69,18 @@ def test_of_two_that_miss_the_limit_the_cheaper_is_better_and_one_that_meets_it_
     found = report(chosen(SMALL), [run(SMALL, 0.9, 1), *FIXED_RUNS[:2], quick[2]])
     row = next(row for row in found["intents"] if row["intent"] == SLO)
     assert [one["verdict"] for one in row["fixed"].values()] == ["better", "better", "worse"]
+
+
+def test_as_many_are_deployed_side_by_side_as_there_are_workers_groups_first() -> None:
+    small = [Configuration(precision=one) for one in ("int8", "int4", "int3")]
+    pair = Configuration(tp=2, precision="int4")
+    by_size = [len(batch) for batch in batches([*small, *FIXED.values(), pair])]
+    assert by_size == [1, 1, 3, 2]
+    for batch in batches([*small, *FIXED.values(), pair]):
+        assert sum(one.num_devices for one in batch) <= NUM_WORKERS
+        assert all(one.tp == 1 for one in batch[1:]), "a group needs empty workers"
+    alone = batches([*small, *FIXED.values()])[-1]
+    assert set(alone) == {*small, Configuration()}, "those of one worker are compared side by side"
 
 
 def test_rounds_are_put_together_and_told_with_their_spread(tmp_path: Path) -> None:
