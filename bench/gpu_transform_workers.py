@@ -59,7 +59,12 @@ def measure(sizes: Workers, device: str, dtype: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="instar-bench-") as folder:
         oracle.save_pretrained(folder)
         # A GPU compiles its kernels for a degree in that degree's first step.
-        options = {"device": device, "dtype": dtype, "page_kib": sizes.page_kib, "group_timeout_s": 60}
+        options: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "page_kib": sizes.page_kib,
+            "group_timeout_s": 60,
+        }
         with group(Path(folder), WORKERS, megabytes=sizes.megabytes, sequences=0, **options) as leader:
             for turn, (tp, groups) in enumerate(PATH):
                 prompts = _begin(leader, sizes, turn)
