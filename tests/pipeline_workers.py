@@ -19,11 +19,14 @@ from worker.engine.build import fill_caches, make_cache
 from worker.engine.engine import Engine, StepResult
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, load_model
+from worker.model.shard import ALONE, Shard
 from worker.morph.executor import MorphExecutor
+from worker.morph.reshard import make_resharder
+from worker.morph.verbs import NoVariants
 from worker.pipeline.build import start_leading
 from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
-from worker.pipeline.pipeline import Behind
+from worker.pipeline.pipeline import Behind, Seat
 from worker.pipeline.stages import Stages
 from worker.service.engine_thread import EngineThread, Snapshot
 
@@ -137,11 +140,20 @@ class StageWorker:
 
 
 def load(
-    folder: Path, pool: PagePool, layers: tuple[int, int], limits: Limits, dtype: torch.dtype
+    folder: Path,
+    pool: PagePool,
+    layers: tuple[int, int],
+    limits: Limits,
+    dtype: torch.dtype,
+    shard: Shard = ALONE,
 ) -> tuple[Model, KVCache]:
     """With as much KV as there is room for."""
-    model = load_model(folder, pool, dtype=dtype, layers=layers)
-    cache = make_cache(pool, model, limits, "m")
+    model = load_model(folder, pool, dtype=dtype, layers=layers, max_tp=shard.size)
+    if shard != ALONE:
+        resharder = make_resharder(model, pool, NoVariants())
+        for layer in range(len(model.layers)):
+            resharder.narrow(layer, shard)
+    cache = make_cache(pool, model, limits, "m", shard=shard)
     fill_caches(pool, [(cache, model, limits)])
     return model, cache
 
@@ -162,20 +174,23 @@ def follow(
     limits: Limits = LIMITS,
     dtype: torch.dtype = torch.float32,
     join_within_s: float = WAIT_S,
+    shard: Shard = ALONE,
 ) -> None:
-    model, cache = load(folder, worker.pool, layers, limits, dtype)
-    part = Part(pipeline, stage, epoch, model, cache, partial(release, model, cache))
+    model, cache = load(folder, worker.pool, layers, limits, dtype, shard)
+    part = Part(pipeline, stage, epoch, model, cache, partial(release, model, cache), shard=shard)
     worker.stages.add(part, join_within_s)
 
 
 class Line:
-    """One instance over workers: layers [bounds[i], bounds[i + 1]) at each. `with` gives everything back."""
+    """One instance over workers: layers [bounds[i], bounds[i + 1]) at each `tp` of them in turn. `with` gives
+    everything back."""
 
     def __init__(
         self,
         folder: Path,
         bounds: list[int],
         *,
+        tp: int = 1,
         blocks: int = 60,
         max_blocks: int = 0,
         workers: list[StageWorker] | None = None,
@@ -185,15 +200,22 @@ class Line:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         parts = list(pairwise(bounds))
-        self.workers = workers or [StageWorker(f"w{i}", timeout_s=timeout_s) for i in range(len(parts))]
+        self.workers = workers or [StageWorker(f"w{i}", timeout_s=timeout_s) for i in range(len(parts) * tp)]
         self.leader, self.id = self.workers[0], f"{name}@{self.workers[0].name}"
-        for i, (worker, layers) in enumerate(zip(self.workers[1:], parts[1:], strict=True), start=1):
-            worker.call(partial(self._follow, folder, worker, layers, i, limits, dtype))
-        behind = [
-            Behind(worker.name, worker.epoch, worker.stages.address, worker.stages.key, *layers)
-            for worker, layers in zip(self.workers[1:], parts[1:], strict=True)
+        for i, worker in enumerate(self.workers[1:], start=1):
+            stage, shard = i // tp, Shard(i % tp, tp)
+            worker.call(partial(self._follow, folder, worker, parts[stage], stage, limits, dtype, shard))
+        seats = [
+            Seat(worker.name, worker.epoch, worker.stages.address, worker.stages.key)
+            for worker in self.workers
         ]
-        model, cache = self.leader.call(partial(load, folder, self.leader.pool, parts[0], limits, dtype))
+        behind = []
+        for stage, layers in enumerate(parts[1:], start=1):
+            first, *others = seats[stage * tp : (stage + 1) * tp]
+            behind.append(Behind(first.worker, first.epoch, first.address, first.key, *layers, tuple(others)))
+        model, cache = self.leader.call(
+            partial(load, folder, self.leader.pool, parts[0], limits, dtype, Shard(0, tp))
+        )
         self._release = partial(release, model, cache)
         if max_blocks:
             self.leader.call(partial(cache.limit, max_blocks))
@@ -204,6 +226,7 @@ class Line:
             cache,
             limits,
             behind,
+            beside=seats[1:tp],
             blocks=blocks,
             timeout_s=timeout_s,
             wake=self.leader.wake,
@@ -219,8 +242,9 @@ class Line:
         stage: int,
         limits: Limits,
         dtype: Any,
+        shard: Shard,
     ) -> None:
-        follow(folder, worker, self.id, layers, stage=stage, limits=limits, dtype=dtype)
+        follow(folder, worker, self.id, layers, stage=stage, limits=limits, dtype=dtype, shard=shard)
 
     def release(self) -> None:
         """The leader's own pages."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +52,15 @@ class Hosts:
             if (stages := place.site.stages)
         }
 
-    def deploy(self, folder: Path, bounds: list[int], **fields: Any) -> list[str]:
-        """A Deploy to every stage's worker; returns their ids."""
+    def deploy(self, folder: Path, bounds: list[int], *, tp: int = 1, **fields: Any) -> list[str]:
+        """A Deploy to every worker of every stage; returns their ids."""
+        names = [place.name for place in self.places]
         stages = [
-            Stage(workers=[place.name], first=first, end=end)
-            for place, first, end in zip(self.places, bounds[:-1], bounds[1:], strict=False)
+            Stage(workers=names[i * tp : (i + 1) * tp], first=first, end=end)
+            for i, (first, end) in enumerate(pairwise(bounds))
         ]
         ids = []
-        for number, place in enumerate(self.places[: len(stages)]):
+        for number, place in enumerate(self.places[: len(stages) * tp]):
             command: dict[str, Any] = {
                 "id": f"d{number}-{time.perf_counter_ns()}",
                 "epoch": 0,
@@ -64,13 +68,18 @@ class Hosts:
                 "model": "long",
                 "path": str(folder),
                 "stages": stages,
-                "stage": number,
+                "stage": number // tp,
                 "epochs": {each.name: 0 for each in self.places},
                 "blocks": 16,
             }
-            place.morphs.begin(Deploy(**(command | fields)), self.peers)
+            with self.at(place):
+                place.morphs.begin(Deploy(**(command | fields)), self.peers)
             ids.append(str(command["id"]))
         return ids
+
+    def at(self, place: Place) -> AbstractContextManager[Any]:
+        """Between two of its steps."""
+        return nullcontext()
 
     def until(self, true: Callable[[], Any], within_s: float = 20.0) -> None:
         deadline = time.monotonic() + within_s
@@ -91,6 +100,41 @@ class Hosts:
         for place in self.places:
             place.engine.close()
             place.morphs.close()
+
+
+class RunningHosts(Hosts):
+    """Each with a thread that steps it: ranks of a stage wait for each other within a step."""
+
+    def __init__(self, *args: Any, **changes: Any) -> None:
+        super().__init__(*args, **changes)
+        self._locks = {place.name: threading.Lock() for place in self.places}
+        self._is_over = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(place,), daemon=True) for place in self.places
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def at(self, place: Place) -> AbstractContextManager[Any]:
+        return self._locks[place.name]
+
+    def until(self, true: Callable[[], Any], within_s: float = 20.0) -> None:
+        deadline = time.monotonic() + within_s
+        while not true():
+            assert time.monotonic() < deadline, "it does not come about"
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        self._is_over = True
+        for thread in self._threads:
+            thread.join()
+        super().close()
+
+    def _run(self, place: Place) -> None:
+        while not self._is_over:
+            with self.at(place):
+                place.step()
+            time.sleep(0.0005)
 
 
 @pytest.fixture
@@ -115,6 +159,11 @@ def test_a_model_comes_in_stages_serves_and_goes_with_every_page(
     assert [end.state for end in hosts.ends(ids)] == ["applied"] * 3, hosts.ends(ids)
     card = hosts.leader.site.residents["long@w0"].card
     assert (card.pp, card.workers, card.num_layers) == (3, ["w0", "w1", "w2"], LAYERS)
+    assert [(stage.workers, stage.first, stage.end) for stage in card.stages] == [
+        (["w0"], 0, 1),
+        (["w1"], 1, 4),
+        (["w2"], 4, 5),
+    ]
     prompt = [5, 6, 7, 8, 9, 10, 11]
     hosts.leader.submit("a", "long", prompt, 12)
     for place in hosts.places:
@@ -127,6 +176,37 @@ def test_a_model_comes_in_stages_serves_and_goes_with_every_page(
     hosts.until(hosts.is_as_before)
     for place in hosts.places:
         place.pool.check_integrity()
+
+
+@pytest.mark.parametrize("variants", [[], ["int4"]], ids=["full", "int4"])
+def test_stages_of_two_ranks_come_each_with_its_share_and_go_with_every_page(
+    first: Path, long: Path, tmp_path: Path, variants: list[str]
+) -> None:
+    hosts = RunningHosts(first, tmp_path, 4, memory_mb=3, max_tp=2, variants=variants)
+    precision = variants[0] if variants else "full"
+    prompt = [5, 6, 7, 8, 9, 10, 11]
+    ends = hosts.ends(hosts.deploy(long, [0, 2, 5], tp=2, precision=precision))
+    assert [end.state for end in ends] == ["applied"] * 4, ends
+    resident = hosts.leader.site.residents["long@w0"]
+    assert (resident.card.tp, resident.card.pp, resident.card.workers) == (2, 2, ["w0", "w1", "w2", "w3"])
+    assert [stage.workers for stage in resident.card.stages] == [["w0", "w1"], ["w2", "w3"]]
+    weights = [int(end.numbers["pages_weights"]) for end in ends]
+    with hosts.at(hosts.leader):
+        hosts.leader.submit("a", "long", prompt, 12)
+    hosts.until(lambda: "a" in hosts.leader.client.ends)
+    with hosts.at(hosts.leader):
+        retired = hosts.leader.retire("long")
+    hosts.until(lambda: hosts.leader._end(retired))
+    hosts.until(hosts.is_as_before)
+    hosts.close()
+    alone = Place(settings_for(first, tmp_path, variants=variants, max_tp=2))
+    end = alone.end_of(alone.deploy("long", long, precision=precision))
+    alone.submit("a", "long", prompt, 12)
+    alone.run()
+    assert hosts.leader.client.tokens["a"] == alone.client.tokens["a"]
+    whole = int(end.numbers["pages_weights"])
+    assert weights[1] < weights[0], "only the leader has embedding and head"
+    assert weights[2] == weights[3] < whole * 3 / 5
 
 
 def test_stages_in_few_bits_make_what_one_worker_makes(first: Path, long: Path, tmp_path: Path) -> None:
@@ -163,6 +243,16 @@ def test_a_pipeline_that_loses_a_stage_goes_with_every_page_and_its_requests_go_
     assert (end.state, end.target) == ("applied", "long@w0")
 
 
+def test_a_stage_that_is_to_leave_waits_for_the_requests_that_run(hosts: Hosts, long: Path) -> None:
+    hosts.ends(hosts.deploy(long, [0, 1, 4, 5]))
+    hosts.leader.submit("a", "long", [1, 2, 3], 50)
+    hosts.until(lambda: hosts.leader.client.tokens.get("a"))
+    _stages(hosts.places[2]).ask_to_end("w2 is draining")
+    hosts.until(lambda: "long@w0" not in hosts.leader.site.residents)
+    assert hosts.leader.client.ends["a"] == "length" and len(hosts.leader.client.tokens["a"]) == 50
+    hosts.until(hosts.is_as_before)
+
+
 def test_a_stage_whose_leader_is_given_up_gives_its_pages_back(hosts: Hosts, long: Path) -> None:
     ids = hosts.deploy(long, [0, 1, 4, 5])
     hosts.until(lambda: _stages(hosts.places[1]).followers)
@@ -182,10 +272,14 @@ def test_the_leader_that_does_not_get_all_stages_serves_nothing(hosts: Hosts, lo
 @pytest.mark.parametrize(
     ("stages", "why"),
     [
-        ([Stage(workers=["w0", "w1"], first=0, end=2), Stage(workers=["w2"], first=2, end=5)], "one each"),
+        ([Stage(workers=["w0", "w1"], first=0, end=2), Stage(workers=["w2"], first=2, end=5)], "same degree"),
+        (
+            [Stage(workers=["w0", "w1"], first=0, end=2), Stage(workers=["w2", "w2"], first=2, end=5)],
+            "places",
+        ),
         ([Stage(workers=["w0"], first=0, end=2), Stage(workers=["w1"], first=3, end=5)], "layer 2 is next"),
         ([Stage(workers=["w0"], first=0, end=2), Stage(workers=["w1"], first=2, end=4)], "the model has 5"),
-        ([Stage(workers=["w0"], first=0, end=2), Stage(workers=["w0"], first=2, end=5)], "has two stages"),
+        ([Stage(workers=["w0"], first=0, end=2), Stage(workers=["w0"], first=2, end=5)], "has two places"),
         ([Stage(workers=["w0"], first=0, end=2), Stage(workers=["w9"], first=2, end=5)], "cannot be reached"),
     ],
 )

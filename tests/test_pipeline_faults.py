@@ -30,10 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vanish(worker: StageWorker) -> None:
     """As a process that is killed: its connections end, nobody says anything."""
     worker.stages._door.close()
-    hops = [*worker.stages._hops, *(each._next for each in worker.stages.followers if each._next)]
-    for hop in hops:
+    followers = worker.stages.followers
+    for hop in [*worker.stages._hops, *(hop for each in followers for hop in each._next)]:
         hop.is_closed = True
         hop._hang_up()
+    for each in followers:
+        each._ranks.close()
     worker.thread.stop()
 
 
@@ -81,6 +83,60 @@ def test_a_stage_that_dies_ends_the_pipeline_and_nobody_keeps_a_page(folder: Pat
         line.submit("late", [1], 3)
         line.leader.wait_ends("late")
         assert line.leader.ends["late"].startswith(RETIRED)
+
+
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_a_rank_that_dies_ends_the_pipeline_and_nobody_keeps_a_page(folder: Path, which: int) -> None:
+    with Line(folder, [0, 1, 4], tp=2) as line:
+        let_go(line)
+        names = busy(line)
+        vanish(line.workers[which])
+        check_all_went_elsewhere(line, names, "gone")
+        wait_empty(*(worker for worker in line.workers if worker is not line.workers[which]))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_a_rank_that_fails_in_a_step_leaves_no_other_in_its_sums(folder: Path, which: int) -> None:
+    with Line(folder, [0, 1, 4], tp=2) as line:
+        let_go(line)
+        names = busy(line)
+        worker = line.workers[which]
+        model = worker.stages.followers[0].part.model if which else line.instance.part
+
+        def poison(*args: Any) -> torch.Tensor:
+            raise RuntimeError("a bad kernel")
+
+        worker.call(lambda: setattr(model.layers[-1], "feed_forward", poison))
+        check_all_went_elsewhere(line, names, "")
+        wait_empty(*line.workers)
+
+
+def test_a_leader_of_ranks_that_dies_leaves_no_page_anywhere(folder: Path) -> None:
+    with Line(folder, [0, 1, 4], tp=2) as line:
+        busy(line)
+        for hop in line.instance.pipeline._hops:
+            hop.is_closed = True
+            hop._hang_up()
+        line.instance.ranks.close()
+        line.leader.thread.stop()
+        wait_empty(*line.workers[1:])
+
+
+def test_a_rank_that_hangs_holds_the_others_no_longer_than_the_timeout(folder: Path) -> None:
+    with Line(folder, [0, 1, 4], tp=2, timeout_s=2.5) as line:  # more than the second between signs of life
+        let_go(line)
+        names = busy(line)
+        awake = threading.Event()
+
+        def hang() -> None:
+            awake.wait(WAIT_S)
+
+        line.workers[1].thread._inbox.put(hang)
+        began = time.monotonic()
+        check_all_went_elsewhere(line, names, "rank of stage 0")
+        assert time.monotonic() - began < 10
+        awake.set()
+        wait_empty(*line.workers)
 
 
 def test_a_leader_that_dies_leaves_no_page_at_any_stage(folder: Path) -> None:

@@ -54,11 +54,14 @@ def generate(oracle: Any, prompt: list[int], n: int = NUM_NEW) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("bounds", [[0, 1, 5], [0, 3, 5], [0, 1, 2, 4, 5]], ids=str)
+@pytest.mark.parametrize(
+    ("bounds", "tp"),
+    [([0, 1, 5], 1), ([0, 3, 5], 1), ([0, 1, 2, 4, 5], 1), ([0, 4, 5], 2), ([0, 1, 3, 5], 2)],
+)
 def test_uneven_stages_give_what_generate_gives(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], bounds: list[int]
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], bounds: list[int], tp: int
 ) -> None:
-    with Line(folder, bounds) as line:
+    with Line(folder, bounds, tp=tp) as line:
         for i, prompt in enumerate(prompts):
             line.submit(str(i), prompt, NUM_NEW)
         line.leader.wait_ends(*map(str, range(len(prompts))))
@@ -70,10 +73,11 @@ def test_uneven_stages_give_what_generate_gives(
         assert all(worker.is_empty() for worker in line.workers)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 def test_cancels_and_preemptions_change_no_token(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], tp: int
 ) -> None:
-    with Line(folder, [0, 2, 3, 5], blocks=30, max_blocks=30) as line:
+    with Line(folder, [0, 2, 3, 5], tp=tp, blocks=30, max_blocks=30) as line:
         for i, prompt in enumerate(prompts):
             line.submit(str(i), prompt, NUM_NEW)
             line.submit(f"gone {i}", prompt[::-1], 40)
@@ -90,10 +94,11 @@ def test_cancels_and_preemptions_change_no_token(
         line.leader.call(line.leader.engine.check_integrity)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 def test_blocks_that_move_at_the_leader_move_at_every_stage_behind_what_is_on_its_way(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], tp: int
 ) -> None:
-    with Line(folder, [0, 1, 4, 5]) as line:
+    with Line(folder, [0, 1, 4, 5], tp=tp) as line:
         resizer = KVResizer(line.instance, line.instance.cache, reserve_pages=0, useful_pages=10_000)
         for i, prompt in enumerate(prompts):
             line.submit(str(i), prompt, NUM_NEW)
@@ -116,8 +121,8 @@ def _vacate(resizer: KVResizer) -> None:
 def test_logprobs_do_not_depend_on_where_the_model_is_cut(folder: Path, prompts: list[list[int]]) -> None:
     asked = {"logprobs": 2, "prompt_logprobs": 1}
     answers = []
-    for bounds in ([0, 2, 5], [0, 1, 3, 5]):
-        with Line(folder, bounds) as line:
+    for bounds, tp in (([0, 2, 5], 2), ([0, 1, 3, 5], 1)):
+        with Line(folder, bounds, tp=tp) as line:
             line.submit("a", prompts[4], 4, **asked)
             line.submit("b", prompts[3], 4, **asked)
             line.leader.wait_ends("a", "b")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,12 +52,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def working(settings: RedisSettings, folder: Path, name: str) -> AsyncIterator[StageBench]:
-    fields = settings_for(folder, folder, models=[], may_be_empty=True, group_host="127.0.0.1", id=name)
-    changes = fields.model_dump(exclude={"lease_s"}) | {"telemetry_s": 0.05, "idle_telemetry_s": 0.2}
+async def working(
+    settings: RedisSettings, folder: Path, name: str, **changes: Any
+) -> AsyncIterator[StageBench]:
+    empty = {"models": [], "may_be_empty": True, "group_host": "127.0.0.1", "id": name}
+    fields = settings_for(folder, folder, **(empty | changes))
+    dumped = fields.model_dump(exclude={"lease_s"}) | {"telemetry_s": 0.05, "idle_telemetry_s": 0.2}
     async with (
         connect(settings, source="test") as bus,
-        started(StageBench(bus, settings, folder=folder, worker=name), **changes) as bench,
+        started(StageBench(bus, settings, folder=folder, worker=name), **dumped) as bench,
     ):
         yield bench
 
@@ -69,10 +74,15 @@ async def pair(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[tup
         yield leader, follower
 
 
-async def deploy(pair: tuple[StageBench, StageBench], name: str) -> None:
-    stages = [Stage(workers=["w0"], first=0, end=1), Stage(workers=["w1"], first=1, end=LAYERS)]
-    epochs = {each.worker: await each.epoch() for each in pair}
-    for number, each in enumerate(pair):
+async def deploy(benches: Sequence[StageBench], name: str) -> None:
+    """In two stages, each on half of the workers."""
+    names, tp = [each.worker for each in benches], len(benches) // 2
+    stages = [
+        Stage(workers=names[:tp], first=0, end=1),
+        Stage(workers=names[tp:], first=1, end=LAYERS),
+    ]
+    epochs = {each.worker: await each.epoch() for each in benches}
+    for number, each in enumerate(benches):
         command = Deploy(
             id=f"{name}-{each.worker}",
             epoch=epochs[each.worker],
@@ -80,11 +90,11 @@ async def deploy(pair: tuple[StageBench, StageBench], name: str) -> None:
             model="second",
             path=str(each.folder / "second"),
             stages=stages,
-            stage=number,
+            stage=number // tp,
             epochs=epochs,
         )
         await each.bus.publish(each.bus.names.control(each.worker), command)
-    for each in pair:
+    for each in benches:
         report = await each.ended(f"{name}-{each.worker}")
         assert report.state == "applied", report
 
@@ -108,11 +118,60 @@ async def test_two_workers_serve_one_instance_until_one_of_them_leaves(
     await leader.until(lambda: _is_empty(leader))
 
 
+@pytest.mark.faults
+@pytest.mark.slow
+async def test_a_follower_that_drains_leaves_when_the_requests_have_ended(
+    pair: tuple[StageBench, StageBench],
+) -> None:
+    leader, follower = pair
+    await deploy(pair, "d")
+    await leader.submit("a", [1, 2, 3], 50, instance="second@w0")
+    await leader.until(lambda: leader.tokens("a"))
+    follower.stop.set()
+    await leader.until(lambda: leader.end("a"))
+    assert leader.end("a") == "length"
+    assert follower.task
+    await asyncio.wait_for(asyncio.shield(follower.task), 20.0)
+    await leader.until(lambda: _is_empty(leader))
+
+
 async def _is_empty(bench: StageBench) -> bool:
     assert bench.loaded and bench.loaded.site
     pool = bench.loaded.site.pool
     await asyncio.sleep(0.02)
     return not await bench.instances() and pool.num_free == pool.num_pages
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+async def test_two_stages_of_two_ranks_serve_one_instance_until_a_rank_leaves(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        benches = [
+            await stack.enter_async_context(working(redis_settings, folder, f"w{i}", max_tp=2))
+            for i in range(4)
+        ]
+        leader, last = benches[0], benches[3]
+        await deploy(benches, "d")
+        (card,) = await leader.instances()
+        assert (card.tp, card.pp, card.workers) == (2, 2, ["w0", "w1", "w2", "w3"])
+        await leader.submit("a", [1, 2, 3], 10, instance="second@w0")
+        await leader.until(lambda: leader.end("a") == "length")
+        whole = Stage(workers=["w3"], first=0, end=LAYERS)
+        fields: dict[str, Any] = {"instance": "beside@w3", "model": "beside", "path": str(folder / "second")}
+        beside = Deploy(id="beside", epoch=await last.epoch(), stages=[whole], **fields)
+        await last.bus.publish(last.bus.names.control("w3"), beside)
+        assert (await last.ended("beside")).state == "applied"
+        (card,) = await last.instances()
+        assert (card.degrees, (await last.card()).link) == ([1], ""), "it joins no group beside its rank"
+        await leader.submit("b", [1, 2, 3], 60, instance="second@w0")
+        await leader.until(lambda: leader.tokens("b"))
+        await last.aclose()
+        await leader.until(lambda: leader.end("b"))
+        assert leader.tokens("b")[:10] == leader.tokens("a")[: len(leader.tokens("b"))]
+        for each in benches[:3]:
+            await leader.until(partial(_is_empty, each))
 
 
 @pytest.mark.faults

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Container
+from functools import partial
 
 from bus.messages import Deploy, Morph, Retire
 from worker.deploy.arrival import ArrivalRun, CardOf
@@ -15,10 +17,17 @@ from worker.morph.groups import Peers
 from worker.morph.run import Clock
 from worker.morph.target import Target
 from worker.pipeline.arrivals import FollowerArrival, LeaderArrival
+from worker.pipeline.split import leader_of
 
 # Of the time, while the engine is busy: on a CPU loading takes cores and memory from the steps. A swap, which
 # is a matter of some layers, takes less; at its share a load would take minutes.
 LOAD_SHARE = 0.25
+
+
+# For requests to end before a stage elsewhere leaves; that worker does not wait longer than it may itself.
+GOING_WAIT_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 class SiteDeployments:
@@ -43,17 +52,19 @@ class SiteDeployments:
         site.add_target, site.drop_target = add, drop
         self._wake, self._is_busy = wake, is_busy
 
-        def lost(instance: str, reason: str) -> None:
+        def retire(instance: str, reason: str, wait_s: float) -> None:
+            log.info("%s is retired: %s", instance, reason)
             name = f"lost-{instance}-{time.time_ns()}"
-            begin(lambda epoch: Retire(id=name, epoch=epoch, instance=instance, wait_s=0))
+            begin(lambda epoch: Retire(id=name, epoch=epoch, instance=instance, wait_s=wait_s))
 
-        site.on_lost = lost
+        site.on_lost = partial(retire, wait_s=0.0)
+        site.on_going = partial(retire, wait_s=GOING_WAIT_S)
 
     def deploy(self, command: Deploy, peers: Peers) -> ArrivalRun:
         loader, card_of, clock = self._loader, self._card_of, self._clock
         if len(command.stages) < 2:
             return ArrivalRun(command, self.site, loader, card_of, clock=clock)
-        if command.stage:
+        if self.site.worker != leader_of(command):
             return FollowerArrival(command, self.site, loader, card_of, clock=clock)
         return LeaderArrival(command, self.site, loader, card_of, peers, clock=clock)
 

@@ -28,18 +28,17 @@ from worker.model.hollow import hollow_model, mapped
 from worker.model.layout import ModelPlan, RangePlan, plan_model
 from worker.model.model import DTYPES
 from worker.model.quantized_layout import BITS
-from worker.model.shard import Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
 from worker.model.weights import LoadedRange
 from worker.morph.host_images import find_matrices
 from worker.morph.outcome import NotApplied
-from worker.morph.ranges import half_of
+from worker.morph.ranges import Pages, half_of, spans_of
 from worker.morph.resizer import KVResizer
 from worker.morph.source_copy import SourceCopy
 from worker.morph.target import Target
 from worker.morph.variants import LayerVariants
 from worker.morph.verbs import CopyJob, NoVariants, Variants, reserve_pages
-from worker.pipeline.split import own_part
+from worker.pipeline.split import check_degree, own_part, own_shard
 from worker.profile.order import load_order
 
 MayGoOn = Callable[[], bool]
@@ -69,6 +68,7 @@ class Newcomer:
         self.command, self.site = command, site
         self.settings, self.pool = site.settings, site.pool
         self.told = ""  # how far the images are
+        self.shard = own_shard(command, site.worker)
         self.variants: Variants = NoVariants()
         self.cache: KVCache | None = None
         self._model: Model | None = None
@@ -84,11 +84,12 @@ class Newcomer:
                 "failed", f"this worker keeps no {command.precision} variants; there are {there_are}"
             )
         self.folder = Path(command.path).expanduser().resolve()
-        self.config: ModelConfig = own_part(read_config(self.folder), command)
+        self.config: ModelConfig = own_part(read_config(self.folder), command, self.site.worker)
         dtype = dtype_of(settings.dtype, self.pool.backend.device) or self.config.dtype
         if dtype not in DTYPES:
             raise ModelError(f"{self.folder}: dtype {dtype} is not supported")
         self.plan: ModelPlan = plan_model(self.config, dtype, self.pool.page_bytes, settings.max_tp)
+        check_degree(self.config, self.shard.size, settings.max_tp)
         is_dummy = settings.load_format == "dummy"
         self.source: Weights = RandomWeights() if is_dummy else Checkpoint(self.folder)
         self.source.check([source for part in self.plan.ranges() for source in part.sources])
@@ -137,7 +138,7 @@ class Newcomer:
     def reserve(self) -> None:
         """Addresses of the weights."""
         settings = self.settings
-        self._model = hollow_model(self.config, self.plan, self.source, self.pool)
+        self._model = hollow_model(self.config, self.plan, self.source, self.pool, self.shard)
         self.limits = Shape(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -151,7 +152,7 @@ class Newcomer:
             self.variants = LayerVariants(
                 self.model, self.pool, precisions=list(self._matrices), matrices=self._matrices
             )
-        self.cache = make_cache(self.pool, self.model, self.limits, self.command.model)
+        self.cache = make_cache(self.pool, self.model, self.limits, self.command.model, shard=self.shard)
         self.pieces = [*self._ends(), *self._halves()]
 
     @property
@@ -226,26 +227,27 @@ class Newcomer:
     def _whole(
         self, loaded: LoadedRange, plan: RangePlan, install: Callable[[], None] = lambda: None
     ) -> Piece:
-        """From the checkpoint, in full precision."""
+        """From the checkpoint, in full precision: what the shard has of it."""
+        own = plan.at(self.shard)
+        pages = own.pages(self.pool.page_bytes)
+        spans = spans_of(pages, self.pool.page_bytes, plan.nbytes)
 
         def install_it() -> None:
-            mapped(loaded, plan)
+            mapped(loaded, own)
             install()
 
         return Piece(
-            plan.nbytes,
-            loaded.memory.num_pages,
-            lambda: _map_some(loaded.memory),
-            lambda: SourceCopy(
-                plan.name, plan, self.source, loaded.memory, [(0, plan.nbytes)], self.pool.backend.device
-            ),
+            sum(end - begin for begin, end in spans),
+            int(pages.sum()),
+            lambda: _map_some(loaded.memory, pages),
+            lambda: SourceCopy(plan.name, plan, self.source, loaded.memory, spans, self.pool.backend.device),
             install_it,
         )
 
     def _install_full(self, layer: int, part: Part) -> Callable[[], None]:
         def install() -> None:
             tensors = self._full(layer, part)[0].tensors
-            self.model.install(layer, half_of(self.model, (layer, part, "full"), tensors, Shard()))
+            self.model.install(layer, half_of(self.model, (layer, part, "full"), tensors, self.shard))
 
         return install
 
@@ -260,13 +262,16 @@ class Newcomer:
 
         def install() -> None:
             if precision == "full":
-                mapped(*self._full(layer, part))
+                loaded, plan = self._full(layer, part)
+                mapped(loaded, plan.at(self.shard))
             variants.check(layer, part, precision)
             variants.install(layer, part, precision)
 
         num_pages = variants.pages(layer, part, precision)
         job = partial(variants.copy_job, layer, part, precision)
-        return Piece(variants.ranges.plans[part, precision].nbytes, num_pages, map_it, job, install)
+        place = (layer, part, precision)
+        spans = variants.ranges.spans(place, variants.ranges.needed(place, self.shard))
+        return Piece(sum(end - begin for begin, end in spans), num_pages, map_it, job, install)
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
@@ -285,7 +290,9 @@ def check_digest(folder: Path, wanted: str) -> None:
         )
 
 
-def _map_some(memory: VirtualRange) -> bool:
-    done = memory.num_mapped
-    memory.map(done, min(MAP_AT_ONCE, memory.num_pages - done), zeroed=False)
-    return bool(np.any(memory.pages == NO_PAGE))
+def _map_some(memory: VirtualRange, wanted: Pages) -> bool:
+    is_mapped = memory.pages != NO_PAGE
+    missing = np.flatnonzero(wanted & ~is_mapped)
+    is_mapped[missing[:MAP_AT_ONCE]] = True
+    memory.have(is_mapped, zeroed=False)
+    return len(missing) > MAP_AT_ONCE

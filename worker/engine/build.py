@@ -16,6 +16,7 @@ from worker.engine.stats import Stats
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
 from worker.model.layout import degrees
+from worker.model.shard import ALONE, Shard
 
 MIB = 1024 * 1024
 CPU_PAGE_BYTES, CUDA_PAGE_BYTES = 64 * 1024, 2 * MIB
@@ -59,15 +60,22 @@ class Shape:
 
 
 def make_cache(
-    pool: PagePool, model: Model, limits: Limits, owner: str, max_blocks: int | None = None
+    pool: PagePool,
+    model: Model,
+    limits: Limits,
+    owner: str,
+    max_blocks: int | None = None,
+    shard: Shard = ALONE,
 ) -> KVCache:
-    """A KV cache without pages yet, over addresses for all the pool could ever give it, or for max_blocks."""
+    """A KV cache without pages yet, over addresses for all the pool could ever give it, or for max_blocks.
+    shard: of whose heads, for good. Raises ValueError where they cannot be split so."""
     config = model.config
-    block_bytes = config.kv_block_bytes(limits.block_tokens, model.dtype)
+    heads = shard.part(config.num_kv_heads, "KV heads")
+    block_bytes = config.kv_block_bytes(limits.block_tokens, model.dtype) // shard.size
     return KVCache(
         pool,
         num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=heads.stop - heads.start,
         head_dim=config.head_dim,
         block_tokens=limits.block_tokens,
         dtype=model.dtype,

@@ -45,10 +45,11 @@ class ModelConfig:
     sliding_windows: tuple[int, ...]
     rope: Rope
     first_layer: int = 0  # of the model, where this is about some of its layers
+    has_ends: bool = True  # embedding, final norm and head
 
     def part(self, first: int, end: int) -> ModelConfig:
-        """The same of layers [first, end) alone: a stage of a pipeline. Raises ModelError where the model has
-        no such layers."""
+        """The same of layers [first, end) alone: a stage of a pipeline, of which the first has the ends.
+        Raises ModelError where the model has no such layers."""
         if not 0 <= first < end <= self.num_layers:
             raise ModelError(f"{self.folder}: no layers [{first}, {end}); the model has {self.num_layers}")
         return replace(
@@ -56,12 +57,8 @@ class ModelConfig:
             num_layers=end - first,
             sliding_windows=self.sliding_windows[first:end],
             first_layer=self.first_layer + first,
+            has_ends=self.has_ends and first == 0,
         )
-
-    @property
-    def has_ends(self) -> bool:
-        """The first stage has the embedding, the final norm and the head; the others only have layers."""
-        return self.first_layer == 0
 
     @property
     def q_size(self) -> int:

@@ -16,10 +16,11 @@ from worker.model.errors import ModelError
 from worker.model.halves import Half, attention, feed_forward
 from worker.model.layer import Attention, Layer
 from worker.model.layout import ModelPlan, plan_model
-from worker.model.shard import Shard
+from worker.model.shard import ALONE, Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
 from worker.model.transformer import Ends, Segment, Transformer
 from worker.model.weights import LayerWeights, LoadedRange, ModelWeights, Progress, WeightBytes, load_weights
+from worker.parallel.communicator import Communicator
 
 LoadFormat = Literal["safetensors", "dummy"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,18 +29,25 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Model:
     """Weights in the pool and the transformer over them. One thread runs it."""
 
-    def __init__(self, config: ModelConfig, plan: ModelPlan, weights: ModelWeights, source: Weights) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: ModelPlan,
+        weights: ModelWeights,
+        source: Weights,
+        shard: Shard = ALONE,
+    ) -> None:
+        """shard: whose part of the FFN the weights' tensors are."""
         self.config, self.plan, self.dtype = config, plan, plan.dtype
         self.source = source
         self._weights = weights
-        alone = Shard()
         self._transformer = Transformer(
             config,
             [
                 Layer(
-                    attention(config, layer.attention.tensors, alone, config.sliding_windows[i]),
+                    attention(config, layer.attention.tensors, shard, config.sliding_windows[i]),
                     feed_forward(config, layer.feed_forward.tensors),
-                    alone,
+                    shard,
                 )
                 for i, layer in enumerate(weights.layers)
             ],
@@ -99,10 +107,15 @@ class Model:
         return self._transformer.embed(token_ids)
 
     def run(
-        self, residual: torch.Tensor, plan: AttentionPlan, kv: KVCache, rows: torch.Tensor | None = None
+        self,
+        residual: torch.Tensor,
+        plan: AttentionPlan,
+        kv: KVCache,
+        rows: torch.Tensor | None = None,
+        group: Communicator | None = None,
     ) -> torch.Tensor:
         """The layers of this stage: as `Transformer.run`; the keys and values are in `kv` afterwards."""
-        return self._transformer.run(residual, plan, kv.layers, rows)
+        return self._transformer.run(residual, plan, kv.layers, rows, group)
 
     def logits(self, residual: torch.Tensor) -> torch.Tensor:
         """Of the first stage, of what the last one made: as `Transformer.logits`."""

@@ -113,11 +113,14 @@ class Transformer:
         plan: AttentionPlan,
         caches: list[torch.Tensor],
         rows: torch.Tensor | None = None,
+        group: Communicator | None = None,
     ) -> torch.Tensor:
         """All layers of this stage: residual [T, H], which is written to, to the residual behind them. rows,
-        of the last stage: only these go on after the last layer's attention; [R, H] then."""
+        of the last stage: only these go on after the last layer's attention; [R, H] then. group: the ranks of
+        a stage of several, of which each runs its shard of all rows; raises PeerLost then, too."""
         x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
-        return self._run(Segment(0, len(self.layers), plan), caches, x, residual, rows, None)[1]
+        stage = Segment(0, len(self.layers), plan, group.size if group else 1, group)
+        return self._run(stage, caches, x, residual, rows, None)[1]
 
     def logits(self, residual: torch.Tensor) -> torch.Tensor:
         """Of the residual [R, H] behind the model's last layer: float32 [R, vocab]."""

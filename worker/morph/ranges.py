@@ -71,10 +71,7 @@ class HalfRanges:
 
     def spans(self, place: Place, pages: Pages) -> list[Span]:
         """The bytes of the half in these pages."""
-        page_bytes, end = self._pool.page_bytes, self.plans[place[1:]].nbytes
-        return [
-            (first * page_bytes, min((first + length) * page_bytes, end)) for first, length in runs_of(pages)
-        ]
+        return spans_of(pages, self._pool.page_bytes, self.plans[place[1:]].nbytes)
 
     def half(self, place: Place, shard: Shard) -> Half:
         """Over the pages that are mapped; the shard's must be."""
@@ -116,6 +113,13 @@ class HalfRanges:
             return (weights.attention if part == "attention" else weights.feed_forward).memory
         owner = f"{self._model.config.folder.name} layer {layer} {part} {precision}"
         return self._pool.reserve(self.plans[part, precision].nbytes, kind="weights", owner=owner)
+
+
+def spans_of(pages: Pages, page_bytes: int, nbytes: int) -> list[Span]:
+    """The bytes in these pages of a range of `nbytes`."""
+    return [
+        (first * page_bytes, min((first + length) * page_bytes, nbytes)) for first, length in runs_of(pages)
+    ]
 
 
 def name_of(place: Place) -> str:

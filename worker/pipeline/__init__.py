@@ -6,7 +6,8 @@ hold layers and their KV under the leader's block numbers, and run what comes to
 ==============  ==============================================================================
 `instance`      the leader's instance: several batches on their way at a time
 `pipeline`      the leader's end of the connections
-`follower`      a later stage: its layers, their KV, and what comes for them
+`follower`      what else takes part: layers or a share of them, their KV, and what comes for them
+`ranks`         the ranks of one stage, and what they add up by
 `stages`        the door of a worker, and what it runs for leaders elsewhere
 `hop`           one connection: messages and tensors in order
 `wire`          the messages

@@ -29,15 +29,28 @@ from worker.pipeline.build import start_leading
 from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
 from worker.pipeline.kept import KeptVariants
-from worker.pipeline.pipeline import Behind, PipelineLost
-from worker.pipeline.split import pipeline_of
+from worker.pipeline.pipeline import Behind, PipelineLost, Seat
+from worker.pipeline.split import leader_of, pipeline_of
 from worker.pipeline.stages import Stages
 
 JOIN_WITHIN_S = 300.0  # for the leader's own load; who orders it gives up before
 
 
 class FollowerArrival(ArrivalRun):
-    """Of a later stage: nobody's requests come here, so that no card is shown."""
+    """Of a later stage, or another rank of the first: nobody's requests come here, so no card is shown."""
+
+    def __init__(
+        self,
+        command: Deploy,
+        site: Site,
+        loader: Copier,
+        card_of: CardOf,
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Raises NotApplied."""
+        super().__init__(command, site, loader, card_of, clock=clock)
+        _refuse_second_group(command, site)
 
     def _serve(self) -> Steps:
         command, newcomer = self._command, self._newcomer
@@ -52,9 +65,11 @@ class FollowerArrival(ArrivalRun):
             newcomer.cache,
             self._let_go,
             command.digest,
+            newcomer.shard,
         )
         follower = _stages(self._site).add(part, JOIN_WITHIN_S)
-        self._stage = f"waiting for {command.stages[0].workers[0]}, which leads"
+        self._site.on_changed()
+        self._stage = f"waiting for {leader_of(command)}, which leads"
         try:
             while not follower.has_started:
                 if follower.is_over:
@@ -67,6 +82,7 @@ class FollowerArrival(ArrivalRun):
     def _let_go(self) -> None:
         self._newcomer.release()
         self._give_back_all()
+        self._site.on_changed()
 
     def _came(self) -> None:
         pass
@@ -87,8 +103,9 @@ class LeaderArrival(ArrivalRun):
     ) -> None:
         """peers: by worker, the doors of the stages. Raises NotApplied where one is missing."""
         super().__init__(command, site, loader, lambda *of: self._card(card_of(*of)), clock=clock)
+        self._beside = [_seat(command, 0, worker, peers) for worker in command.stages[0].workers[1:]]
         self._behind = [_behind(command, number, peers) for number in range(1, len(command.stages))]
-        _stages(site)
+        _refuse_second_group(command, site)
 
     def _open(self) -> Generator[bool, None, Target]:
         command, newcomer, site = self._command, self._newcomer, self._site
@@ -105,6 +122,8 @@ class LeaderArrival(ArrivalRun):
                 cache,
                 newcomer.limits,
                 self._behind,
+                beside=self._beside,
+                host=_stages(site).host,
                 timeout_s=_stages(site).timeout_s,
                 wake=lambda: _stages(site).wake(),
                 blocks=max(1, command.blocks),
@@ -120,6 +139,7 @@ class LeaderArrival(ArrivalRun):
             instance.close()
             raise
         instance.on_lost = lambda reason: site.on_lost(command.instance, reason)
+        instance.on_going = lambda reason: site.on_going(command.instance, reason)
         useful = min(newcomer.useful_kv_pages, cache.num_layers * cache.pages_per_layer)
         resizer = KVResizer(instance, cache, reserve_pages=0, useful_pages=useful, owns_rest=False)
         kept = KeptVariants(newcomer.variants, command.precision, cache.num_layers)
@@ -129,7 +149,9 @@ class LeaderArrival(ArrivalRun):
         stages = self._command.stages
         return replace(
             card,
+            tp=len(stages[0].workers),
             pp=len(stages),
+            stages=list(stages),
             workers=[worker for stage in stages for worker in stage.workers],
             num_layers=stages[-1].end,
             degrees=[1],
@@ -138,13 +160,25 @@ class LeaderArrival(ArrivalRun):
 
 def _behind(command: Deploy, number: int, peers: Mapping[str, Peer]) -> Behind:
     stage = command.stages[number]
-    worker = stage.workers[0] if stage.workers else ""
+    first, *others = [_seat(command, number, worker, peers) for worker in stage.workers or [""]]
+    return Behind(first.worker, first.epoch, first.address, first.key, stage.first, stage.end, tuple(others))
+
+
+def _seat(command: Deploy, number: int, worker: str, peers: Mapping[str, Peer]) -> Seat:
     peer = peers.get(worker)
     if peer is None:
         why = f"stage {number} at {worker} cannot be reached: it is not there, or has no worker.group_host"
         raise NotApplied("failed", why)
-    epoch = command.epochs.get(worker, peer.epoch)
-    return Behind(worker, epoch, peer.address, peer.key, stage.first, stage.end)
+    return Seat(worker, command.epochs.get(worker, peer.epoch), peer.address, peer.key)
+
+
+def _refuse_second_group(command: Deploy, site: Site) -> None:
+    """Why: `worker.pipeline.ranks`."""
+    stages = _stages(site)
+    leads = any(one.card.pp > 1 and one.card.tp > 1 for one in site.residents.values())
+    if len(command.stages[0].workers) > 1 and (stages.has_ranks or leads):
+        why = "it is a rank of a stage of several workers already, and could wait for both crosswise"
+        raise NotApplied("conflict", f"{site.worker}: {why}")
 
 
 def _stages(site: Site) -> Stages:

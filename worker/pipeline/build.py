@@ -7,8 +7,12 @@ from collections.abc import Callable, Generator, Sequence
 from worker.core import Limits
 from worker.memory import KVCache
 from worker.model import Model, ModelError
+from worker.model.shard import Shard
+from worker.parallel.communicator import PeerLost
+from worker.parallel.meetings import new_meeting
 from worker.pipeline.instance import PipelinedInstance
-from worker.pipeline.pipeline import Behind, Pipeline
+from worker.pipeline.pipeline import Behind, Pipeline, PipelineLost, Seat
+from worker.pipeline.ranks import Ranks
 
 
 def start_leading(
@@ -19,20 +23,30 @@ def start_leading(
     limits: Limits,
     behind: Sequence[Behind],
     *,
+    beside: Sequence[Seat] = (),
+    host: str = "127.0.0.1",
     timeout_s: float,
     wake: Callable[[], None],
     blocks: int = 1,
     digest: str = "",
 ) -> Generator[bool, None, PipelinedInstance]:
     """Steps of the engine's thread, as those of a morph: False where it waits for the others. All stages keep
-    as many blocks as the one with the fewest has. Raises PipelineLost, and ModelError for fewer than
-    `blocks`; then, and when it is closed, the others have given all back, and the model and the cache are as
-    the caller's.
+    as many blocks as the worker with the fewest has. beside: of a stage of several ranks, the others, who
+    reach this one at `host`; model and cache are rank 0's share then. Raises PipelineLost, and ModelError for
+    fewer than `blocks`; then, and when it is closed, the others have given all back, and the model and the
+    cache are the caller's.
     """
     device = cache.pool.backend.device
     pipeline = Pipeline(
-        instance_id, worker, behind, timeout_s=timeout_s, wake=wake, is_gpu=device.type == "cuda"
+        instance_id,
+        worker,
+        behind,
+        beside=beside,
+        timeout_s=timeout_s,
+        wake=wake,
+        is_gpu=device.type == "cuda",
     )
+    ranks = Ranks(Shard(0, 1 + len(beside)), host, str(device), timeout_s, wake)
     try:
         pipeline.join(model.config, model.dtype, limits.block_tokens, digest)
         while not pipeline.is_joined:
@@ -43,8 +57,10 @@ def start_leading(
                 f" {cache.num_blocks}, the others for {pipeline.num_blocks_possible}"
             )
         cache.limit(fewest)
-        pipeline.start(fewest)
-        while not pipeline.is_started:
+        meeting = new_meeting()
+        pipeline.start(fewest, meeting, ranks.store)
+        ranks.meet(meeting, ranks.store)
+        while not (pipeline.is_started and ranks.have_met):
             yield False
         return PipelinedInstance(
             instance_id,
@@ -52,9 +68,13 @@ def start_leading(
             cache,
             limits,
             pipeline,
+            ranks,
             vocab_size=model.config.vocab_size,
             device=device,
         )
     except BaseException as error:
         pipeline.close(str(error) or type(error).__name__)
+        ranks.close()
+        if isinstance(error, PeerLost):
+            raise PipelineLost(f"the ranks of stage 0 did not meet: {error}") from error
         raise

@@ -1,4 +1,5 @@
-"""A later stage of a pipeline: layers and their KV, under the block numbers of a leader elsewhere."""
+"""A part of a pipeline: layers, or a rank's share of them, and their KV, under the block numbers of a leader
+elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.work import attention_plan, to_tensor
 from worker.memory import KVCache
 from worker.model import Model
+from worker.model.shard import ALONE, Shard
+from worker.parallel.communicator import PeerLost
 from worker.parallel.links import knock
 from worker.pipeline.hop import Hop, OnFrame, to_host
+from worker.pipeline.ranks import Ranks
 from worker.pipeline.wire import (
     Broken,
     Done,
+    Going,
     Join,
     Joined,
     Leave,
@@ -40,8 +45,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers of a model, loaded for a pipeline, and a cache as large as it may be. `release`: every page
-    back."""
+    """Layers of a model, or the shard's part of them, loaded for a pipeline, and a cache as large as it may
+    be. `release`: every page back."""
 
     pipeline: str
     stage: int
@@ -50,6 +55,13 @@ class Part:
     cache: KVCache
     release: Callable[[], None]
     digest: str = ""
+    shard: Shard = ALONE
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        rank = f"rank {self.shard.rank} of " if self.shard.size > 1 else ""
+        return f"{rank}stage {self.stage} of {self.pipeline}"
 
 
 class Follower:
@@ -61,14 +73,16 @@ class Follower:
         self,
         part: Part,
         *,
+        host: str,
         timeout_s: float,
         join_within_s: float,
         wake: Callable[[], None],
         on_frame: OnFrame,
         on_ended: Callable[[str, str], None],
     ) -> None:
-        """wake: `can_step`, perhaps. on_frame: what the next stage says. on_ended: in the engine's thread,
-        the pipeline and why, when all pages are given back."""
+        """host: at which other ranks of its stage reach it. wake: `can_step`, perhaps. on_frame: what the
+        next stage says. on_ended: in the engine's thread, the pipeline and why, when all pages are given
+        back."""
         self.part, self.is_over, self.has_started = part, False, False
         self.reason = ""  # why it is over
         self.num_steps = 0
@@ -77,9 +91,12 @@ class Follower:
         self._leader: Hop | None = None
         self._leader_name = ""
         self._before: Hop | None = None  # that brings the steps
-        self._next: Hop | None = None
+        self._next: list[Hop] = []  # to the ranks of the next stage
         self._join: Join | None = None
         self._device = part.cache.pool.backend.device
+        self._ranks = Ranks(
+            part.shard, host, str(self._device), timeout_s, lambda: self._post(self._tell_started)
+        )
         self._patience = threading.Timer(join_within_s, self._was_forgotten, (join_within_s,))
         self._patience.daemon = True
         self._patience.start()
@@ -123,8 +140,10 @@ class Follower:
             raise
         except Refused as error:
             self.end(str(error))
+        except PeerLost as error:
+            self.end(f"another rank of its stage is gone: {error}")
         except Exception as error:
-            log.exception("stage %d of %s failed", self.part.stage, self.pipeline)
+            log.exception("%s failed", self.part.name)
             self.end(f"its step failed: {type(error).__name__}: {error}")
 
     def end(self, reason: str) -> None:
@@ -136,24 +155,30 @@ class Follower:
         if self._leader:
             self._leader.send(Broken(pipeline=self.pipeline, stage=self.part.stage, reason=reason))
             self._leader.close()
-        if self._next:
-            self._next.close()
+        for hop in self._next:
+            hop.close()
+        self._ranks.close()  # before the pages go: a GPU may still wait in a sum
         self.part.release()
-        log.info("stage %d of %s has ended: %s", self.part.stage, self.pipeline, reason)
+        log.info("%s has ended: %s", self.part.name, reason)
         self._on_ended(self.pipeline, reason)
+
+    def ask_to_end(self, reason: str) -> None:
+        """Its worker is to leave: the leader lets requests end before."""
+        if self._leader and not self.is_over:
+            self._leader.send(Going(pipeline=self.pipeline, stage=self.part.stage, reason=reason))
 
     def _lost(self, hop: Hop, reason: str) -> None:
         if hop is self._leader:
             self.end(f"its leader {self._leader_name} is gone: {reason}")
-        elif hop in (self._before, self._next):
-            self.end(f"the stage {'behind' if hop is self._next else 'before'} it is gone: {reason}")
+        elif hop is self._before or hop in self._next:
+            self.end(f"the stage {'behind' if hop in self._next else 'before'} it is gone: {reason}")
 
     def _take(self, hop: Hop, message: Messages, behind: torch.Tensor) -> None:
         match message:
             case Join():
                 self._answer(hop, message)
             case Start() if hop is self._leader:
-                self._start(message.blocks)
+                self._start(message)
             case Run():
                 self._before = hop
                 self._run(message, behind)
@@ -178,18 +203,21 @@ class Follower:
             hop.send(Joined(pipeline=self.pipeline, stage=part.stage, reason=reason))
             return
         self._leader, self._leader_name, self._join = hop, join.leader, join
-        if join.next_address:
-            self._next = Hop(
-                knock(join.next_address, join.next_key),
+        self._next = [
+            Hop(
+                knock(door.address, door.key),
                 self._timeout_s,
                 self._on_frame,
                 self.lose,
                 is_pinned=hop.is_pinned,
             )
+            for door in join.next
+        ]
         hop.send(
             Joined(
                 pipeline=self.pipeline,
                 stage=part.stage,
+                store=self._ranks.store,
                 blocks=part.cache.num_blocks,
                 shape=part.model.shape(),
             )
@@ -202,6 +230,8 @@ class Follower:
         layers = (config.first_layer, config.first_layer + config.num_layers)
         for name, own, wanted in (
             ("stage", part.stage, join.stage),
+            ("rank", part.shard.rank, join.rank),
+            ("number of ranks", part.shard.size, join.tp),
             ("worker's epoch", part.epoch, join.epoch),
             ("range of layers", layers, (join.first, join.end)),
             ("hidden size", config.hidden_size, join.hidden_size),
@@ -214,11 +244,18 @@ class Follower:
             return f"its checkpoint is another one than {join.leader}'s"
         return ""
 
-    def _start(self, blocks: int) -> None:
+    def _start(self, start: Start) -> None:
         cache = self.part.cache
-        if cache.num_blocks < blocks:
-            raise Refused(f"{blocks} KV blocks are wanted and it has {cache.num_blocks}")
-        cache.limit(blocks)
+        if cache.num_blocks < start.blocks:
+            raise Refused(f"{start.blocks} KV blocks are wanted and it has {cache.num_blocks}")
+        cache.limit(start.blocks)
+        self._ranks.meet(start.meeting, start.store)
+        self._tell_started()
+
+    def _tell_started(self) -> None:
+        """When the ranks of its stage have met."""
+        if self.has_started or not self._ranks.have_met:
+            return
         self.has_started = True
         assert self._leader
         self._leader.send(Started(pipeline=self.pipeline, stage=self.part.stage))
@@ -226,21 +263,27 @@ class Follower:
     # ----------------------------------------------------------------------------- steps
 
     def _run(self, run: Run, behind: torch.Tensor) -> None:
+        """Its share of the step; what the ranks made together is sent on by the first of them."""
         model, cache, work = self.part.model, self.part.cache, unpack(run)
-        residual = behind.view(model.dtype).view(-1, model.config.hidden_size)
-        rows = None if self._next else to_tensor(work.logit_rows, self._device)
+        assert self._leader and self._join
+        residual = (
+            behind.view(model.dtype).view(-1, model.config.hidden_size).to(self._device, non_blocking=True)
+        )
+        rows = to_tensor(work.logit_rows, self._device) if self._join.is_last else None
         plan = attention_plan(work, cache.block_tokens, self._device)
-        made = to_host(model.run(residual.to(self._device, non_blocking=True), plan, cache, rows))
+        residual = model.run(residual, plan, cache, rows, self._ranks.group)
         self.num_steps += 1
-        if self._next:
-            self._next.send(run, made)
-        else:
-            assert self._leader
+        if self.part.shard.rank:
+            return
+        made = to_host(residual)
+        if self._join.is_last:
             self._leader.send(Done(pipeline=self.pipeline, step=run.step), made)
+        for hop in self._next:
+            hop.send(run, made)
 
     def _move(self, move: Move) -> None:
         sources, targets = (torch.tensor(each, device=self._device) for each in (move.sources, move.targets))
         for layer in self.part.cache.layers:
             copy_blocks(layer, sources, targets)
-        if self._next:
-            self._next.send(move)
+        for hop in self._next:
+            hop.send(move)

@@ -9,6 +9,7 @@ meanwhile are written over by a later step, behind all that read them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -19,12 +20,17 @@ import torch
 from bus.messages import RETIRED, LayerShape
 from worker.core import Limits, Request, Sequence, StepPlan
 from worker.engine.batch import StepInputs
+from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.instance import Instance, Output, Planned
 from worker.engine.shape import fingerprint, layers_below_full
-from worker.engine.work import attention_plan, to_tensor
+from worker.engine.work import Work, attention_plan, to_tensor
 from worker.memory import KVCache
 from worker.model import Model
+from worker.parallel.communicator import PeerLost
 from worker.pipeline.pipeline import Pipeline, PipelineLost
+from worker.pipeline.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,8 @@ class OnItsWay:
 
 
 class PipelinedInstance(Instance):
-    """`model` has the first layers, `kv` their cache, with no more blocks than the stages behind have."""
+    """`model` has the first layers, or rank 0's share of them, `kv` their cache, with no more blocks than the
+    others have."""
 
     def __init__(
         self,
@@ -46,17 +53,23 @@ class PipelinedInstance(Instance):
         kv: KVCache,
         limits: Limits,
         pipeline: Pipeline,
+        ranks: Ranks,
         *,
         vocab_size: int,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pipeline, self.part, self.cache = pipeline, model, kv
+        self.pipeline, self.ranks, self.part, self.cache = pipeline, ranks, model, kv
         self.lost = ""  # why it serves no more
         self.on_lost: Callable[[str], None] = lambda reason: None  # once, between two steps
+        # Once, too: it is to end when its requests have.
+        self.on_going: Callable[[str], None] = lambda reason: None
+        self._is_going = False
         self._on_their_way: deque[OnItsWay] = deque()
         self._may_plan = True  # something has changed since there was nothing to plan
         super().__init__(instance_id, model, kv, limits, vocab_size=vocab_size, device=device, clock=clock)
+        self.tp = pipeline.tp
+        self.reshaped()
 
     @property
     def can_step(self) -> bool:
@@ -78,11 +91,17 @@ class PipelinedInstance(Instance):
             return self.take_unsent()
         try:
             outputs = self._take_done()
+            self._hear_who_goes()
             if self._has_room:
                 self._send()
         except PipelineLost as error:
             return self._end_all(str(error))
         return outputs + self.take_unsent()
+
+    def _hear_who_goes(self) -> None:
+        if self.pipeline.going and not self._is_going:
+            self._is_going = True
+            self.on_going(self.pipeline.going)
 
     def _take_done(self) -> list[Output]:
         outputs: list[Output] = []
@@ -102,14 +121,28 @@ class PipelinedInstance(Instance):
             return
         chunks, work = planned.plan.chunks, planned.inputs.work
         exits = {id(chunk.seq): chunk.seq.num_exits for chunk in chunks}
-        residual = self.part.run(
-            self.part.embed(to_tensor(work.token_ids, self.device)),
-            attention_plan(work, self.limits.block_tokens, self.device),
-            self.cache,
-        )
-        self.pipeline.send(work, residual)
+        self._run(work)
         self.scheduler.commit(planned.plan)
         self._on_their_way.append(OnItsWay(planned, exits, began))
+
+    def _run(self, work: Work) -> None:
+        """This stage's layers, and on to the next. Whatever goes wrong in a stage of several ranks ends it:
+        the others are in the middle of sums that belong to this step."""
+        attention = attention_plan(work, self.limits.block_tokens, self.device)
+        residual = self.part.embed(to_tensor(work.token_ids, self.device))
+        try:
+            self.pipeline.share(work, residual)
+            residual = self.part.run(residual, attention, self.cache, group=self.ranks.group)
+        except DEVICE_ERRORS:
+            raise
+        except PeerLost as error:
+            raise PipelineLost(f"another rank of stage 0 is gone: {error}") from error
+        except Exception as error:
+            if self.ranks.group is None:
+                raise
+            log.exception("a step of %s failed", self.id)
+            raise PipelineLost(f"its step failed: {type(error).__name__}: {error}") from error
+        self.pipeline.send(work, residual)
 
     def _finish(self, back: OnItsWay, logits: torch.Tensor) -> list[Output]:
         """`finish` of what still counts."""
@@ -150,6 +183,7 @@ class PipelinedInstance(Instance):
     def close(self) -> None:
         """It serves no more: the stages behind give their pages back."""
         self.pipeline.close(self.lost or "the instance has ended")
+        self.ranks.close()
 
     @property
     def _elsewhere(self) -> str:
@@ -159,7 +193,7 @@ class PipelinedInstance(Instance):
         """Its requests go on elsewhere, with the tokens they have."""
         self.lost = reason
         self._on_their_way.clear()
-        self.pipeline.close(reason)
+        self.close()
         outputs = self.take_unsent()
         while self.has_work:
             outputs += super().fail(self._elsewhere)

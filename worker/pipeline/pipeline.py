@@ -14,8 +14,21 @@ from bus.messages import LayerShape
 from worker.engine.work import Work
 from worker.model import ModelConfig
 from worker.parallel.links import knock
-from worker.pipeline.hop import Hop, to_host
-from worker.pipeline.wire import Broken, Done, Join, Joined, Leave, Messages, Move, Start, Started, pack
+from worker.pipeline.hop import Hop, Payload, to_host
+from worker.pipeline.wire import (
+    Broken,
+    Done,
+    Going,
+    Join,
+    Joined,
+    Leave,
+    Messages,
+    Move,
+    NextDoor,
+    Start,
+    Started,
+    pack,
+)
 
 
 class PipelineLost(Exception):
@@ -23,8 +36,19 @@ class PipelineLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """A worker that takes part, and its door."""
+
+    worker: str
+    epoch: int
+    address: str
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Behind:
-    """A stage behind the leader's: layers [first, end) at a worker, and its door."""
+    """A stage behind the leader's: layers [first, end) at a worker, and its door. others: its ranks 1, 2 and
+    so on, where it has several."""
 
     worker: str
     epoch: int
@@ -32,6 +56,23 @@ class Behind:
     key: bytes
     first: int
     end: int
+    others: tuple[Seat, ...] = ()
+
+    @property
+    def seats(self) -> list[Seat]:
+        """In the order of their ranks."""
+        return [Seat(self.worker, self.epoch, self.address, self.key), *self.others]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Rank `rank` of a stage, which has layers [first, end)."""
+
+    stage: int
+    rank: int
+    first: int
+    end: int
+    seat: Seat
 
 
 class Pipeline:
@@ -47,15 +88,22 @@ class Pipeline:
         leader: str,
         behind: Sequence[Behind],
         *,
+        beside: Sequence[Seat] = (),
         timeout_s: float,
         wake: Callable[[], None],
         is_gpu: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """timeout_s: for a connection that is silent, and for a step to come back."""
+        """beside: ranks 1, 2, ... of the leader's own stage; every other stage has as many. timeout_s: for a
+        connection that is silent, and for a step to come back."""
+        if any(len(each.others) != len(beside) for each in behind):
+            raise ValueError(f"{pipeline}: its stages have different numbers of ranks")
+        self.beside, self.tp = list(beside), 1 + len(beside)
         self.id, self.leader, self.behind, self.timeout_s = pipeline, leader, list(behind), timeout_s
         self._wake, self._is_gpu, self._clock = wake, is_gpu, clock
         self._mail: SimpleQueue[tuple[Hop, Messages | str, torch.Tensor]] = SimpleQueue()
+        # By place, the leader's own stage first, the ranks of a stage in their order.
+        self._places: list[_Place] = []
         self._hops: list[Hop] = []
         self._joined: dict[int, Joined] = {}
         self._started: set[int] = set()
@@ -63,6 +111,7 @@ class Pipeline:
         self._done: deque[torch.Tensor] = deque()
         self._next_step = 0
         self._lost = ""
+        self.going = ""  # who is to leave, and would let what runs end first
 
     @property
     def num_stages(self) -> int:
@@ -73,10 +122,16 @@ class Pipeline:
     def join(self, config: ModelConfig, dtype: torch.dtype, block_tokens: int, digest: str = "") -> None:
         """Ask them all, each for its layers of this model. A stage that is still being loaded answers when it
         is there."""
-        for stage, each in enumerate(self.behind, start=1):
-            then = self.behind[stage] if stage < len(self.behind) else None
+        own = (config.first_layer, config.first_layer + config.num_layers)
+        self._places = [_Place(0, rank, *own, seat) for rank, seat in enumerate(self.beside, start=1)]
+        self._places += [
+            _Place(stage, rank, each.first, each.end, seat)
+            for stage, each in enumerate(self.behind, start=1)
+            for rank, seat in enumerate(each.seats)
+        ]
+        for place in self._places:
             hop = Hop(
-                knock(each.address, each.key),
+                knock(place.seat.address, place.seat.key),
                 self.timeout_s,
                 self._take,
                 self._lose,
@@ -88,45 +143,59 @@ class Pipeline:
                 Join(
                     pipeline=self.id,
                     leader=self.leader,
-                    stage=stage,
-                    epoch=each.epoch,
-                    first=each.first,
-                    end=each.end,
+                    stage=place.stage,
+                    rank=place.rank,
+                    tp=self.tp,
+                    epoch=place.seat.epoch,
+                    first=place.first,
+                    end=place.end,
                     hidden_size=config.hidden_size,
                     dtype=str(dtype),
                     block_tokens=block_tokens,
                     digest=digest,
-                    next_address=then.address if then else "",
-                    next_key=then.key if then else b"",
+                    is_last=place.stage == len(self.behind),
+                    next=self._doors_behind(place),
                 )
             )
+
+    def _doors_behind(self, place: _Place) -> list[NextDoor]:
+        """The leader has its own connections to the second stage."""
+        if place.rank or not 0 < place.stage < len(self.behind):
+            return []
+        return [NextDoor(seat.address, seat.key) for seat in self.behind[place.stage].seats]
 
     @property
     def is_joined(self) -> bool:
         """All stand by. Raises PipelineLost."""
         self._read()
-        return len(self._joined) == len(self.behind)
+        return len(self._joined) == len(self._places)
 
     @property
     def num_blocks_possible(self) -> int:
-        """Of the stage that has the least room; all have joined."""
+        """Of the worker that has the least room; all have joined."""
         return min(joined.blocks for joined in self._joined.values())
 
     @property
     def shape(self) -> list[LayerShape]:
         """Of the layers behind the leader's; all have joined."""
-        return [layer for stage in sorted(self._joined) for layer in self._joined[stage].shape]
+        return [layer for at in self._firsts for layer in self._joined[at].shape]
 
-    def start(self, blocks: int) -> None:
-        """Let all have so many."""
-        for hop in self._hops:
-            hop.send(Start(pipeline=self.id, blocks=blocks))
+    def start(self, blocks: int, meeting: str = "", store: str = "") -> None:
+        """Let all have so many blocks, and the ranks of each stage meet; those of the leader's in `store`."""
+        stores = [store, *(self._joined[at].store for at in self._firsts)]
+        for place, hop in zip(self._places, self._hops, strict=True):
+            hop.send(Start(pipeline=self.id, blocks=blocks, meeting=meeting, store=stores[place.stage]))
 
     @property
     def is_started(self) -> bool:
         """All have their blocks. Raises PipelineLost."""
         self._read()
-        return len(self._started) == len(self.behind)
+        return len(self._started) == len(self._places)
+
+    @property
+    def _firsts(self) -> list[int]:
+        """Places of the first ranks of the stages behind, in their order."""
+        return [at for at, place in enumerate(self._places) if place.stage and not place.rank]
 
     # ----------------------------------------------------------------------------- steps
 
@@ -139,15 +208,28 @@ class Pipeline:
         """`take_done` has something to give, or to raise."""
         return bool(self._done or self._lost) or not self._mail.empty() or self._is_overdue
 
+    def share(self, work: Work, residual: torch.Tensor) -> None:
+        """A step begins: the embedded rows [T, H] go to the other ranks of this stage. Then comes `send`."""
+        if self.beside:
+            # On a CPU a payload is the tensor's own memory, and the leader's layers add to it meanwhile.
+            self._send_to(0, pack(self.id, self._next_step, work), to_host(residual.clone()))
+
     def send(self, work: Work, residual: torch.Tensor) -> None:
         """What this stage made of a step: residual [T, H], which nobody writes to any more."""
-        self._hops[0].send(pack(self.id, self._next_step, work), to_host(residual))
+        self._send_to(1, pack(self.id, self._next_step, work), to_host(residual))
         self._sent.append((self._next_step, self._clock()))
         self._next_step += 1
 
     def move(self, moved: Mapping[int, int]) -> None:
         """KV blocks (from -> to), behind all steps that were sent."""
-        self._hops[0].send(Move(pipeline=self.id, sources=list(moved), targets=list(moved.values())))
+        move = Move(pipeline=self.id, sources=list(moved), targets=list(moved.values()))
+        for stage in (0, 1):
+            self._send_to(stage, move)
+
+    def _send_to(self, stage: int, message: Messages, payload: Payload | None = None) -> None:
+        for place, hop in zip(self._places, self._hops, strict=True):
+            if place.stage == stage:
+                hop.send(message, payload)
 
     def take_done(self) -> torch.Tensor | None:
         """uint8 in host memory: the residual [R, H] of the step that was sent first of those on their way;
@@ -182,18 +264,20 @@ class Pipeline:
 
     def _note(self, hop: Hop, message: Messages | str, behind: torch.Tensor) -> str:
         """Why it is lost; empty: it goes on."""
-        stage = 1 + self._hops.index(hop)
-        where = f"stage {stage} at {self.behind[stage - 1].worker}"
+        at = self._hops.index(hop)
+        where = self._name(self._places[at])
         match message:
             case str():
                 return f"{where} is gone: {message}"
             case Joined(reason="") | Started():
                 if isinstance(message, Joined):
-                    self._joined[stage] = message
+                    self._joined[at] = message
                 else:
-                    self._started.add(stage)
+                    self._started.add(at)
             case Joined():
                 return f"{where} does not join: {message.reason}"
+            case Going():
+                self.going = self.going or f"{where}: {message.reason}"
             case Broken():
                 return f"{where} has ended: {message.reason}"
             case Done():
@@ -204,6 +288,10 @@ class Pipeline:
             case _:
                 return f"{where} says {type(message).__name__}"
         return ""
+
+    def _name(self, place: _Place) -> str:
+        rank = f"rank {place.rank} of " if self.tp > 1 else ""
+        return f"{rank}stage {place.stage} at {place.seat.worker}"
 
     # ----------------------------------------------------------------------------- threads of connections
 

@@ -1,27 +1,49 @@
-"""Which layers of a model each stage has, as a Deploy says. Pure."""
+"""Which layers of a model each stage has, and which part of them each worker, as a Deploy says. Pure."""
 
 from __future__ import annotations
 
-from bus.messages import Deploy
+from dataclasses import replace
+
+from bus.messages import Deploy, Stage
 from worker.model.config import ModelConfig
+from worker.model.layout import degrees
+from worker.model.shard import Shard
 from worker.morph.outcome import NotApplied
 
 
-def own_part(config: ModelConfig, command: Deploy) -> ModelConfig:
-    """What the worker that it is sent to has of the model. Raises NotApplied for stages that are not all the
-    layers in their order, at a worker each."""
-    stages, at = command.stages, 0
+def own_part(config: ModelConfig, command: Deploy, worker: str) -> ModelConfig:
+    """What `worker` has of the model: layers of one stage, and the ends if it leads. Raises NotApplied for
+    stages that are not all the layers in their order, each on as many workers."""
+    stages = command.stages
     if len(stages) <= 1:
         return config
-    if not 0 <= command.stage < len(stages):
-        raise NotApplied("failed", f"there is no stage {command.stage} among {len(stages)}")
-    workers = [worker for stage in stages for worker in stage.workers]
+    check_stages(config, stages)
+    if not 0 <= command.stage < len(stages) or worker not in stages[command.stage].workers:
+        raise NotApplied("failed", f"there is no stage {command.stage} of {len(stages)} for {worker}")
+    own = stages[command.stage]
+    part = config.part(own.first, own.end)
+    return replace(part, has_ends=part.has_ends and worker == leader_of(command))
+
+
+def own_shard(command: Deploy, worker: str) -> Shard:
+    """The worker's place among the ranks of its stage. A model in one stage comes whole, whoever else gets
+    it: its degree changes while it serves."""
+    stages = command.stages
+    if len(stages) <= 1 or not 0 <= command.stage < len(stages):
+        return Shard()
+    ranks = stages[command.stage].workers
+    return Shard(ranks.index(worker), len(ranks)) if worker in ranks else Shard()
+
+
+def check_stages(config: ModelConfig, stages: list[Stage]) -> None:
+    """Raises NotApplied."""
+    at = 0
     for number, stage in enumerate(stages):
-        if len(stage.workers) != 1:
+        if not stage.workers or len(stage.workers) != len(stages[0].workers):
             raise NotApplied(
                 "failed",
-                f"stage {number} is for {len(stage.workers)} workers: the stages of a pipeline have one each;"
-                " take either tp or pp",
+                f"stage {number} is for {len(stage.workers)} workers, stage 0 for {len(stages[0].workers)}:"
+                " all stages of a pipeline have the same degree of tensor parallelism",
             )
         if stage.first != at or stage.end <= at:
             raise NotApplied(
@@ -30,12 +52,25 @@ def own_part(config: ModelConfig, command: Deploy) -> ModelConfig:
         at = stage.end
     if at != config.num_layers:
         raise NotApplied("failed", f"the stages end at layer {at}; the model has {config.num_layers}")
+    workers = [worker for stage in stages for worker in stage.workers]
     if len(set(workers)) < len(workers):
-        raise NotApplied("failed", f"a worker has two stages: {', '.join(workers)}")
-    own = stages[command.stage]
-    return config.part(own.first, own.end)
+        raise NotApplied("failed", f"a worker has two places in the stages: {', '.join(workers)}")
+
+
+def check_degree(config: ModelConfig, tp: int, max_tp: int) -> None:
+    """Raises NotApplied for one that the weights are not laid out for."""
+    if tp not in (possible := degrees(config, max_tp)):
+        raise NotApplied(
+            "failed",
+            f"a stage of {tp} workers: the weights are laid out for {', '.join(map(str, possible))}"
+            f" (worker.max_tp is {max_tp}, the model has {config.num_kv_heads} KV heads)",
+        )
+
+
+def leader_of(command: Deploy) -> str:
+    return command.stages[0].workers[0]
 
 
 def pipeline_of(command: Deploy) -> str:
-    """Its id: the instance that the first stage's worker serves."""
-    return f"{command.model}@{command.stages[0].workers[0]}"
+    """Its id: the instance that the leader serves."""
+    return f"{command.model}@{leader_of(command)}"

@@ -10,7 +10,8 @@ import torch
 from worker.parallel.links import Door, Opening
 from worker.pipeline.follower import Follower, Part
 from worker.pipeline.hop import Hop
-from worker.pipeline.wire import Broken, Join, Leave, Messages
+from worker.pipeline.probe import Probed
+from worker.pipeline.wire import Broken, Join, Leave, Meet, Messages, Probe
 
 MAX_EARLY = 64  # leaders that came before their stage was loaded
 
@@ -19,16 +20,20 @@ class Stages:
     """`address` and `key` are for the card. The engine's thread owns the followers; whatever comes for one is
     put into its mail by the threads of the connections."""
 
-    def __init__(self, host: str, timeout_s: float, *, is_gpu: bool) -> None:
-        """Raises OSError where the host cannot be listened on."""
+    def __init__(
+        self, host: str, timeout_s: float, *, is_gpu: bool, device: torch.device | None = None
+    ) -> None:
+        """device: None: where this thread makes its tensors. Raises OSError where the host cannot be listened
+        on."""
         self.wake: Callable[[], None] = lambda: None  # a follower can step, perhaps; in any thread
         # In the engine's thread: the pipeline, and why; its pages are given back.
         self.on_ended: Callable[[str, str], None] = lambda pipeline, reason: None
-        self.timeout_s, self.is_gpu = timeout_s, is_gpu
+        self.host, self.timeout_s, self.is_gpu = host, timeout_s, is_gpu
         self._lock = threading.Lock()  # of the next three
         self._followers: dict[str, Follower] = {}
         self._early: dict[str, tuple[Hop, Join]] = {}
         self._hops: set[Hop] = set()
+        self._probed = Probed(host, device or torch.empty(0).device)
         self._door = Door(host, self._knocked)
 
     @property
@@ -50,6 +55,7 @@ class Stages:
         """From here on a leader may have it; it may be there already. ValueError for one that is here."""
         follower = Follower(
             part,
+            host=self.host,
             timeout_s=self.timeout_s,
             join_within_s=join_within_s,
             wake=lambda: self.wake(),
@@ -64,6 +70,11 @@ class Stages:
         if early:
             follower.put(*early, torch.empty(0))
         return follower
+
+    @property
+    def has_ranks(self) -> bool:
+        """A stage here waits for other ranks within its steps (`worker.pipeline.ranks`)."""
+        return any(each.part.shard.size > 1 and not each.is_over for each in self.followers)
 
     @property
     def can_step(self) -> bool:
@@ -82,6 +93,11 @@ class Stages:
         if follower:
             follower.end(reason)
         return follower is not None
+
+    def ask_to_end(self, reason: str) -> None:
+        """The worker is to leave: leaders let their requests end, and then all of it."""
+        for follower in self.followers:
+            follower.ask_to_end(reason)
 
     def fence(self) -> None:
         """Their leaders were told of an epoch that is over."""
@@ -104,6 +120,9 @@ class Stages:
             self._hops = {each for each in self._hops if not each.is_closed} | {hop}
 
     def _take(self, hop: Hop, message: Messages, behind: torch.Tensor) -> None:
+        if isinstance(message, Probe | Meet):
+            self._probed.take(hop, message, behind)
+            return
         with self._lock:
             follower = self._followers.get(message.pipeline)
             if follower is None and isinstance(message, Join) and len(self._early) < MAX_EARLY:

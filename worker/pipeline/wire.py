@@ -1,8 +1,9 @@
 """What the stages of a pipeline tell each other: a msgpack head, and the bytes of one tensor behind some.
 
-The leader speaks to every stage over a connection of its own, and each stage to the next over one that it
-opens when it joins: what goes along these, `Run` and `Move`, keeps the order of the steps. The last stage
-answers to the leader.
+The leader speaks to every other worker over a connection of its own, and the first rank of each later stage
+to every rank of the next over one that it opens when it joins. What goes along these from stage to stage, and
+from the leader to the ranks beside it, `Run` and `Move`, keeps the order of the steps. The last stage's first
+rank answers to the leader. Within a step the ranks of a stage add up what they made (`ranks`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # --------------------------------------------------------------------------- the leader and a stage
 
 
+class NextDoor(msgspec.Struct, frozen=True):
+    """Of a rank of the next stage."""
+
+    address: str
+    key: bytes
+
+
 class Join(Message, frozen=True, kw_only=True, tag=True):
-    """From the leader, first: you are this stage. `next`: the door of the one behind it; none: the last."""
+    """From the leader, first: you are this rank of this stage. `next`: the doors of all ranks of the stage
+    behind, for the first rank of one that is not the last."""
 
     leader: str
     stage: int
+    rank: int = 0
+    tp: int = 1  # ranks of each stage
     epoch: int  # of the worker that is meant
     first: int  # layers [first, end) of the model
     end: int
@@ -35,23 +46,28 @@ class Join(Message, frozen=True, kw_only=True, tag=True):
     dtype: str
     block_tokens: int
     digest: str = ""  # of the checkpoint; "": not compared
-    next_address: str = ""
-    next_key: bytes = b""
+    is_last: bool
+    next: list[NextDoor] = []
 
 
 class Joined(Message, frozen=True, kw_only=True, tag=True):
-    """To the leader. `reason`: why not; empty: it stands by, and could have so many blocks now."""
+    """To the leader. `reason`: why not; empty: it stands by, and could have so many blocks now. `store`
+    (host:port): of the first of several ranks, where they meet."""
 
     stage: int
     reason: str = ""
+    store: str = ""
     blocks: int = 0
     shape: list[LayerShape] = []
 
 
 class Start(Message, frozen=True, kw_only=True, tag=True):
-    """From the leader: have so many blocks, to the end. Answered by Started, or Broken."""
+    """From the leader: have so many blocks, to the end, and meet the other ranks of your stage, if there are
+    any. Answered by Started, or Broken."""
 
     blocks: int
+    meeting: str = ""
+    store: str = ""
 
 
 class Started(Message, frozen=True, kw_only=True, tag=True):
@@ -60,6 +76,13 @@ class Started(Message, frozen=True, kw_only=True, tag=True):
 
 class Broken(Message, frozen=True, kw_only=True, tag=True):
     """To the leader: this stage cannot go on, and has given its pages back."""
+
+    stage: int
+    reason: str
+
+
+class Going(Message, frozen=True, kw_only=True, tag=True):
+    """To the leader: this worker is to leave; let what runs end first, and then the pipeline."""
 
     stage: int
     reason: str
@@ -98,7 +121,24 @@ class Done(Message, frozen=True, kw_only=True, tag=True):
     step: int
 
 
-Messages = Join | Joined | Start | Started | Broken | Leave | Run | Move | Done
+# --------------------------------------------------------------------------- from one that measures (`probe`)
+
+
+class Probe(Message, frozen=True, kw_only=True, tag=True):
+    """Answered at once by the same, with the same tensor behind it."""
+
+
+class Meet(Message, frozen=True, kw_only=True, tag=True):
+    """Be rank 1 of 2 of a communicator that meets in `store` (host:port), and make these all-reduces with
+    rank 0. Answered by Broken where it cannot."""
+
+    store: str
+    dtype: str
+    sizes: list[int]  # elements of each, in this order
+    rounds: int  # over all sizes
+
+
+Messages = Join | Joined | Start | Started | Broken | Going | Leave | Run | Move | Done | Probe | Meet
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Messages] = msgspec.msgpack.Decoder(Messages)

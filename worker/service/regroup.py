@@ -54,8 +54,12 @@ class Regrouping:
         self._on_cards(cards, grouping.address if grouping else "", grouping.link_key if grouping else b"")
 
     def _only(self) -> Resident | None:
-        """Its only model, all of which is here."""
-        residents = list(self._site.residents.values())
+        """Its only model, all of which is here. A worker in a stage of several ranks joins no other group:
+        two that wait for each other's sums crosswise would wait for ever."""
+        site = self._site
+        if site.stages and site.stages.has_ranks:
+            return None
+        residents = list(site.residents.values())
         return residents[0] if len(residents) == 1 and residents[0].card.pp == 1 else None
 
     def _make(self, only: Resident) -> Grouping | None:

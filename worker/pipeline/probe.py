@@ -1,0 +1,92 @@
+"""The other end of a worker that measures what ranks and stages say to each other: see `fingerprint.links`.
+
+It answers in threads of the connection and of its own: the engine goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import TCPStore
+
+from worker.model.model import DTYPES
+from worker.parallel.communicator import Communicator, PeerLost, connect
+from worker.pipeline.hop import Hop, Payload, to_host
+from worker.pipeline.wire import Broken, Meet, Probe
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0  # for the other worker, at each call
+
+
+class Probed:
+    """`take` what comes, in any thread."""
+
+    def __init__(self, host: str, device: torch.device) -> None:
+        """host: of this worker for the others."""
+        self._host, self._device = host, device
+        self._meets = threading.Lock()  # one at a time: two would measure each other
+
+    def take(self, hop: Hop, message: Probe | Meet, behind: torch.Tensor) -> None:
+        if isinstance(message, Probe):
+            hop.send(message, self._and_back(behind))
+        elif self._meets.acquire(blocking=False):
+            threading.Thread(target=self._meet, args=(hop, message), name="probe", daemon=True).start()
+        else:
+            hop.send(_broken(message, "another worker measures with it already"))
+
+    def _and_back(self, behind: torch.Tensor) -> Payload:
+        """By way of the device, as a stage's rows go."""
+        return to_host(behind.to(self._device, non_blocking=True))
+
+    def _meet(self, hop: Hop, message: Meet) -> None:
+        try:
+            group = meet(message.store, 1, self._host, self._device)
+            try:
+                tensors = tensors_for(message.sizes, message.dtype, self._device)
+                for _ in all_reduces(group, tensors, message.rounds, self._device):
+                    pass
+            finally:
+                group.close()
+        except (PeerLost, RuntimeError, ValueError) as error:
+            log.info("a worker that measured with this one got no answer: %s", error)
+            hop.send(_broken(message, str(error).splitlines()[0]))
+        finally:
+            self._meets.release()
+
+
+def meet(store: str, rank: int, host: str, device: torch.device) -> Communicator:
+    """With the other one of two ranks, in the store at host:port. Raises PeerLost, RuntimeError."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    at, _, port = store.rpartition(":")
+    reached = TCPStore(at, int(port), is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+    return connect(reached, rank, 2, timeout_s=PATIENCE_S, host=host, device=str(device))
+
+
+def tensors_for(sizes: Sequence[int], dtype: str, device: torch.device) -> list[torch.Tensor]:
+    """Zeros: however often they are summed. Raises ValueError."""
+    known = {str(each): each for each in DTYPES}
+    if dtype not in known:
+        raise ValueError(f"dtype {dtype}: these are known: {', '.join(known)}")
+    return [torch.zeros(size, dtype=known[dtype], device=device) for size in sizes]
+
+
+def all_reduces(
+    group: Communicator, tensors: Sequence[torch.Tensor], rounds: int, device: torch.device
+) -> Iterator[int]:
+    """Of each tensor in turn, so often; yields its number behind it. Raises PeerLost."""
+    for _ in range(rounds):
+        for number, tensor in enumerate(tensors):
+            group.all_reduce(tensor)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            yield number
+
+
+def _broken(message: Meet, reason: str) -> Broken:
+    return Broken(pipeline=message.pipeline, stage=-1, reason=reason)
