@@ -18,32 +18,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from itertools import pairwise
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import bench.own_cores  # noqa: F401 before torch, as the next
 import kernels  # before torch: it settles how torch's threads wait
 
 # isort: split
-import psutil
 import torch
 
 from bench.dummy_model import CONFIGS, load_engine, saved_model
 from bench.offline import say, silence
+from bench.stage_processes import PIPELINE, Stage, StageProcesses, Staging, lead
 from bus.messages import SamplingParams
-from worker.core import Limits, Request
-from worker.engine.build import MIB, Shape, compile_kernels, fill_caches, make_cache, make_pool
+from worker.core import Request
+from worker.engine.build import Shape
 from worker.engine.engine import Engine
-from worker.memory import KVCache
-from worker.model import Model, load_model
-from worker.pipeline.build import start_leading
-from worker.pipeline.follower import Part
-from worker.pipeline.pipeline import Behind
-from worker.pipeline.stages import Stages
 
-BUDGET_MIB, TIMEOUT_S = 1024, 60.0
+BUDGET_MIB = 1024
 SHAPE = Shape(max_num_seqs=16)
 BATCH, NUM_IN, NUM_OUT, SINGLE_OUT = 16, 128, 48, 64
 RESULT = Path(__file__).with_name("results") / "pipeline_stages.json"
@@ -72,10 +63,11 @@ def main() -> int:
 
 def _measure(folder: Path, bounds: list[int], turns: int) -> dict[str, object]:
     woken = threading.Event()
-    whole = load_engine(folder, SHAPE, BUDGET_MIB)
-    with _Processes(folder, bounds) as processes:
-        staged = _lead(folder, bounds, processes.behind, woken)
-        runs = {"one": _runner(whole, "bench", woken), "stages": _runner(staged, "bench@w0", woken)}
+    whole, staged = load_engine(folder, SHAPE, BUDGET_MIB), Engine()
+    staging = Staging(folder=folder, bounds=bounds, shape=SHAPE, budget_mib=BUDGET_MIB)
+    with StageProcesses(staging) as processes:
+        staged.add_instance(lead(Stage(staging, 0), processes.wait(), woken))
+        runs = {"one": _runner(whole, "bench", woken), "stages": _runner(staged, PIPELINE, woken)}
         taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in runs}
         for turn in range(turns + 1):
             for name, run in runs.items():
@@ -133,75 +125,6 @@ def _runner(engine: Engine, instance: str, woken: threading.Event) -> Runner:
         return ended, first, ended
 
     return run
-
-
-def _load(folder: Path, layers: tuple[int, int]) -> tuple[Model, KVCache, Limits]:
-    pool = make_pool(torch.device("cpu"), BUDGET_MIB * MIB)
-    model = load_model(folder, pool, dtype=torch.float32, layers=layers)
-    limits = SHAPE.limits(model)
-    compile_kernels(model, limits, pool.backend.device)
-    cache = make_cache(pool, model, limits, "bench")
-    fill_caches(pool, [(cache, model, limits)])
-    return model, cache, limits
-
-
-def _lead(folder: Path, bounds: list[int], behind: list[Behind], woken: threading.Event) -> Engine:
-    model, cache, limits = _load(folder, (bounds[0], bounds[1]))
-    steps = start_leading("bench@w0", "w0", model, cache, limits, behind, timeout_s=TIMEOUT_S, wake=woken.set)
-    engine = Engine()
-    while True:
-        try:
-            next(steps)
-            time.sleep(0.01)
-        except StopIteration as end:
-            engine.add_instance(end.value)
-            return engine
-
-
-class _Processes:
-    """The stages behind the leader's."""
-
-    def __init__(self, folder: Path, bounds: list[int]) -> None:
-        self.behind: list[Behind] = []
-        self._ends: list[Connection] = []
-        self._processes = [psutil.Process()]
-        context = get_context("spawn")
-        for stage, layers in enumerate(list(pairwise(bounds))[1:], start=1):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_follow, args=(folder, stage, layers, theirs), daemon=True)
-            process.start()
-            self._processes.append(psutil.Process(process.pid))
-            address, key = ours.recv()
-            self.behind.append(Behind(f"w{stage}", 1, address, key, *layers))
-            self._ends.append(ours)
-
-    def cpu_seconds(self) -> list[float]:
-        """Of each process, this one first."""
-        return [times.user + times.system for times in (one.cpu_times() for one in self._processes)]
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for end in self._ends:
-            end.send("end")
-
-
-def _follow(folder: Path, stage: int, layers: tuple[int, int], parent: Connection) -> None:
-    silence()
-    kernels.configure(1)
-    woken = threading.Event()
-    stages = Stages("127.0.0.1", TIMEOUT_S, is_gpu=False)
-    stages.wake = woken.set
-    with torch.inference_mode():
-        model, cache, _ = _load(folder, layers)
-        stages.add(Part("bench@w0", stage, 1, model, cache, lambda: None), TIMEOUT_S)
-        parent.send((stages.address, stages.key))
-        while not parent.poll():
-            while stages.can_step:
-                stages.step()
-            woken.wait(0.5)
-            woken.clear()
 
 
 if __name__ == "__main__":

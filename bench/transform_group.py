@@ -20,7 +20,7 @@ from typing import Any
 import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 
 # isort: split
-from bus.messages import MorphReport, SamplingParams, Transform
+from bus.messages import Morph, MorphReport, SamplingParams, Transform
 from bus.settings import WorkerSettings
 from worker.core import Request
 from worker.engine.engine import StepResult
@@ -122,8 +122,17 @@ class Leader:
 
     def ask(self, worker: int, what: str, *arguments: Any) -> Any:
         """What that method of `Worker` returns there. Raises RuntimeError as it does."""
+        self._lines[worker].send((what, *arguments))
+        return self._answer(worker, what)
+
+    def ask_each(self, what: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same of all of them at once. arguments: by worker."""
+        for line, own in zip(self._lines, arguments, strict=True):
+            line.send((what, *own))
+        return [self._answer(worker, what) for worker in range(len(self._lines))]
+
+    def _answer(self, worker: int, what: str) -> Any:
         line = self._lines[worker]
-        line.send((what, *arguments))
         if not line.poll(WAIT_S):
             raise TimeoutError(f"no answer to {what!r} in {WAIT_S:g} s")
         answer = line.recv()
@@ -133,12 +142,12 @@ class Leader:
 
 
 @contextmanager
-def group(folder: Path, size: int, **options: Any) -> Iterator[Leader]:
-    """Workers that decode; gone afterwards."""
+def group(folder: Path, size: int, make: type[Worker] | None = None, **options: Any) -> Iterator[Leader]:
+    """Workers that decode; gone afterwards. make: of `options`, in its process; default: Worker."""
     spawn = multiprocessing.get_context("spawn")
     pipes = [spawn.Pipe() for _ in range(size)]
     processes = [
-        spawn.Process(target=_serve, args=(pipe[1], f"w{i}", folder, options), daemon=True)
+        spawn.Process(target=_serve, args=(pipe[1], make or Worker, f"w{i}", folder, options), daemon=True)
         for i, pipe in enumerate(pipes)
     ]
     for process in processes:
@@ -165,8 +174,8 @@ def group(folder: Path, size: int, **options: Any) -> Iterator[Leader]:
 # ------------------------------------------------------------------------------------- in a worker's process
 
 
-def _serve(line: Connection, name: str, folder: Path, options: dict[str, Any]) -> None:
-    worker = Worker(name, folder, **options)
+def _serve(line: Connection, make: type[Worker], name: str, folder: Path, options: dict[str, Any]) -> None:
+    worker = make(name, folder, **options)
     line.send(worker.peer)
     while True:
         what, *arguments = line.recv()
@@ -188,13 +197,13 @@ class Worker:
         settings = WorkerSettings(
             **values | {"models": [f"{MODEL}={folder}"], "memory_mb": megabytes, "variants": []} | settings_
         )
-        loaded = load(settings, name, lambda text: None)
+        self._loaded = loaded = load(settings, name, lambda text: None)
         assert loaded.grouping is not None
         self._grouping = loaded.grouping
         self._instance = self._grouping.place.instance
         self._steps: list[Step] = []
         self._made: dict[str, list[Made]] = {}  # by request
-        self._ended: set[str] = set()
+        self._ended: dict[str, float] = {}  # requests, and when
         self._last = time.perf_counter()
         self._ends: dict[str, MorphReport] = {}
         self._death: BaseException | None = None
@@ -240,7 +249,7 @@ class Worker:
         taken, self._steps = self._steps, []
         return taken
 
-    def change(self, command: Transform, peers: dict[str, Peer]) -> MorphReport:
+    def change(self, command: Morph, peers: dict[str, Peer]) -> MorphReport:
         self.thread.morph(command, peers)
         self._wait(lambda: command.id in self._ends, f"the end of {command.id}")
         return self._ends.pop(command.id)
@@ -267,7 +276,7 @@ class Worker:
                         Made(one.token_id, one.logprob, self._instance.tp, boundary) for one in delta.logprobs
                     ]
                 if delta.finish_reason:
-                    self._ended.add(delta.request_id)
+                    self._ended[delta.request_id] = now
 
     def _reported(self, reports: list[MorphReport]) -> None:
         for report in reports:
