@@ -181,7 +181,9 @@ class World:
 
     def _obey(self, worker: Worker, command: Command) -> MorphOutcome:
         if isinstance(command, Measure):
-            self.contents = self.contents.with_record(profile(command.model, command.digest, worker.seen().kind))
+            self.contents = self.contents.with_record(
+                profile(command.model, command.digest, worker.seen().kind)
+            )
         elif isinstance(command, Deploy):
             return self._load(worker, command)
         elif isinstance(command, Retire):

@@ -58,7 +58,7 @@ class Candidates:
             free_tokens=_free_tokens(worker, [worker]),
             parts=self._cluster.parts_groups and bool(card.tokens_at),
         )
-        is_group = card.tp > 1 and card.pp == 1  # of stages the leader alone has requests, whatever its degree
+        is_group = card.tp > 1 and card.pp == 1  # of stages the leader alone has requests
         return self._group(alone, worker, refused_by) if is_group else alone
 
     def _group(self, leader: Candidate, leading: _Worker, refused_by: frozenset[Target]) -> Candidate:
