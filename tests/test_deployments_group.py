@@ -74,11 +74,12 @@ def pretend_measured(folder: Path) -> None:
         Truth(layers=8), shapes=[(prompt, batch) for prompt in PROMPT_TOKENS for batch in BATCH_SIZES]
     )
     kinds = [Configuration(precision=name) for name in PRECISIONS]
+    ranks = [replace(kind, tp=2) for kind in kinds]
     profile = replace(
         known,
         digest=digest_of(folder),
         version=program_version(),
-        latency=[replace(one, configuration=kind) for kind in kinds for one in known.latency],
+        latency=[replace(one, configuration=kind) for kind in kinds + ranks for one in known.latency],
         memory=[replace(one, configuration=kind) for kind in kinds for one in known.memory],
     )
     write_stored(profile_path(folder, "cpu", program_version()), profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bus.deployments import MemorySample
+from bus.deployments import LinkSample, MemorySample
 from bus.messages import PARTS, Precision
 from tests.model_folders import Runner, make_oracle, make_pool
 from tests.variant_models import Morphing
@@ -20,8 +21,10 @@ from worker.fingerprint.cut import CutPlan, load_cut
 from worker.fingerprint.grid import Grid, Point, is_settled
 from worker.fingerprint.profiler import Profiler
 from worker.fingerprint.room import NoRoom
+from worker.fingerprint.shapes import with_shapes
 from worker.memory import PagePool
 from worker.model import load_model, read_config
+from worker.model.layer import FeedForward
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint
 from worker.morph.host_images import at_once
@@ -159,6 +162,81 @@ def test_a_profile_has_every_point_of_both_depths_and_lengths(folder: Path) -> N
     assert all(len(one.seconds) == 2 and min(one.seconds) > 0 for one in profile.latency)
     assert 0 < sum(map(min, (one.seconds for one in profile.latency))) < profile.device_seconds
     assert_all_free(pool)
+
+
+SHAPES = ((6, 1), (20, 1), (6, 3), (20, 3))
+
+
+def shared_grid(precisions: Sequence[Precision]) -> Grid:
+    points = [Point(name, tokens, size) for name in precisions for tokens, size in SHAPES]
+    return replace(grid_of(), points=points)
+
+
+def test_a_rank_is_measured_at_all_points_but_the_largest(folder: Path) -> None:
+    pool = make_pool()
+    profiler = Profiler(plan_of(folder, ("full", "int4"), max_tp=2), shared_grid(("full", "int4")), pool)
+    for _ in profiler.steps():
+        pass
+    shapes = {
+        (one.configuration.precision, one.configuration.tp): set[tuple[int, int]]()
+        for one in profiler.latency
+    }
+    for one in profiler.latency:
+        shapes[one.configuration.precision, one.configuration.tp].add((one.prompt_tokens, one.batch_size))
+    assert shapes == {(name, tp): set(SHAPES[: 5 - tp]) for name in ("full", "int4") for tp in (1, 2)}
+    assert {one.num_layers for one in profiler.latency if one.configuration.tp == 2} == {1, 2}
+    profile = profiler.profile(model="tiny", digest="d", device="cpu", version="1")
+    assert (profile.row_bytes, profile.max_num_batched_tokens) == (64 * 4, 32)
+    assert_all_free(pool)
+
+
+def test_two_ranks_have_more_activations_than_one_worker_and_less_each(folder: Path) -> None:
+    plan = plan_of(folder, ("full",), max_tp=2)
+    profiler = Profiler(plan, shared_grid(["full"]), make_pool())
+    for _ in profiler.steps():
+        pass
+    sizes = {(one.configuration.tp, one.num_layers): one for one in profiler.memory}
+    assert sizes.keys() == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    alone, both = (sizes[tp, 2].activation_bytes or 0 for tp in (1, 2))
+    assert alone < both < 2 * alone
+    assert sizes[2, 2].weight_bytes == plan.weight_bytes(2, "full", 2)
+    shaped = with_shapes(profiler.profile(model="", digest="", device="", version=""), plan)
+    assert len([one for one in shaped.memory if one.configuration.tp == 2]) == 2  # none twice
+
+
+@pytest.mark.parametrize("precision", ["full", "int4"])
+def test_what_ranks_make_adds_up_to_what_the_layers_do(folder: Path, precision: Precision) -> None:
+    """Rank 0's part of each half is what is left of the whole when rank 1's is taken away."""
+    pool = make_pool()
+    fingerprint = at_once(load_cut(plan_of(folder, max_tp=2), pool))
+    at_once(fingerprint.quantise(precision)) if precision != "full" else None
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    fingerprint.use(2, precision)
+    whole = [layer.feed_forward(x) for layer in fingerprint.model.layers]
+    fingerprint.use(2, precision, 2)
+    for index, layer in enumerate(fingerprint.model.layers):
+        other = fingerprint._ranges.half((index, "ffn", precision), Shard(1, 2))
+        assert layer.shard == Shard(0, 2)
+        assert isinstance(other, FeedForward)
+        torch.testing.assert_close(layer.feed_forward(x) + other(x), whole[index], rtol=1e-4, atol=1e-5)
+        assert layer.attention.o(torch.zeros(1, 32)).shape == (1, 64)  # of half of the heads
+    fingerprint.release()
+    assert_all_free(pool)
+
+
+def test_what_workers_say_to_each_other_is_measured_in_a_thread(folder: Path) -> None:
+    go, samples = threading.Event(), [LinkSample(kind="hop", nbytes=4, seconds=[1.0])]
+
+    def probe() -> list[LinkSample]:
+        assert go.wait(10)
+        return samples
+
+    profiler = profiler_of(folder, make_pool(), probe=probe)
+    for can_go_on in profiler.steps():
+        if profiler.progress == "what workers say to each other" and not can_go_on:
+            go.set()
+    assert go.is_set()
+    assert profiler.profile(model="", digest="", device="", version="").links == samples
 
 
 def test_memory_of_a_step_is_that_of_the_whole_model(folder: Path) -> None:

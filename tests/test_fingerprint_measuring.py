@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bus.checkpoints import digest_of
-from bus.deployments import Measure, Profile
+from bus.deployments import Measure, Peer, Profile
 from bus.settings import WorkerSettings
 from tests.engine_toys import Client, request, run, toy_engine
 from tests.model_folders import make_oracle, make_pool
@@ -21,6 +21,7 @@ from worker.fingerprint.measuring import Measuring, News
 from worker.fingerprint.profiler import Steps
 from worker.fingerprint.stored import profile_path, program_version
 from worker.memory import PagePool
+from worker.pipeline.stages import Stages
 
 
 class FakeProfiler:
@@ -176,6 +177,21 @@ def test_what_was_measured_once_answers_the_next_time(folder: Path, pool: PagePo
     assert measurer.find(replace(command, prompt_tokens=[5, 1000])) == profile  # beyond its context
     assert measurer.find(replace(command, batch_sizes=[2, 8])) is None
     assert measurer.find(replace(command, precisions=["int8"])) is None
+
+
+def test_what_had_no_other_worker_is_measured_when_there_is_one(folder: Path, pool: PagePool) -> None:
+    measurer, command = measurer_of(pool), command_of(folder)
+    assert measured(measurer, command).links == []
+    stages = Stages("127.0.0.1", 10.0, is_gpu=False)
+    peer = Peer(worker="w1", door=stages.address, door_key=stages.key)
+    found = measurer.find(replace(command, peer=peer))
+    assert found is not None
+    assert {one.kind for one in found.links} == {"hop", "all_reduce"}
+    stages.close()
+    assert measurer.find(replace(command, peer=peer)) == found  # nobody is asked again
+    path = profile_path(folder, "cpu", program_version())
+    path.unlink()
+    assert measured(measurer, replace(command, peer=peer)).links == []  # nobody is there by now
 
 
 def test_what_a_precision_loses_is_read_each_time_from_its_profile(

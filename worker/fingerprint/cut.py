@@ -15,9 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import kernels
-from bus.messages import PARTS, Part, Precision
-from worker.memory import PagePool, VirtualRange
-from worker.model import Model, ModelConfig, ModelError
+from bus.messages import PARTS, LayerShape, Part, Precision
+from kernels import AttentionPlan
+from worker.fingerprint.silent import Silent
+from worker.memory import KVCache, PagePool, VirtualRange
+from worker.model import Model, ModelConfig, ModelError, Segment
 from worker.model.halves import Half
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.layout import ModelPlan, RangePlan, Source, degrees, plan_model
@@ -26,10 +28,11 @@ from worker.model.shard import Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
 from worker.model.weights import LayerWeights, LoadedRange, ModelWeights, WeightBytes, tensors_of
 from worker.morph.host_images import FromSet, Matrices, Pieces, Rounded, writing_half
-from worker.morph.ranges import HalfRanges, half_of
+from worker.morph.ranges import HalfRanges
 from worker.quantize.sets import QuantizedSet, find_set
 
 DEPTHS = (1, 2)
+SHARES = (2,)  # degrees of which a rank's own work is measured
 COPY_BYTES = 8 << 20  # of a tensor at a time: some milliseconds
 
 Loading = Callable[[RangePlan], Pieces[LoadedRange]]
@@ -94,10 +97,15 @@ class CutPlan:
         """That its weights can be cut to."""
         return degrees(self.whole, self.model.max_tp)
 
-    def missing_bytes(self, num_layers: int, precision: Precision) -> int:
-        """Weights of the layers that a fingerprint of so many lacks."""
+    @property
+    def shares(self) -> list[int]:
+        """Those of them of which a rank is measured."""
+        return [tp for tp in self.degrees if tp in SHARES]
+
+    def missing_bytes(self, num_layers: int, precision: Precision, tp: int = 1) -> int:
+        """Weights that a rank reads of the layers that a fingerprint of so many lacks."""
         of_layer = sum(part.nbytes for part in self.layer_ranges(precision))
-        return (self.whole.num_layers - num_layers) * of_layer
+        return (self.whole.num_layers - num_layers) * of_layer // tp
 
     def layer_ranges(self, precision: Precision) -> list[RangePlan]:
         if precision == "full":
@@ -112,33 +120,53 @@ class CutPlan:
 
 
 class Fingerprint:
-    """The loaded layers. `model` runs those that `use` chose."""
+    """The loaded layers; runs those that `use` chose, alone or as rank 0 of a group that says nothing.
+    `model` has them."""
 
     def __init__(self, plan: CutPlan, model: Model, pool: PagePool) -> None:
         """model: the cut, in full precision. Raises MappingFailed."""
         self.plan, self.model = plan, model
         self._ranges = HalfRanges(model, pool, plan.quantized)
-        self._layers: dict[Precision, list[Layer]] = {"full": list(model.layers)}
+        self._group: Silent | None = None
+        self._layers: dict[tuple[Precision, int], list[Layer]] = {}
+        self._take("full")
 
-    def use(self, num_layers: int, precision: Precision) -> None:
-        """Between two steps: the next one runs these."""
-        self.model.layers[:] = self._layers[precision][:num_layers]
+    def use(self, num_layers: int, precision: Precision, tp: int = 1) -> None:
+        """Between two steps: the next one runs these, of degrees above 1 (`CutPlan.shares`) rank 0's part."""
+        self.model.layers[:] = self._layers[precision, tp][:num_layers]
+        self._group = Silent(tp) if tp > 1 else None
+
+    def forward(
+        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """As `Model.forward`. A rank's logits mean nothing: nobody adds what the others have."""
+        if self._group is None:
+            return self.model.forward(token_ids, plan, kv, logit_rows)
+        part = Segment(0, len(self.model.layers), plan, self._group.size, self._group)
+        return self.model.forward_segments(token_ids, [part], kv, logit_rows, slice(None))
+
+    def shape(self) -> list[LayerShape]:
+        return self.model.shape()
 
     def quantise(self, precision: Precision) -> Pieces[None]:
         """Make the layers' halves of one precision. Raises OutOfPages, MappingFailed, ModelError."""
-        layers = []
         for index, weights in enumerate(self.model.weights):
-            halves = {}
             for part in PARTS:
-                plan, place = self.plan.quantized[part, precision], (index, part, precision)
-                memory = self._ranges.memory(place)
+                memory = self._ranges.memory((index, part, precision))
                 memory.map(0, memory.num_pages)
-                tensors = tensors_of(memory, plan)
+                tensors = tensors_of(memory, self.plan.quantized[part, precision])
                 full = weights.attention if part == "attention" else weights.feed_forward
                 yield from writing_half(tensors, self.plan.matrices[precision], index, full.tensors)
-                halves[part] = half_of(self.model, place, tensors, Shard())
-            layers.append(_layer_of(halves))
-        self._layers[precision] = layers
+        self._take(precision)
+
+    def _take(self, precision: Precision) -> None:
+        """The layers over what is there now. A rank's are other views of the same pages."""
+        for tp in (1, *self.plan.shares):
+            shard = Shard(0, tp)
+            self._layers[precision, tp] = [
+                _layer_of({part: self._ranges.half((index, part, precision), shard) for part in PARTS}, shard)
+                for index in range(self.plan.config.num_layers)
+            ]
 
     def release(self) -> None:
         """Give every page back."""
@@ -181,17 +209,18 @@ def warm_up(plan: CutPlan, block_tokens: int, device: torch.device) -> Iterator[
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            kernels.warm_up(
-                plan.model.dtype,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                block_tokens=block_tokens,
-                device=device,
-                bits=[BITS[precision] for precision in plan.precisions],
-            )
+            for tp in (1, *plan.shares):  # Triton compiles for a number of heads
+                kernels.warm_up(
+                    plan.model.dtype,
+                    hidden_size=config.hidden_size,
+                    intermediate_size=config.intermediate_size,
+                    num_heads=config.num_heads // tp,
+                    num_kv_heads=config.num_kv_heads // tp,
+                    head_dim=config.head_dim,
+                    block_tokens=block_tokens,
+                    device=device,
+                    bits=[BITS[precision] for precision in plan.precisions],
+                )
         except BaseException as error:  # noqa: BLE001 raised again in the engine's thread
             problem.append(error)
 
@@ -229,11 +258,11 @@ def _fill(target: torch.Tensor, source: Source, weights: Weights) -> Iterator[No
         yield
 
 
-def _layer_of(halves: Mapping[Part, Half]) -> Layer:
+def _layer_of(halves: Mapping[Part, Half], shard: Shard) -> Layer:
     attention, feed_forward = halves["attention"], halves["ffn"]
     assert isinstance(attention, Attention)
     assert isinstance(feed_forward, FeedForward)
-    return Layer(attention, feed_forward, Shard())
+    return Layer(attention, feed_forward, shard)
 
 
 def _matrices(config: ModelConfig, precision: Precision, method: str, source: Weights) -> Matrices:

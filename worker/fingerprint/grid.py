@@ -18,9 +18,17 @@ DECODES = 8  # steps by which the two output lengths differ
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    """`tp` above 1: one rank's share of it."""
+
     precision: Precision
     prompt_tokens: int
     batch_size: int
+    tp: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its prompts."""
+        return self.prompt_tokens * self.batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,16 @@ class Grid:
 
     def num_prefills(self, point: Point) -> int:
         """Steps that a batch's prompts take."""
-        return -(-point.prompt_tokens * point.batch_size // self.max_num_batched_tokens)
+        return -(-point.num_tokens // self.max_num_batched_tokens)
+
+    def fullest(self, precision: Precision, tp: int) -> Point:
+        """Of one worker's the one whose steps take the most memory, as a rank finds it: the largest, or for
+        ranks the least that fills a step as it does."""
+        points = [one for one in self.points if (one.precision, one.tp) == (precision, 1)]
+        largest = max(points, key=lambda one: one.num_tokens)
+        full = min(largest.num_tokens, self.max_num_batched_tokens)
+        filling = [one for one in points if one.num_tokens >= full]
+        return largest if tp == 1 else replace(min(filling, key=lambda one: one.num_tokens), tp=tp)
 
     def lengths(self, point: Point) -> tuple[int, int]:
         """Outputs of two lengths. Where prompts take several steps, the first of a batch decode beside the
@@ -53,6 +70,13 @@ class Grid:
         """Without points that are longer than a model's context."""
         fitting = [one for one in self.points if one.prompt_tokens + self.lengths(one)[1] <= context]
         return replace(self, points=fitting)
+
+    def with_shares(self, degrees: Sequence[int]) -> Grid:
+        """And the same as a rank of each of these degrees finds it. Without the largest batch of the longest
+        prompts, which alone takes as long as all others: its neighbours tell how it compares."""
+        alone = [point for point in self.points if point.tp == 1]
+        left = [point for point in alone if not _is_told_by_others(point, alone)]
+        return replace(self, points=[*alone, *(replace(each, tp=tp) for tp in degrees for each in left)])
 
     @property
     def limits(self) -> Limits:
@@ -68,6 +92,17 @@ class Grid:
         """Of the KV of its largest batch, with the block for each that admission keeps spare."""
         tokens = [(point.batch_size, point.prompt_tokens + self.lengths(point)[1]) for point in self.points]
         return max(size * (-(-each // self.block_tokens) + 1) for size, each in tokens)
+
+
+def _is_told_by_others(point: Point, points: Sequence[Point]) -> bool:
+    """It is the largest, and other prompts in such batches and such prompts in other batches are among
+    them."""
+    others = [one for one in points if one.precision == point.precision and one != point]
+    return (
+        all(one.num_tokens < point.num_tokens for one in others)
+        and any(one.prompt_tokens == point.prompt_tokens for one in others)
+        and any(one.batch_size == point.batch_size for one in others)
+    )
 
 
 def is_settled(by_depth: Sequence[Sequence[float]], num_layers: int) -> bool:

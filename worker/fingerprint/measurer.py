@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from bus.checkpoints import BadCheckpoint, digest_of
-from bus.deployments import Measure, Profile
+from bus.deployments import LinkSample, Measure, Profile
 from bus.messages import Precision
 from bus.settings import WorkerSettings
 from worker.deploy.site import Site
 from worker.fingerprint.cut import CutPlan
 from worker.fingerprint.grid import MAX_ROUNDS, ROUNDS, Grid, Point
+from worker.fingerprint.links import measure_links
 from worker.fingerprint.profiler import Profiler
 from worker.fingerprint.room import Room, SiteRoom
 from worker.fingerprint.shapes import with_shapes
@@ -63,22 +65,42 @@ class Measurer:
         if found is None or not is_of(found, command.digest, self.device, program_version()):
             return None
         config = _config_of(command)
-        if set(self._grid(command, config).points) - points_in(found):
+        plan = self._plan(command, config)
+        if set(self._grid(command, config).with_shares(plan.shares).points) - points_in(found):
             return None
         known = replace(found, model=command.model, loss=self._losses(command, config))
-        return with_shapes(known, self._plan(command, config))
+        return self._with_links(command, with_shapes(known, plan), plan)
 
     def prepare(self, command: Measure) -> Profiler:
         """Raises CannotMeasure."""
         config = _config_of(command)
-        grid = self._grid(command, config)
+        plan, grid = self._plan(command, config), self._grid(command, config)
         return Profiler(
-            self._plan(command, config),
+            plan,
             grid,
             self.pool,
             room=self.room,
             max_pages=command.max_bytes // self.pool.page_bytes,
+            probe=self._probe(command, plan),
         )
+
+    def _probe(self, command: Measure, plan: CutPlan) -> Callable[[], list[LinkSample]] | None:
+        """None: there is nobody to measure it with."""
+        peer, settings, device = command.peer, self.settings, self.pool.backend.device
+        if peer is None or not settings.group_host:
+            return None
+        return lambda: measure_links(
+            peer, plan.config.hidden_size, plan.model.dtype, device, settings.group_host
+        )
+
+    def _with_links(self, command: Measure, found: Profile, plan: CutPlan) -> Profile:
+        """What had nobody to measure it with when the rest was, is measured now."""
+        probe = None if found.links else self._probe(command, plan)
+        if probe is None or not (links := probe()):
+            return found
+        profile = replace(found, links=links)
+        self._write(command, profile)
+        return profile
 
     def _plan(self, command: Measure, config: ModelConfig) -> CutPlan:
         """Raises CannotMeasure."""
@@ -105,11 +127,14 @@ class Measurer:
         )
         measured = replace(measured, loss=self._losses(command, profiler.plan.whole))
         profile = with_shapes(measured, profiler.plan)
+        self._write(command, profile)
+        return profile
+
+    def _write(self, command: Measure, profile: Profile) -> None:
         try:
             write_stored(self._path(command), profile)
         except OSError as error:
             log.warning("the profile of %s is kept in Redis alone: %s", command.model, error)
-        return profile
 
     def _losses(self, command: Measure, config: ModelConfig) -> dict[Precision, float]:
         """Of what `instar profile` stored beside the model; read each time, for it may come later."""

@@ -2,17 +2,19 @@
 
 Every point (precision, prompt, batch) is measured on one layer and on two, with outputs of two lengths, again
 and again. Seconds are those of a fingerprint's own steps: pauses in between, for what serves, do not count.
-Only a device alone is measured; what weights take on several is added from their layout (`shapes`).
+Of several devices one rank's own work is measured, and what they say to each other apart from it (`links`);
+what weights take there is added from their layout (`shapes`).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from typing import TypeVar
 
-from bus.deployments import LatencySample, MemorySample, Profile
+from bus.deployments import LatencySample, LinkSample, MemorySample, Profile
 from worker.engine.instance import Instance
 from worker.fingerprint.caches import CacheSweep
 from worker.fingerprint.cut import CutPlan, Fingerprint, load_cut, warm_up
@@ -38,19 +40,22 @@ class Profiler:
         room: Room | None = None,
         max_pages: int = 0,
         sweeps: bool = True,
+        probe: Callable[[], list[LinkSample]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """room: where its pages come from; None: from the free ones. max_pages: that it may take; 0: what
-        there is room for. sweeps: whether it does to the caches what the missing layers would (`caches`)."""
-        self.plan, self.grid = plan, grid
+        there is room for. sweeps: whether it does to the caches what the missing layers would (`caches`).
+        probe: measures what ranks and stages say to each other, in a thread (`links.measure_links`)."""
+        self.plan, self.grid = plan, grid.with_shares(plan.shares)
         self.seconds = 0.0  # of the device, so far
         self.progress = ""
         self.latency: list[LatencySample] = []
         self.memory: list[MemorySample] = []
+        self.links: list[LinkSample] = []
         self.peak_bytes = 0
         self._pool, self._max_pages, self._clock = pool, max_pages, clock
         self._room = room or FreeRoom(pool)
-        self._sweeps = sweeps
+        self._sweeps, self._probe = sweeps, probe
         self._device = pool.backend.device
 
     @property
@@ -94,6 +99,9 @@ class Profiler:
             device_seconds=round(self.seconds, 3),
             peak_bytes=self.peak_bytes,
             ended_ms=time.time_ns() // 1_000_000,
+            links=self.links,
+            row_bytes=self.plan.config.hidden_size * self.plan.model.dtype.itemsize,
+            max_num_batched_tokens=self.grid.max_num_batched_tokens,
         )
 
     # ----------------------------------------------------------------------------- its parts
@@ -128,6 +136,19 @@ class Profiler:
             transient = sweep.nbytes + max(one.activation_bytes or 0 for one in self.memory)
             self.peak_bytes = self.num_pages * pool.page_bytes + transient
             self.latency = yield from requests.latency()
+        if self._probe:
+            self._say("what workers say to each other")
+            yield from self._measure_links(self._probe)
+
+    def _measure_links(self, probe: Callable[[], list[LinkSample]]) -> Steps:
+        """It counts as time of two devices."""
+        began, made = self._clock(), list[LinkSample]()
+        thread = threading.Thread(target=lambda: made.extend(probe()), name="links", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            yield False
+        self.links = made
+        self.seconds += 2 * (self._clock() - began)
 
     def _say(self, progress: str) -> None:
         self.progress = progress
@@ -149,7 +170,7 @@ class Profiler:
         """In no engine and on no card: nobody sends it anything."""
         return Instance(
             self._name,
-            fingerprint.model,
+            fingerprint,
             cache,
             self.grid.limits,
             vocab_size=self.plan.config.vocab_size,

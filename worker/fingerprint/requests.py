@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator
 
 from bus.deployments import Configuration, LatencySample, MemorySample
-from bus.messages import SamplingParams
+from bus.messages import Precision, SamplingParams
 from worker.core import Request
 from worker.engine.instance import Instance
 from worker.fingerprint.activations import peak_memory
@@ -46,28 +46,32 @@ class Requests:
     def memory(self) -> Generator[bool, None, list[MemorySample]]:
         """Of a prefill of the largest batch in each precision. The last layer computes rows that logits are
         asked for alone, so one layer would tell less than it takes where others follow it: what two take,
-        which is what any number takes, stands for both."""
-        largest = max(self._grid.points, key=lambda point: point.prompt_tokens * point.batch_size)
+        which is what any number takes, stands for both. Ranks are alike."""
         plan, made = self._fingerprint.plan, []
-        for precision in dict.fromkeys(point.precision for point in self._grid.points):
-            self._say(f"memory in {precision}")
-            self._submit(self._depths[-1], Point(precision, largest.prompt_tokens, largest.batch_size), 2)
-            most = 0
-            while self._instance.has_work:
-                with peak_memory(self._instance.device) as peak:
-                    self._step()
-                most = max(most, peak.nbytes)
-                yield True
+        for precision, tp in dict.fromkeys((point.precision, point.tp) for point in self._grid.points):
+            self._say(f"memory in {_name(precision, tp)}")
+            most = yield from self._peak(self._grid.fullest(precision, tp))
             made += [
                 MemorySample(
                     num_layers=num_layers,
-                    configuration=Configuration(precision=precision),
-                    weight_bytes=plan.weight_bytes(num_layers, precision),
-                    activation_bytes=most,
+                    configuration=Configuration(tp=tp, precision=precision),
+                    weight_bytes=plan.weight_bytes(num_layers, precision, tp),
+                    activation_bytes=tp * most,
                 )
                 for num_layers in self._depths
             ]
         return made
+
+    def _peak(self, point: Point) -> Generator[bool, None, int]:
+        """Bytes at once, at most, on this device."""
+        self._submit(self._depths[-1], point, 2)
+        most = 0
+        while self._instance.has_work:
+            with peak_memory(self._instance.device) as peak:
+                self._step()
+            most = max(most, peak.nbytes)
+            yield True
+        return most
 
     def latency(self) -> Generator[bool, None, list[LatencySample]]:
         """In rounds over all points that are not known well enough, in an order that is another each time."""
@@ -86,7 +90,7 @@ class Requests:
         return [
             LatencySample(
                 num_layers=num_layers,
-                configuration=Configuration(precision=point.precision),
+                configuration=Configuration(tp=point.tp, precision=point.precision),
                 prompt_tokens=point.prompt_tokens,
                 output_tokens=output_tokens,
                 batch_size=point.batch_size,
@@ -119,7 +123,7 @@ class Requests:
     def _run(self, point: Point, num_layers: int, output_tokens: int) -> Generator[bool, None, list[float]]:
         """Seconds of each step."""
         self._submit(num_layers, point, output_tokens)
-        missing = self._fingerprint.plan.missing_bytes(num_layers, point.precision)
+        missing = self._fingerprint.plan.missing_bytes(num_layers, point.precision, point.tp)
         seconds = []
         while self._instance.has_work:
             self._sweep.sweep(missing)
@@ -131,7 +135,7 @@ class Requests:
         return seconds
 
     def _submit(self, num_layers: int, point: Point, output_tokens: int) -> None:
-        self._fingerprint.use(num_layers, point.precision)
+        self._fingerprint.use(num_layers, point.precision, point.tp)
         self._instance.reshaped()
         for _ in range(point.batch_size):
             self._instance.submit(self._request(point.prompt_tokens, output_tokens))
@@ -146,3 +150,7 @@ class Requests:
         for output in self._instance.step():
             if output.delta.error:
                 raise Failed(f"a fingerprint's request failed: {output.delta.error}")
+
+
+def _name(precision: Precision, tp: int) -> str:
+    return precision if tp == 1 else f"{precision}, a rank of {tp}"

@@ -1,4 +1,5 @@
-"""What weights take where several devices share the layers: not measured, but exact, from their layout."""
+"""What weights take where several devices share the layers: exact, from their layout. Where a device's
+activations were measured there, they are with them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ STAGES = 2
 def with_shapes(profile: Profile, plan: CutPlan) -> Profile:
     """With a sample for every degree, and one of two stages: iServe's further equations (§5.2)."""
     measured = [one for one in profile.memory if one.activation_bytes is not None]
-    return replace(profile, memory=[*measured, *_laid_out(plan)], degrees=plan.degrees)
+    known = {(one.num_layers, one.configuration) for one in measured}
+    others = [one for one in _laid_out(plan) if (one.num_layers, one.configuration) not in known]
+    return replace(profile, memory=[*measured, *others], degrees=plan.degrees)
 
 
 def _laid_out(plan: CutPlan) -> Iterator[MemorySample]:

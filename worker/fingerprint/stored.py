@@ -24,8 +24,9 @@ def program_version() -> str:
         return "unknown"
 
 
-def kind_of(device: torch.device) -> str:
+def kind_of(device: torch.device | str) -> str:
     """Devices of one kind measure alike: "cpu", or a GPU's name."""
+    device = torch.device(device)
     return str(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
 
 
@@ -61,4 +62,7 @@ def is_of(profile: Profile, digest: str, device: str, program: str) -> bool:
 
 def points_in(profile: Profile) -> set[Point]:
     """What it holds."""
-    return {Point(one.configuration.precision, one.prompt_tokens, one.batch_size) for one in profile.latency}
+    return {
+        Point(one.configuration.precision, one.prompt_tokens, one.batch_size, one.configuration.tp)
+        for one in profile.latency
+    }

@@ -71,7 +71,7 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     site = Site(worker, pool, engine, settings)
     if settings.group_host:
         engine.parts = site.stages = Stages(
-            settings.group_host, settings.group_timeout_s, is_gpu=device.type == "cuda"
+            settings.group_host, settings.group_timeout_s, is_gpu=device.type == "cuda", device=device
         )
     grouping: Grouping | None = None
     for name, (cache, model, limits) in parts.items():

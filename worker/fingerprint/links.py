@@ -1,0 +1,156 @@
+"""What ranks and stages say to each other, measured with another live worker.
+
+A decode sends a row for each sequence, a prefill one for each token of a chunk: so a few numbers of rows, in
+turns, that what disturbs one disturbs all. The other end is `worker.pipeline.probe`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+
+import torch
+from torch.distributed import TCPStore
+
+from bus.deployments import LinkKind, LinkSample, Peer
+from worker.parallel.communicator import PeerLost
+from worker.parallel.links import knock
+from worker.pipeline.hop import Hop, to_host
+from worker.pipeline.probe import PATIENCE_S, all_reduces, meet, tensors_for
+from worker.pipeline.wire import Broken, Meet, Messages, Probe
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 8, 64, 512)
+ROUNDS, WARM_UP = 20, 2
+LIMIT_S = 10.0  # of either kind, however slow the way between them is
+
+Clock = Callable[[], float]
+Measured = dict[int, list[float]]  # bytes: seconds of repetitions
+
+
+class NoAnswer(Exception):
+    """The other worker does not take part, or no longer."""
+
+
+def measure_links(
+    peer: Peer,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    host: str,
+    *,
+    rows: Sequence[int] = ROWS,
+    clock: Clock = time.perf_counter,
+) -> list[LinkSample]:
+    """What could be measured; nothing where the peer does not answer. Takes a second, and never more than
+    twice LIMIT_S: not for the engine's thread. host: of this worker for the other."""
+    line = _Line(peer, device)
+    sizes = [count * hidden_size for count in rows]
+    found: list[LinkSample] = []
+    try:
+        found += _samples("hop", _measured(_hops(line, sizes, dtype, device), clock, per_turn=2))
+        if peer.shares_host:
+            found += _samples("all_reduce", _measured(_sums(line, sizes, dtype, device, host), clock))
+    except (NoAnswer, PeerLost, RuntimeError) as error:
+        log.warning("%s: what workers say to each other is measured in part, or not: %s", peer.worker, error)
+    finally:
+        line.close()
+    return found
+
+
+def _samples(kind: LinkKind, measured: Measured) -> list[LinkSample]:
+    return [
+        LinkSample(kind=kind, nbytes=nbytes, seconds=seconds[WARM_UP:])
+        for nbytes, seconds in measured.items()
+        if len(seconds) > WARM_UP
+    ]
+
+
+def _measured(turns: Iterator[int], clock: Clock, per_turn: int = 1) -> Measured:
+    """turns: yields the bytes of what it has just done, which is `per_turn` of what is asked for."""
+    measured: Measured = {}
+    before = started = clock()
+    for nbytes in turns:
+        measured.setdefault(nbytes, []).append((clock() - before) / per_turn)
+        before = clock()
+        if before - started > LIMIT_S:
+            break
+    return measured
+
+
+def _hops(line: _Line, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[int]:
+    """There and back. Raises NoAnswer."""
+    tensors = tensors_for(sizes, str(dtype), device)
+    line.call(tensors[0])  # until the connection stands
+    for _ in range(WARM_UP + ROUNDS):
+        for tensor in tensors:
+            line.call(tensor)
+            yield tensor.nbytes
+
+
+def _sums(
+    line: _Line, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, host: str
+) -> Iterator[int]:
+    """Raises NoAnswer, PeerLost, RuntimeError."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S))
+    at = f"{host}:{store.port}"
+    line.send(Meet(pipeline=line.id, store=at, dtype=str(dtype), sizes=list(sizes), rounds=WARM_UP + ROUNDS))
+    try:
+        group = meet(at, 0, host, device)
+    except PeerLost as error:
+        raise NoAnswer(line.complaint() or str(error)) from error
+    try:
+        tensors = tensors_for(sizes, str(dtype), device)
+        for number in all_reduces(group, tensors, WARM_UP + ROUNDS, device):
+            yield tensors[number].nbytes
+    finally:
+        group.close()
+
+
+class _Line:
+    """A connection to the other worker's door, for one thread."""
+
+    def __init__(self, peer: Peer, device: torch.device) -> None:
+        self.id = f"probe {uuid.uuid4().hex[:8]}"
+        self._device = device
+        self._mail: SimpleQueue[torch.Tensor | str] = SimpleQueue()
+        is_gpu = device.type == "cuda"
+        door = knock(peer.door, peer.door_key)
+        self._hop = Hop(door, PATIENCE_S, self._take, self._lose, is_pinned=is_gpu)
+
+    def send(self, message: Messages) -> None:
+        self._hop.send(message)
+
+    def call(self, tensor: torch.Tensor) -> None:
+        """Until it is back on the device. Raises NoAnswer."""
+        self._hop.send(Probe(pipeline=self.id), to_host(tensor))
+        try:
+            back = self._mail.get(timeout=PATIENCE_S)
+        except Empty:
+            raise NoAnswer(f"nothing was heard for {PATIENCE_S:g} s") from None
+        if isinstance(back, str):
+            raise NoAnswer(back)
+        back.to(self._device, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def complaint(self) -> str:
+        """Why it does not take part, if it said so."""
+        while not self._mail.empty():
+            if isinstance(said := self._mail.get(), str):
+                return said
+        return ""
+
+    def close(self) -> None:
+        self._hop.close()
+
+    def _take(self, hop: Hop, message: Messages, behind: torch.Tensor) -> None:
+        self._mail.put(message.reason if isinstance(message, Broken) else behind)
+
+    def _lose(self, hop: Hop, reason: str) -> None:
+        self._mail.put(reason)
