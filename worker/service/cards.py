@@ -28,7 +28,7 @@ def card_of_newcomer(newcomer: Newcomer, target: Target) -> InstanceCard:
         site.worker,
         None,
     )
-    return replace(card, deployed=newcomer.command.id)
+    return replace(card, deployed=newcomer.command.id, precision=newcomer.command.precision)
 
 
 def card_of(
