@@ -117,13 +117,19 @@ def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
     lines = []
     for instance in instances:
         name, layers = instance["id"], instance.get("layers") or []
-        if len(workers := instance.get("workers") or []) > 1:
+        if stages := instance.get("stages") or []:
+            lines.append(f"{name}: {', then '.join(map(_stage, stages))}")
+        elif len(workers := instance.get("workers") or []) > 1:
             lines.append(f"{name}: shards on {', '.join(workers)}, in this order")
         if any(layer != FULL for layer in layers):
             lines.append(f"{name}: {layers_text(layers)}")
         if len(set(degrees := instance.get("layer_tp") or [])) > 1:
             lines.append(f"{name}: layers {degrees_text(degrees)}")
     return lines
+
+
+def _stage(stage: dict[str, Any]) -> str:
+    return f"layers {stage['first']} to {stage['end'] - 1} on {' + '.join(stage['workers'])}"
 
 
 def _shape(instance: dict[str, Any]) -> str:

@@ -83,6 +83,13 @@ def test_status_shows_groups_and_layers_between_two_degrees(capsys: pytest.Captu
         "demo@w2: layers 0-4 at tp1, 5-7 at tp2",
     ]
     assert shape_lines([instance("w0", layer_tp=[1] * 8)]) == []
+    stages = [
+        {"workers": ["w0", "w1"], "first": 0, "end": 3},
+        {"workers": ["w2", "w3"], "first": 3, "end": 8},
+    ]
+    assert shape_lines([instance("w0", "w1", "w2", "w3", stages=stages)]) == [
+        "demo@w0: layers 0 to 2 on w0 + w1, then layers 3 to 7 on w2 + w3"
+    ]
 
 
 def test_status_says_who_is_joining_a_group_or_leaving_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bus.messages import InstanceMoment, LayerShape, Moment, MorphReport, Precision
+from bus.messages import InstanceMoment, LayerShape, Moment, MorphReport, Precision, Stage
 from bus.settings import RedisSettings
 from gateway.operations import live as live_module
 from gateway.operations.live import MAX_PENDING, Live, _Viewer
@@ -236,6 +236,34 @@ def test_of_the_ffn_each_member_of_a_group_has_its_rows_and_of_attention_all() -
         (worker,) = live_state(core.gateway)["workers"]
         found = [one["pages"] for one in worker["ranges"] if one["kind"] == "weights"]
         assert list(zip(found[::2], found[1::2], strict=True)) == sizes
+
+
+def test_each_worker_of_a_pipeline_has_the_layers_of_its_stage() -> None:
+    core = Core()
+    core.worker("w0"), core.worker("w1")
+    (card,) = core.cards["w0"].instances
+    stages = [Stage(workers=["w0"], first=0, end=1), Stage(workers=["w1"], first=1, end=3)]
+    shape: dict[str, Any] = {"pp": 2, "workers": ["w0", "w1"], "num_layers": 3, "stages": stages}
+    shape |= {"layer_pages": {"full": 31}, "attention_pages": {"full": 10}}
+    core.cards["w0"] = replace(core.cards["w0"], instances=[replace(card, **shape)])
+    core.cards["w1"] = replace(core.cards["w1"], instances=[])
+    core.poll()
+    leading = metrics_samples.metrics_of("m@w0", layers=[LayerShape()] * 3)
+    behind = [replace(leading.workers[0], worker="w1")]
+    core.report(replace(leading, workers=[*leading.workers, *behind]))
+    state = live_state(core.gateway)
+    layers = {
+        one["id"]: [(each["owner"], each["layer"], each["pages"]) for each in one["ranges"]]
+        for one in state["workers"]
+    }
+    kv = ("m@w0", None, 30)
+    assert layers["w0"] == [("m@w0", 0, 10), ("m@w0", 0, 21), kv]
+    assert layers["w1"] == [("m@w0", layer, pages) for layer in (1, 2) for pages in (10, 21)] + [kv]
+    (shown,) = state["instances"]
+    assert [(one["workers"], one["first"], one["end"]) for one in shown["stages"]] == [
+        (["w0"], 0, 1),
+        (["w1"], 1, 3),
+    ]
 
 
 async def test_a_viewer_that_does_not_read_is_sent_away_and_gets_one_state_for_many() -> None:

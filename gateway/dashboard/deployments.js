@@ -107,8 +107,8 @@ const inWords = (error) => error instanceof Refused ? error.message : "the gatew
 // ---------------------------------------------------------------------------- in words
 
 function wanted(intent) {
-  const fixed = [["tp", "TP"], ["pp", "PP"], ["precision", ""]]
-    .filter(([name]) => intent[name]).map(([name, words]) => `${words} ${intent[name]}`.trim());
+  const fixed = [["tp", "tp"], ["pp", "pp"], ["precision", ""]]
+    .filter(([name]) => intent[name]).map(([name, words]) => `${words}${intent[name]}`);
   const limits = [
     intent.max_latency_s && `at most ${seconds(intent.max_latency_s)}`,
     intent.max_cost && `cost at most ${intent.max_cost}`,
@@ -121,7 +121,7 @@ function wanted(intent) {
 function where({ configuration, stages }) {
   if (!configuration || !stages.length) return "";
   const { tp, pp, precision } = configuration;
-  const shape = [precision, tp > 1 && `TP ${tp}`, pp > 1 && `PP ${pp}`].filter(Boolean).join(", ");
+  const shape = `tp${tp} pp${pp} ${precision}`;
   const places = stages.map(({ workers, first, end }) =>
     stages.length > 1 ? `${workers.join(" + ")} (layers ${first} to ${end - 1})` : workers.join(" + "));
   return `${shape} on ${places.join(" → ")}`;

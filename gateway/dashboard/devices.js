@@ -4,7 +4,7 @@ import { $, attribute, children, h, text, variable } from "./dom.js";
 import { bytes, count, seconds, share } from "./format.js";
 import { LayerStrip } from "./layers.js";
 import { PageMap } from "./pagemap.js";
-import { PRECISIONS, groups, layersOf, morphsOf, pendingLayers, progressOf, segments } from "./shape.js";
+import { PRECISIONS, groups, layersOf, morphsOf, pendingLayers, progressOf, segments, stageOf } from "./shape.js";
 
 const KINDS = {
   full: "full", int8: "int8", int4: "int4", int3: "int3", rest: "other weights",
@@ -61,15 +61,14 @@ function drawGroup({ instance, workers }, state, metrics, onChoose, live) {
   text(group.name, instance ? instance.id : "In no instance");
   group.degree.hidden = !instance;
   if (instance) {
-    text(group.degree, `TP ${instance.tp}${instance.pp > 1 ? ` · PP ${instance.pp}` : ""}`);
+    text(group.degree, `tp${instance.tp}${instance.pp > 1 ? ` pp${instance.pp}` : ""}`);
     drawFacts(group.facts, instance, metrics?.instances?.find((one) => one.id === instance.id));
   }
   variable(group.element, "--devices", workers.length);
   group.element.classList.toggle("is-group", workers.length > 1);
   group.element.classList.toggle("is-morphing", morphs.length > 0);
   children(group.morphs, morphs.filter(({ kind }) => kind !== "transform").map((morph) => drawMorph(group, morph)));
-  children(group.devices, workers.map((worker, index) =>
-    drawDevice(worker, instance, index, morphs, onChoose, live)));
+  children(group.devices, workers.map((worker) => drawDevice(worker, instance, morphs, onChoose, live)));
   return group.element;
 }
 
@@ -133,7 +132,7 @@ function drawMorph(group, morph) {
 export function inWords(morph) {
   const told = morph.numbers ?? {};
   if (morph.kind === "transform") {
-    const way = told.tp_before ? `TP ${told.tp_before} → ${told.tp_after}` : "changing degree";
+    const way = told.tp_before ? `tp${told.tp_before} → tp${told.tp_after}` : "changing degree";
     return `${way} on ${morph.workers.join(", ")}: ${told.layers_done ?? 0} of ${told.layers ?? "?"} layers`;
   }
   if (morph.kind === "swap") return `swapping: ${told.halves_applied ?? 0} of ${told.halves ?? "?"} halves`;
@@ -144,7 +143,7 @@ export function inWords(morph) {
 
 // ---------------------------------------------------------------------------- a device
 
-function drawDevice(worker, instance, index, morphs, onChoose, live) {
+function drawDevice(worker, instance, morphs, onChoose, live) {
   const key = `${instance?.id ?? ""} ${worker.id}`;
   live.devices.add(key);
   const device = entry(drawn.devices, key, () => makeDevice(onChoose));
@@ -155,16 +154,25 @@ function drawDevice(worker, instance, index, morphs, onChoose, live) {
   device.element.classList.toggle("is-silent", isSilent);
   text(device.busy, `busy ${share(worker.busy)}`);
   variable(device.meter, "--done", `${100 * (worker.busy ?? 0)}%`);
+  const stage = instance && stageOf(instance, worker);
+  text(device.stage, stage && stage.number >= 0 ? stageInWords(stage, instance) : "");
   device.strip.element.hidden = !instance?.layers;
-  if (instance?.layers) drawLayers(device.strip, worker, instance, index, morphs);
+  if (instance?.layers) drawLayers(device.strip, worker, instance, stage, morphs);
   device.map.canvas.hidden = isSilent;
   if (isSilent) text(device.sums, "Its pages are unknown until it reports.");
   else drawPages(device, worker, instance);
   return device.element;
 }
 
+/** Of a pipeline: which layers lie here, and which shard of them. */
+function stageInWords({ number, first, end, shard }, { tp }) {
+  const layers = end - first > 1 ? `layers ${first} to ${end - 1}` : `layer ${first}`;
+  return `stage ${number + 1}: ${layers}${tp > 1 ? `, shard ${shard + 1} of ${tp}` : ""}`;
+}
+
 function makeDevice(onChoose) {
   const name = h("h4");
+  const stage = h("span.stage");
   const place = h("span.fine");
   const state = h("span.tag");
   const busy = h("span.fine.busy");
@@ -173,18 +181,19 @@ function makeDevice(onChoose) {
   const map = new PageMap();
   const sums = h("p.sums.fine");
   const element = h(
-    "article.device", {}, h("header", {}, name, place, state, busy, h("span.bar", { "aria-hidden": "true" }, meter)),
+    "article.device", {}, h("header", {}, name, stage, place, state, busy, h("span.bar", { "aria-hidden": "true" }, meter)),
     strip.element, map.canvas, sums,
   );
-  return { element, name, place, state, busy, meter, strip, map, sums };
+  return { element, name, stage, place, state, busy, meter, strip, map, sums };
 }
 
-function drawLayers(strip, worker, instance, index, morphs) {
+function drawLayers(strip, worker, instance, { first, end, shard }, morphs) {
   const pending = new Set(morphs.flatMap((morph) => [...pendingLayers(morph, instance)]));
   const travelling = morphs.find((morph) => morph.kind === "transform" && morph.numbers?.layers);
   const travel = travelling && { done: travelling.numbers.layers_done, layers: travelling.numbers.layers };
   const at = travelling ? travelling.workers.indexOf(worker.id) : -1;
-  strip.update(instance, layersOf(instance, travelling), at >= 0 ? at : index, pending, travel, worker);
+  const layers = layersOf(instance, travelling).slice(first, end);
+  strip.update(instance, layers, first, at >= 0 ? at : shard, pending, travel, worker);
 }
 
 function drawPages(device, worker, instance) {

@@ -10,6 +10,7 @@ export class LayerStrip {
     this.onChoose = onChoose;
     this.chosen = new Set();
     this.columns = [];
+    this.offset = 0;
     this.boundary = h("div.boundary", { hidden: true });
     this.row = h("div.layer-row", {
       role: "listbox",
@@ -25,22 +26,26 @@ export class LayerStrip {
     );
   }
 
-  /** shard: which of the group's FFN rows lie here, 0 .. tp-1. travel: layers done and all, or null. */
-  update(instance, layers, shard, pending, travel, worker) {
+  /**
+   * layers: those that lie here, the first being number `offset`. shard: which of their FFN rows lie here,
+   * 0 .. tp-1. travel: layers done and all, or null.
+   */
+  update(instance, layers, offset, shard, pending, travel, worker) {
     this.instance = instance;
+    this.offset = offset;
     attribute(this.row, "aria-label", `Layers of ${instance.id} at ${worker.id}; space chooses layers to swap`);
     while (this.columns.length < layers.length) this.#add();
     while (this.columns.length > layers.length) this.columns.pop().element.remove();
-    layers.forEach((layer, index) => this.#draw(this.columns[index], layer, index, shard, pending.has(index)));
-    text(this.first, "0");
-    text(this.last, layers.length - 1);
+    layers.forEach((layer, index) => this.#draw(this.columns[index], layer, offset + index, shard, pending.has(offset + index)));
+    text(this.first, offset);
+    text(this.last, offset + layers.length - 1);
     this.boundary.hidden = !travel;
     if (travel) variable(this.boundary, "--at", `${(100 * (travel.layers - travel.done)) / travel.layers}%`);
   }
 
   choose(layers) {
     this.chosen = new Set(layers);
-    this.columns.forEach(({ element }, index) => attribute(element, "aria-selected", this.chosen.has(index)));
+    this.columns.forEach(({ element }, index) => attribute(element, "aria-selected", this.chosen.has(this.offset + index)));
   }
 
   #add() {
@@ -53,8 +58,8 @@ export class LayerStrip {
     this.columns.push({ element, fills, halves, drawn: "", kinds: [] });
   }
 
-  #draw(column, layer, index, shard, isPending) {
-    const drawn = `${layer.attention} ${layer.ffn} ${layer.tp} ${shard} ${isPending}`;
+  #draw(column, layer, number, shard, isPending) {
+    const drawn = `${number} ${layer.attention} ${layer.ffn} ${layer.tp} ${shard} ${isPending}`;
     if (column.drawn === drawn) return;
     const isFirst = !column.drawn;
     column.drawn = drawn;
@@ -70,7 +75,7 @@ export class LayerStrip {
     });
     column.element.classList.toggle("is-pending", isPending);
     const degree = layer.tp > 1 ? `, degree ${layer.tp}` : "";
-    const words = `Layer ${index}: attention ${layer.attention}, FFN ${layer.ffn}${degree}${isPending ? ", about to change" : ""}`;
+    const words = `Layer ${number}: attention ${layer.attention}, FFN ${layer.ffn}${degree}${isPending ? ", about to change" : ""}`;
     attribute(column.element, "aria-label", words);
     attribute(column.element, "title", words);
   }
@@ -82,7 +87,8 @@ export class LayerStrip {
   }
 
   #toggle(index) {
-    if (!this.chosen.delete(index)) this.chosen.add(index);
+    const number = this.offset + index;
+    if (!this.chosen.delete(number)) this.chosen.add(number);
     this.choose(this.chosen);
     this.#focus(index, false);
     this.onChoose(this.instance.id, [...this.chosen].sort((a, b) => a - b));

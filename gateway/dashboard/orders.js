@@ -114,7 +114,7 @@ function transformForm() {
         h("label", {}, h("input", { type: "checkbox", value: id, checked: chosen.size ? chosen.has(id) : true }), id)));
     }
     const degrees = [...new Set(state.instances.flatMap((one) => one.degrees))].sort((a, b) => a - b);
-    options(tp.input, degrees.map((degree) => [degree, `TP ${degree}`]));
+    options(tp.input, degrees.map((degree) => [degree, `tp${degree}`]));
   } };
 }
 
@@ -219,7 +219,7 @@ function ended({ reason, numbers, started, ended: at, kind }) {
   const said = {
     swap: () => `${numbers.halves_applied ?? 0} halves, ${bytes(numbers.bytes_copied ?? 0)} copied, ${numbers.pages_unmapped ?? 0} pages freed`,
     resize: () => `${numbers.blocks_before} → ${numbers.blocks_after} blocks`,
-    transform: () => `TP ${numbers.tp_before} → ${numbers.tp_after}`,
+    transform: () => `tp${numbers.tp_before} → tp${numbers.tp_after}`,
   };
   return [reason || (numbers && said[kind]?.()), took].filter(Boolean).join(" · ");
 }

@@ -18,6 +18,15 @@ export function groups(state) {
 
 const absent = (id) => ({ id, device: "?", host: "", state: "gone", pages: null, busy: null, page_bytes: 0 });
 
+/** What this worker has: {number, first, end, shard}: of a pipeline its stage and rank, of others all layers. */
+export function stageOf(instance, worker) {
+  const number = (instance.stages ?? []).findIndex(({ workers }) => workers.includes(worker.id));
+  const all = { number, first: 0, end: instance.layers?.length ?? 0, shard: instance.workers.indexOf(worker.id) };
+  if (number < 0) return all;
+  const { workers, first, end } = instance.stages[number];
+  return { number, first, end, shard: workers.indexOf(worker.id) };
+}
+
 /** The running morphs that this instance, or any of its workers, takes part in. */
 export function morphsOf(state, instance) {
   return state.morphs.filter(
@@ -94,7 +103,7 @@ export function segments(worker, instance) {
   const used = instance?.kv?.blocks ? Math.round((ownKv * (instance.kv.used ?? 0)) / instance.kv.blocks) : 0;
   const layered = ranges.length
     ? ranges.filter((range) => own(range) && range.kind === "weights" && range.layer !== null)
-    : guessed(instance);
+    : guessed(worker, instance);
   const list = [
     ...fitted(layered, ownWeights),
     { kind: "kv-used", pages: used },
@@ -116,10 +125,12 @@ function fitted(ranges, pages) {
   ];
 }
 
-function guessed(instance) {
-  const sizes = instance?.layer_pages ?? {};
-  return layersOf(instance ?? {}).flatMap((layer, index) =>
-    PARTS.map((part) => ({ layer: index, precision: layer[part], pages: (sizes[layer[part]] ?? 0) / 2 })),
+function guessed(worker, instance) {
+  if (!instance) return [];
+  const sizes = instance.layer_pages ?? {};
+  const { first, end } = stageOf(instance, worker);
+  return layersOf(instance).slice(first, end).flatMap((layer, index) =>
+    PARTS.map((part) => ({ layer: first + index, precision: layer[part], pages: (sizes[layer[part]] ?? 0) / 2 })),
   );
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import (
@@ -68,34 +68,59 @@ def progress_of(entry: Entry) -> float | None:
 # ------------------------------------------------------------------------------------- pages
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Layers [first, end) of an instance lie on the worker. `epoch`: of who leads, and tells of it."""
+
+    card: InstanceCard
+    epoch: int
+    first: int
+    end: int
+
+
 def ranges(gateway: Gateway, worker: WorkerCard, pages: dict[str, int] | None) -> list[dict[str, Any]]:
     """What lies in a worker's pages; [] without a fresh report. Of weights the size of the largest layer is
     taken for each: they differ by a page or two. Several models share the pages of the KV as they share the
-    blocks, which is exact where their layers are alike."""
+    blocks of layers, which is exact where their layers are alike."""
     now = time.monotonic()
-    metrics = [
-        (card, gateway.cluster.instance_metrics(card.id, worker.epoch, now)) for card in worker.instances
-    ]
-    known = [(card, one.last) for card, one in metrics if one is not None]
-    if pages is None or len(known) < len(worker.instances):
+    held = _held(gateway, worker)
+    metrics = [(one, gateway.cluster.instance_metrics(one.card.id, one.epoch, now)) for one in held]
+    known = [(one, found.last) for one, found in metrics if found is not None]
+    if pages is None or len(known) < len(held):
         return []
     travelling = gateway.morphs.transform_of(worker.id)
-    num_blocks = sum(last.kv_blocks for _, last in known)
+    num_blocks = sum(last.kv_blocks * (one.end - one.first) for one, last in known)
     found: list[dict[str, Any]] = []
-    for card, last in known:
-        found += _weights(card, last.layers, layer_degrees(card, travelling))
-        kv_pages = pages["kv"] * last.kv_blocks // num_blocks if num_blocks else 0
-        found.append(_range(card.id, "kv", None, "", "full", kv_pages))
+    for one, last in known:
+        found += _weights(one, last.layers, layer_degrees(one.card, travelling))
+        blocks = last.kv_blocks * (one.end - one.first)
+        kv_pages = pages["kv"] * blocks // num_blocks if num_blocks else 0
+        found.append(_range(one.card.id, "kv", None, "", "full", kv_pages))
     return found
 
 
-def _weights(card: InstanceCard, layers: list[LayerShape], degrees: list[int]) -> Iterator[dict[str, Any]]:
-    """Attention is whole at every member of a group; of the FFN each keeps its rows."""
+def _held(gateway: Gateway, worker: WorkerCard) -> list[_Held]:
+    """Its instances, and stages of pipelines that others lead."""
+    whole = [_Held(card, worker.epoch, 0, card.num_layers) for card in worker.instances if not card.stages]
+    parts = [
+        _Held(card, leader.epoch, stage.first, stage.end)
+        for leader in gateway.cluster.workers.values()
+        for card in leader.instances
+        for stage in card.stages
+        if worker.id in stage.workers
+    ]
+    return whole + parts
+
+
+def _weights(one: _Held, layers: list[LayerShape], degrees: list[int]) -> Iterator[dict[str, Any]]:
+    """Attention is whole at every member of a group; of the FFN each keeps its rows. The card of a pipeline
+    tells the pages of a rank."""
+    card = one.card
     for number, (layer, tp) in enumerate(zip(layers, degrees, strict=False)):
-        for part in PARTS:
+        for part in PARTS if one.first <= number < one.end else ():
             precision = layer.attention if part == "attention" else layer.ffn
             pages = _pages(card, part, precision)
-            kept = pages if part == "attention" else -(-pages // tp)
+            kept = pages if part == "attention" or card.stages else -(-pages // tp)
             yield _range(card.id, "weights", number, part, precision, kept)
 
 

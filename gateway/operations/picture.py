@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import InstanceCard, InstanceTelemetry, WorkerCard
+from gateway.delivery.cluster import Cluster
 from gateway.delivery.precision import layers_below_full
 from gateway.operations.deployed import deployment_json, model_json
 from gateway.operations.transforms import layer_degrees
@@ -22,7 +24,7 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
     cluster = gateway.cluster
     return {
         "workers": [_worker(gateway, card) for card in cluster.workers.values()],
-        "instances": [_instance(gateway, worker, card) for worker, card in cluster.instances()],
+        "instances": [_instance(gateway, worker, card) for worker, card in _instances(cluster)],
         "metrics": _metrics(gateway) if metrics is None else metrics,
         "policy": asdict(gateway.policy),
         "models": [model_json(card) for card in gateway.catalogue.models.values()],
@@ -30,6 +32,17 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
         "morphs": [entry.as_json() for entry in gateway.morphs.recent(SHOWN_MORPHS)],
         "gateway": _gateway(gateway),
     }
+
+
+def _instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard]]:
+    """And members of a group that parts whose card was read before it: its leader's knows them no more."""
+    yield from cluster.instances()
+    for worker in cluster.workers.values():
+        for card in worker.instances:
+            leader = cluster.workers.get(card.workers[0]) if card.workers else None
+            led = [one for one in leader.instances if one.model == card.model] if leader else []
+            if led and worker is not leader and card.pp == 1 and worker.id not in led[0].workers:
+                yield worker, replace(card, workers=[worker.id])
 
 
 def _worker(gateway: Gateway, card: WorkerCard) -> dict[str, Any]:
@@ -66,6 +79,7 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
         "workers": card.workers or [worker.id],
         "tp": card.tp,
         "pp": card.pp,
+        "stages": [asdict(stage) for stage in card.stages],
         "state": _state(gateway, worker),
         "changing": gateway.morphs.changing(worker.id, card.tp),
         "running": sum(one.running for one in members) if members else None,

@@ -19,6 +19,7 @@ class Instance:
     layers_done: int | None = None  # of a transform under way
     kv_share: float = 0.4  # in use
     running: int = 6
+    stages: list[dict[str, Any]] = field(default_factory=list)  # of a pipeline
 
     @property
     def id(self) -> str:
@@ -26,7 +27,7 @@ class Instance:
 
     @property
     def tp(self) -> int:
-        return len(self.workers)
+        return len(self.stages[0]["workers"]) if self.stages else len(self.workers)
 
     @property
     def weight_pages(self) -> int:
@@ -65,7 +66,8 @@ class Instance:
             "model": "demo",
             "workers": self.workers,
             "tp": self.tp,
-            "pp": 1,
+            "pp": len(self.stages) or 1,
+            "stages": self.stages,
             "state": "serving",
             "running": self.running,
             "waiting": 2,

@@ -56,6 +56,29 @@ def test_a_layer_that_is_swapped_changes_its_colour_and_its_height(fake: Fake, o
     assert after["height"] < before["height"] / 2
 
 
+def test_the_workers_of_a_pipeline_each_have_their_own_layers(fake: Fake, open_page: OpenPage) -> None:
+    stages = [
+        {"workers": ["w0", "w1"], "first": 0, "end": 6},
+        {"workers": ["w2", "w3"], "first": 6, "end": 16},
+    ]
+    fake.instances = [Instance(["w0", "w1", "w2", "w3"], stages=stages)]
+    page = open_page(fake.url)
+    wait_for_text(page, ".instance .degree", "^tp2 pp2$")
+    told = [page.locator(f".device >> nth={i} >> .stage").inner_text() for i in range(4)]
+    assert told == [
+        "stage 1: layers 0 to 5, shard 1 of 2",
+        "stage 1: layers 0 to 5, shard 2 of 2",
+        "stage 2: layers 6 to 15, shard 1 of 2",
+        "stage 2: layers 6 to 15, shard 2 of 2",
+    ]
+    assert [page.locator(f".device >> nth={i} >> .layer").count() for i in range(4)] == [6, 6, 10, 10]
+    later = page.locator(".device >> nth=3 >> .layer >> nth=0")
+    assert str(later.get_attribute("aria-label")).startswith("Layer 6: attention full, FFN full, degree 2")
+    later.click()
+    assert page.get_by_label("Layers", exact=True).input_value() == "6"
+    assert page.locator(".device >> nth=1 >> .layer[aria-selected='true']").count() == 0
+
+
 def test_the_boundary_of_a_transform_travels_and_both_instances_stand_in_one_frame(
     fake: Fake, open_page: OpenPage
 ) -> None:
@@ -174,8 +197,8 @@ def test_deployments_show_what_is_expected_of_them_beside_what_they_give(
     assert len(told) == 1
     for words in (
         "chat d1",
-        "least cost · at most 1.5 s · fixed: PP 2",
-        "int4, PP 2 on w0 (layers 0 to 7) → w1 (layers 8 to 15)",
+        "least cost · at most 1.5 s · fixed: pp2",
+        "tp1 pp2 int4 on w0 (layers 0 to 7) → w1 (layers 8 to 15)",
         "96 ms expected, 310 ms now (P95)",
         "29 MiB expected",
     ):

@@ -82,7 +82,7 @@ def test_two_workers_become_one_bracket_and_part_again(service: Service, open_pa
     page.get_by_label("Degree", exact=True).select_option("2")
     page.get_by_role("button", name="Transform", exact=True).click()
     wait_for_text(page, ".outcomes .chip", "applied")
-    wait_for_text(page, ".instance .degree", "TP 2")
+    wait_for_text(page, ".instance .degree", "tp2")
     assert page.locator(".instance.is-group .device").count() == 2
     page.get_by_label("Degree", exact=True).select_option("1")
     page.get_by_role("button", name="Transform", exact=True).click()

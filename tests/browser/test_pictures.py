@@ -88,7 +88,7 @@ def test_a_picture_of_a_transform(
     picture(page, "transform", clip={"x": 0, "y": 0, "width": 1440, "height": 620})
     load.join()
     page.reload()
-    page.locator(".instance.is-group .degree", has_text="TP 2").wait_for(timeout=60_000)
+    page.locator(".instance.is-group .degree", has_text="tp2").wait_for(timeout=60_000)
 
 
 def take_both(page: Page, picture: Callable[..., None]) -> None:
