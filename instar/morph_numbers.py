@@ -10,47 +10,50 @@ MIB: Final = 1 << 20
 
 Numbers = Mapping[str, Any]
 
-# Pairs that are told together.
-PAIRS: Final = {
-    ("tp_before", "tp_after"): "tp{} to tp{}",
-    ("layers_done", "layers"): "{} of {} layers",
-    ("halves_applied", "halves"): "{} of {} halves of layers",
-    ("blocks_before", "blocks_after"): "KV blocks {} to {}",
-    ("rows_host_bytes_per_s", "rows_peer_bytes_per_s"): "rows at {} from the host, {} from peers",
-}
-PLAIN: Final = {"layers_per_step": "layers a step", "requests_sent_away": "requests sent away"}
-NOTHING: Final = ("wait_seconds", "blocks_moved", "requests_sent_away", "requests_holding")  # 0 says nothing
+# What is told of a name, or of several together; others are told as they are called. 0 of any says nothing.
+WORDS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
+    (("tp_before", "tp_after"), "tp{} to tp{}"),
+    (("layers_done", "layers"), "{} of {} layers"),
+    (("layers_per_step",), "{} a step"),
+    (("halves_applied", "halves"), "{} of {} halves of layers"),
+    (("bytes_copied", "copy_seconds"), "{} copied in {}"),
+    (("bytes_exchanged",), "{} exchanged"),
+    (("pages_mapped",), "{} mapped"),
+    (("pages_unmapped",), "{} unmapped"),
+    (("pages_freed",), "{} freed"),
+    (("blocks_before", "blocks_after"), "KV blocks {} to {}"),
+    (("blocks_moved",), "{} KV blocks moved"),
+    (("wait_seconds",), "waited {}"),
+    (("boundary_seconds",), "{} between steps"),
+)
+LEFT_OUT: Final = ("seconds",)  # the heading tells it
 
 
 def numbers_text(numbers: Numbers, page_bytes: int | None = None, in_reason: str = "") -> str:
-    """`4 of 4 halves of layers, copied 3.1 MiB, ...`. `page_bytes`: of the worker's pages; None: not known,
-    they stay pages. Numbers that stand in the reason are left out; a single digit may be another's."""
+    """`4 of 4 halves of layers, 3.1 MiB copied in 0.5 s, ...`. `page_bytes`: of the worker's pages; None: not
+    known, they stay pages. Numbers that stand in the reason are left out; a single digit may be another's."""
     told_already = set(re.findall(r"\d{2,}", in_reason))
-    kept = {name: value for name, value in numbers.items() if str(value) not in told_already}
-    for name in NOTHING:
-        if not kept.get(name, True):
-            del kept[name]
+    kept = {
+        name: value
+        for name, value in numbers.items()
+        if value and name not in LEFT_OUT and str(value) not in told_already
+    }
+    if kept.get("blocks_before") == kept.get("blocks_after"):  # it stayed as it is
+        kept.pop("blocks_before", None)
+        kept.pop("blocks_after", None)
     told = []
-    for name in numbers:
-        if name not in kept:
-            continue
-        pair = next((one for one in PAIRS if name in one and all(part in kept for part in one)), None)
-        if pair is None:
-            told.append(_text(name, kept.pop(name), page_bytes))
-        else:
-            told.append(PAIRS[pair].format(*(_value(part, kept.pop(part), page_bytes) for part in pair)))
-    return ", ".join(told)
+    for names, words in WORDS:
+        if all(name in kept for name in names):
+            told.append(words.format(*(_value(name, kept.pop(name), page_bytes) for name in names)))
+    return ", ".join([*told, *(_as_called(name, value, page_bytes) for name, value in kept.items())])
 
 
-def _text(name: str, value: Any, page_bytes: int | None) -> str:
-    """What it is, and how much."""
-    what = name
-    for unit in ("_bytes_per_s", "_seconds", "_bytes", "bytes_", "pages_"):
-        what = what.removesuffix(unit).removeprefix(unit)
-    if name in PLAIN:
-        return f"{_short(value)} {PLAIN[name]}"
+def _as_called(name: str, value: Any, page_bytes: int | None) -> str:
+    what = name.removeprefix("bytes_").removeprefix("pages_")
+    for unit in ("_bytes_per_s", "_seconds", "_bytes"):
+        what = what.removesuffix(unit)
     if name.startswith("blocks_"):
-        return f"KV blocks {name.removeprefix('blocks_')} {_short(value)}"
+        what = f"KV {what}"
     return f"{what.replace('_', ' ')} {_value(name, value, page_bytes)}"
 
 

@@ -29,10 +29,10 @@ def shape_of(configuration: Mapping[str, Any]) -> str:
 def told(
     plan: Mapping[str, Any], card: Mapping[str, Any], *, shows_all: bool = False
 ) -> Iterator[RenderableType]:
-    """The table and what there is to say of it: the best rows, those that cannot be had last. `card`: of the
-    model."""
+    """The table and what there is to say of it: the best rows of what the intent does not fix otherwise,
+    those that cannot be had last. `card`: of the model."""
     estimates, intent = plan["estimates"], plan["intent"]
-    shown = estimates if shows_all else estimates[:SHOWN]
+    shown = estimates if shows_all else [one for one in estimates if _is_as_fixed(one, intent)][:SHOWN]
     yield plan_table(shown, intent)
     if len(shown) < len(estimates):
         yield f"{len(estimates) - len(shown)} more: --all"
@@ -75,6 +75,11 @@ def batch_of(intent: Mapping[str, Any]) -> str:
     count = intent.get("batch_size", 1)
     tokens = f"{intent.get('prompt_tokens', 256)}+{intent.get('output_tokens', 64)} tokens"
     return f"{count} request{'' if count == 1 else 's'} of {tokens}"
+
+
+def _is_as_fixed(estimate: Estimate, intent: Mapping[str, Any]) -> bool:
+    shape = estimate["configuration"]
+    return all(intent.get(name) in (None, shape[name]) for name in ("tp", "pp", "precision"))
 
 
 def reasons_of(estimates: Sequence[Estimate]) -> list[str]:

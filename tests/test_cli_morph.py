@@ -134,7 +134,7 @@ def test_a_terminal_shows_how_far_a_change_of_degree_is_to_its_last_layer(
     told = capsys.readouterr()
     shown = ["running", *(f"{done} of 8 layers at tp 2" for done in (1, 5, 8))]
     assert told.err == "".join(f"\r\033[K  {text}" for text in shown) + "\n"
-    assert told.out.startswith("transform a1 of demo@w0: applied in 0.50 s\n  8 of 8 layers, tp1 to tp2\n")
+    assert told.out.startswith("transform a1 of demo@w0: applied in 0.50 s\n  tp1 to tp2, 8 of 8 layers\n")
 
 
 def test_a_terminal_shows_how_far_a_swap_is_and_how_long_it_takes(
@@ -172,18 +172,20 @@ def test_numbers_that_the_reason_tells_are_not_told_again() -> None:
     }
     assert in_words(found).splitlines()[1:] == [
         f"  {reason}",
-        "  KV blocks asked 9000, min blocks 64, seconds 0.5",
+        "  KV blocks asked 9000, min blocks 64",
     ]
 
 
 def test_numbers_are_told_with_their_units() -> None:
     swapped = {"halves": 4, "halves_applied": 4, "bytes_copied": 3 << 20, "copy_seconds": 0.51234}
     swapped |= {"wait_seconds": 0.0, "pages_mapped": 12, "blocks_before": 500, "blocks_after": 620}
-    words = "4 of 4 halves of layers, copied 3 MiB, copy 0.512 s, mapped {}, KV blocks 500 to 620"
+    words = "4 of 4 halves of layers, 3 MiB copied in 0.512 s, {} mapped, KV blocks 500 to 620"
     assert numbers_text(swapped, 1 << 20) == words.format("12 MiB")
     assert numbers_text(swapped) == words.format("12 pages")
     rows = {"tp_before": 2, "tp_after": 1, "rows_missing_bytes": 1 << 19, "rows_host_bytes_per_s": 5e8}
-    assert numbers_text(rows) == "tp2 to tp1, rows missing 0.5 MiB, rows host 477 MiB/s"
+    rows |= {"bytes_exchanged": 0, "layers_per_step": 2, "peak_bytes": 8 << 20, "seconds": 0.1}
+    told = "tp2 to tp1, 2 a step, rows missing 0.5 MiB, rows host 477 MiB/s, peak 8 MiB"
+    assert numbers_text(rows) == told
 
 
 def test_workers_that_are_not_named_are_found(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -180,18 +181,17 @@ def test_what_was_lent_is_back_when_the_other_is_gone(folders: list[Path], tmp_p
 
 
 def test_an_order_without_pages_says_whose_kv_lies_idle_and_how_to_have_it(place: Place) -> None:
-    resizer = place.site.residents["first@w0"].target.resizer
-    order = place.begin(Resize, epoch=0, instance="first@w0", blocks=resizer.max_blocks)
-    end = place.end_of(order)
-    second = place.site.residents["second@w0"]
-    blocks = second.target.resizer.needed_blocks()
+    first, second = (place.site.residents[f"{model}@w0"] for model in ("first", "second"))
+    wanted = first.target.resizer.cache.num_blocks + second.target.resizer.cache.num_blocks // 2
+    end = place.end_of(place.begin(Resize, epoch=0, instance="first@w0", blocks=wanted))
     assert end.state == "deferred" and second.idle_pages
     told = f"second@w0 has {second.kv_pages} pages of KV, {second.idle_pages} idle; an order calls none of it"
     assert told in end.reason
-    assert f"`instar morph resize second@w0 {blocks}`" in end.reason
-    for name, size in (("second", blocks), ("first", resizer.cache.num_blocks + 1)):
-        again = place.begin(Resize, epoch=0, instance=f"{name}@w0", blocks=size)
-        assert place.end_of(again).state == "applied"
+    (blocks,) = re.findall(r"`instar morph resize second@w0 (\d+)`", end.reason)
+    assert int(blocks) > second.target.resizer.needed_blocks()
+    for name, size in (("second", int(blocks)), ("first", wanted)):
+        end = place.end_of(place.begin(Resize, epoch=0, instance=f"{name}@w0", blocks=size))
+        assert end.state == "applied", end.reason
 
 
 def test_pages_do_not_flap_between_two_who_want_by_turns(place: Place, monkeypatch: Any) -> None:

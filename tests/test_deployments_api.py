@@ -12,7 +12,8 @@ import pytest
 from bus.settings import RedisSettings
 from gateway.operations import controller as orders
 from tests import tiny_model
-from tests.deployable_worker import Cluster, cluster_of, controlling
+from tests.deployable_worker import KV_BLOCKS, Cluster, cluster_of, controlling
+from tests.known_truths import BLOCK_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a tiny model of four layers, without weights; for reading."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model.byte_level(folder)
-    (folder / "config.json").write_text('{"num_hidden_layers": 4}')
+    (folder / "config.json").write_text('{"num_hidden_layers": 4, "max_position_embeddings": 1024}')
     return folder
 
 
@@ -50,7 +51,8 @@ async def test_a_model_is_registered_measured_planned_deployed_served_and_retire
     assert answer.status_code == 201, answer.text
     assert answer.json()["state"] == "profiled"
     (shown,) = (await http.get("/admin/models")).json()["models"]
-    assert (shown["name"], shown["profiles"][0]["device"]) == ("m", "cpu")
+    assert (shown["name"], shown["profiles"][0]["device"], shown["context"]) == ("m", "cpu", 1024)
+    assert "full" in shown["profiles"][0]["precisions"]
 
     planned = (await http.get("/admin/models/m/plan", params={"minimise": "latency"})).json()
     assert planned["intent"]["minimise"] == "latency"
@@ -67,6 +69,10 @@ async def test_a_model_is_registered_measured_planned_deployed_served_and_retire
     state = await gate.state()
     assert [one["id"] for one in state["deployments"]] == [found["id"]]
     assert [one["name"] for one in state["models"]] == ["m"]
+    async with asyncio.timeout(5):
+        while (kv := (await http.get(f"/admin/deployments/{found['id']}")).json()["kv"]) is None:
+            await asyncio.sleep(0.05)
+    assert kv == {"blocks": KV_BLOCKS, "tokens": 16 * KV_BLOCKS, "bytes": 4 * BLOCK_BYTES * KV_BLOCKS}
 
     gone = await http.delete(f"/admin/deployments/{found['id']}?wait=true")
     assert (gone.status_code, gone.json()["state"]) == (200, "retired")
@@ -122,6 +128,14 @@ async def test_what_is_wrong_with_an_order_is_named_with_what_is_allowed(cluster
         assert answer.status_code == status, answer.text
         assert words in answer.json()["error"]["message"]
     assert (await http.get("/admin/deployments")).json() == {"deployments": []}
+    too_long = (
+        "intent: prompt_tokens 5000 and output_tokens 64 are 5064 tokens, and the context of m has 1024; "
+        "ask for 1024 or fewer of both together"
+    )
+    answer = await http.get("/admin/models/m/plan", params={"prompt_tokens": 5000})
+    assert (refusal(answer)[0], refusal(answer)[2]) == (400, too_long)
+    answer = await http.post("/admin/deployments", json={"model": "m", "intent": {"prompt_tokens": 5000}})
+    assert (refusal(answer)[0], refusal(answer)[2]) == (400, too_long)
     answer = await http.get("/admin/models/m/plan", params={"minimise": "speed"})
     assert refusal(answer)[0] == 400
     assert refusal(await http.get("/admin/models/mm")) == (

@@ -139,6 +139,16 @@ def test_a_plan_shows_the_ten_best_and_says_how_many_more_there_are(
     assert out.count("tp1 pp1") == 24 and "--all" not in out
 
 
+def test_a_plan_leaves_out_what_the_intent_fixes_otherwise(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = PLAN | {"intent": {"cost": "memory", "tp": 2, "pp": None}}
+    gateway.answers = [(200, CARD), (200, plan)]
+    assert gateway.main("plan", "chat", "--tp", "2") == 0
+    out = capsys.readouterr().out
+    assert "tp2 pp1" in out and "tp1 pp1" not in out and "2 more: --all" in out
+
+
 def test_a_spread_that_tells_nothing_is_marked_and_what_to_do_is_said() -> None:
     wide, guess = quantity(0.1, spread=0.97), quantity(0.1, "assumed", spread=0.6)
     rows = [estimate(), estimate(precision="int4", latency_s=wide), estimate(2, latency_s=guess)]

@@ -74,7 +74,7 @@ def test_ranks_of_a_stage_share_a_host_and_have_no_other_model() -> None:
     ]
     assert shares(fit(Need(layer_bytes=10), Configuration(tp=2), 4, there)) == [("b0+b1", 4)]
     refused = fit(Need(layer_bytes=10), Configuration(tp=2, pp=2), 4, there)
-    assert refused == Refusal("needs 2 times 2 devices of one host without another model, there are 1")
+    assert refused == Refusal("needs 2 groups of 2 devices of one host without another model, there are 1")
 
 
 def test_workers_of_a_stage_are_in_natural_order() -> None:

@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_passed_over_and_says_why() -> None:
     assert "on each of its ranks for 8 layers" in reasons[PAIR]
     assert "MiB for 8 layers" in reasons[SINGLE]
     assert reasons[Configuration(tp=2, pp=2)] == (
-        "needs 2 times 2 devices of one host without another model, there are 1"
+        "needs 2 groups of 2 devices of one host without another model, there are 1"
     )
     assert "loses 3.00% of perplexity" in reasons[Configuration(precision="int4")]
 

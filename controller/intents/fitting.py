@@ -57,7 +57,8 @@ def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list
     rows = [there[i : i + tp] for there in hosts.values() for i in range(0, len(there) - tp + 1, tp)]
     rows.sort(key=_by_fullest)
     if len(rows) < configuration.pp:
-        kind = "devices" if tp == 1 else f"times {tp} devices of one host without another model"
+        groups = f"group{'s' * (configuration.pp > 1)} of {tp} devices of one host without another model"
+        kind = "devices" if tp == 1 else groups
         return Refusal(f"needs {configuration.pp} {kind}, there are {len(rows)}")
     return rows[: configuration.pp]
 

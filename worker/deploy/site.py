@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from bus.messages import PARTS, InstanceCard
 from bus.settings import WorkerSettings
@@ -96,7 +97,7 @@ class Site:
         """It serves, from the next step on."""
         self.engine.add_instance(resident.target.instance)
         self.residents[resident.card.id] = resident
-        resident.target.resizer.kv_beside = lambda: self.kv_beside(resident.card.id)
+        resident.target.resizer.kv_beside = partial(self.kv_beside, resident.card.id)
         self.add_target(resident.target)
         self.update_reserve()
         self.on_changed()
@@ -170,9 +171,9 @@ class Site:
             )
         return "; ".join(told) or "no other model is here"
 
-    def kv_beside(self, instance: str) -> str:
-        """For people, behind the reason of an order that found no pages: whose KV there is, how much of it
-        lies idle, and that an order calls none of it back. "" where there is nobody else's."""
+    def kv_beside(self, instance: str, missing: int) -> str:
+        """For people, behind the reason of an order that misses so many pages: whose KV there is, how much of
+        it lies idle, and that an order calls none of it back. "" where there is nobody else's."""
         others = [one for name, one in self.residents.items() if name != instance and one.kv_pages]
         if not others:
             return ""
@@ -182,7 +183,7 @@ class Site:
         most = max(others, key=lambda one: one.idle_pages)
         if not most.idle_pages:
             return f". {told}"
-        shrink = f"`instar morph resize {most.card.id} {most.target.resizer.needed_blocks()}`"
+        shrink = f"`instar morph resize {most.card.id} {most.target.resizer.blocks_without(missing)}`"
         return (
             f". {told}; an order calls none of it back, only requests that miss blocks do: shrink it first, "
             f"{shrink}"

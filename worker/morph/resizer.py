@@ -47,8 +47,9 @@ class KVResizer:
         self.num_layers = cache.num_layers
         self.num_blocks_moved = 0  # since the start
         self.num_lent = 0  # pages per layer that other models have of it; below 0: that it has of others
-        # For people, behind a reason: whose KV lies beside it, and how an order gets at it. "": nobody's.
-        self.kv_beside: Callable[[], str] = lambda: ""
+        # For people, behind a reason: whose KV lies beside it, and how an order that misses so many pages
+        # gets at it. "": nobody's.
+        self.kv_beside: Callable[[int], str] = lambda missing: ""
         self._instance = instance
         # Free pages that are the cache's own: what swaps set free, and what was left when it was filled, too
         # few for a page of every layer. Below 0: so many of its pages swaps took that were nobody's.
@@ -73,6 +74,11 @@ class KVResizer:
     def pages_for(self, num_blocks: int) -> int:
         """Pages per layer."""
         return self.cache.pages_for(min(num_blocks, self.cache.max_blocks))
+
+    def blocks_without(self, num_pages: int) -> int:
+        """What is left of the cache when it gives so many pages, or all that it does not need."""
+        pages_per_layer = self.cache.pages_per_layer - -(-num_pages // self.num_layers)
+        return max(self.needed_blocks(), self.cache.blocks_in(max(0, pages_per_layer)))
 
     @property
     def num_spare_pages(self) -> int:
@@ -245,7 +251,7 @@ class ResizeRun:
                 "deferred",
                 f"{self._num_blocks} KV blocks need {missing * resizer.num_layers} pages more; "
                 f"{cache.pool.num_free} are free, and {resizer.reserve_pages} of them are kept for swaps"
-                f"{resizer.kv_beside()}",
+                f"{resizer.kv_beside(missing * resizer.num_layers - resizer.num_spare_pages)}",
                 pages_needed=missing * resizer.num_layers,
                 pages_free=cache.pool.num_free,
                 pages_reserved=resizer.reserve_pages,

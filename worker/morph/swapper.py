@@ -214,7 +214,7 @@ class SwapRun:
         self._obstacle = NotApplied(
             "deferred",
             f"the {half} needs {num_pages} pages more; of {cache.num_blocks} KV blocks {needed} must stay"
-            f"{resizer.kv_beside()}",
+            f"{resizer.kv_beside(num_pages)}",
             pages_needed=num_pages + free,
             pages_free=free,
             blocks=cache.num_blocks,
