@@ -81,7 +81,7 @@ class Measured:
 
 
 def label(one: Configuration) -> str:
-    return f"TP{one.tp} x PP{one.pp} {one.precision}"
+    return f"tp{one.tp} pp{one.pp} {one.precision}"
 
 
 def intents_of(request: Intent, cheapest_s: float, fastest_s: float) -> dict[str, Intent]:

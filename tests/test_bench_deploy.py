@@ -86,7 +86,7 @@ def test_as_many_are_deployed_side_by_side_as_there_are_workers_groups_first() -
 def test_rounds_are_put_together_and_told_with_their_spread(tmp_path: Path) -> None:
     runs = [run(SMALL, 0.5, 25), run(SMALL, 0.7, 27, number=1), *FIXED_RUNS]
     found = report(chosen(SMALL), runs)
-    small = next(one for one in found["configurations"] if one["configuration"] == "TP1 x PP1 int4")
+    small = next(one for one in found["configurations"] if one["configuration"] == "tp1 pp1 int4")
     assert small["latency_of_rounds_s"] == [1.0, 1.4] and small["latency_s"] == pytest.approx(1.1)
     assert small["memory_bytes"] == 26 << 20
     say_card(found)
