@@ -17,6 +17,7 @@ from bus.settings import Settings
 from worker.engine.engine import StepResult
 from worker.fingerprint.measurer import measurer_of
 from worker.fingerprint.measuring import Measuring
+from worker.fingerprint.stored import kind_of
 from worker.service.dispatch import Dispatch
 from worker.service.engine_thread import EngineThread, Snapshot
 from worker.service.gateways import watch_gateways
@@ -215,6 +216,7 @@ class Serving:
             door_key=stages.key if stages else b"",
             instances=self._residents.shown,
             device=loaded.device,
+            device_kind=kind_of(loaded.device),
             page_bytes=loaded.page_bytes,
             progress="",
         )
@@ -249,6 +251,7 @@ class Serving:
         try:
             async with asyncio.timeout(self._settings.drain_timeout_s):
                 await self._part()  # first, since a group whose leader drains takes nothing new
+                await self._end_stages()
                 if self._bus.up:  # else nobody can send anything either
                     await asyncio.sleep(GATEWAYS_LOOK_S)
                 while len(self._ledger) or await self._residents.backlog():  # noqa: ASYNC110 one wait a life
@@ -264,6 +267,15 @@ class Serving:
         while self._thread.is_in_group:
             self._thread.ask_to_part()
             await asyncio.sleep(PARTING_CHECK_S)
+
+    async def _end_stages(self) -> None:
+        """Of instances that others lead: their requests end before."""
+        stages = self._loaded.site.stages if self._loaded.site else None
+        if stages:
+            why = f"{self._membership.card.id} is draining"
+            self._thread.call(lambda: stages.ask_to_end(why))
+            while stages.followers:  # noqa: ASYNC110 one wait a life
+                await asyncio.sleep(DRAIN_CHECK_S)
 
     async def _show_group(self, members: tuple[str, ...], why: str) -> None:
         """The leader's card is the group's; the other members' say whom they follow."""
