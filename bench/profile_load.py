@@ -1,6 +1,6 @@
 """What requests feel of a model that is profiled on the very worker that serves them.
 
-    python -m bench.profile_load [--quick] [--rounds 4] [--seconds 30] [--share 0.6] [--size 30M]
+    python -m bench.profile_load [--quick] [--rounds 4] [--seconds 25] [--share 0.6] [--size 30M]
 
 The real service, one worker with the demo model, and seeded arrivals at a share of what it can do at most. A
 dummy is profiled on that worker, as if no other were idle. The same arrivals are played without a profile and
@@ -40,10 +40,10 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="two short windows; a minute")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of a window")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of a window")
     parser.add_argument("--share", type=float, default=0.6, help="of what the worker can do at most")
     parser.add_argument("--size", default="30M", help="of the dummy that is profiled")
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds for the whole profile")
+    parser.add_argument("--patience", type=float, default=240.0, help="seconds for the whole profile")
     args = parser.parse_args()
     began = time.perf_counter()
     rounds, seconds, size = (1, 8.0, "4M") if args.quick else (args.rounds, args.seconds, args.size)
