@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+import threading
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import httpx
 
@@ -41,6 +42,26 @@ class DeployingService(EmptyService):
     def deploy(self, model: str, intent: Any) -> str:
         return str(self.ask("POST", "deployments", {"model": model, "intent": intent}).json()["id"])
 
+    def deployment(self, name: str) -> dict[str, Any]:
+        return dict(self.ask("GET", f"deployments/{name}").json())
+
+    def reaches(self, name: str, state: str, within_s: float = 90.0) -> dict[str, Any]:
+        """The deployment, once it is so."""
+
+        def look() -> dict[str, Any] | None:
+            found = self.deployment(name)
+            return found if found["state"] == state else None
+
+        try:
+            return dict(wait_for(f"{name} to be {state}", look, within_s, 0.2))
+        except AssertionError as late:
+            raise AssertionError(f"{late}; it is {self.deployment(name)}") from None
+
+    def pages(self, worker: str) -> dict[str, int] | None:
+        """None: it did not report them."""
+        (found,) = [one["pages"] for one in self.state()["workers"] if one["id"] == worker]
+        return found and dict(found)
+
     def deployments(self, *states: str) -> list[dict[str, Any]]:
         found = self.ask("GET", "deployments").json()["deployments"]
         return [one for one in found if not states or one["state"] in states]
@@ -56,38 +77,85 @@ class DeployingService(EmptyService):
         return httpx.post(url, json=body | {"ignore_eos": True}, timeout=90)
 
 
+@dataclass
+class Asking:
+    """Clients that ask a model one request after the other, until they are left. Every answer must be the
+    first one."""
+
+    service: DeployingService
+    model: str
+    clients: int = 2
+    answers: list[tuple[int, str]] = field(default_factory=list)  # status, text
+
+    def __enter__(self) -> Self:
+        wait_for(f"{self.model} to answer", lambda: self._ask()[0] == 200, 30)
+        self.text = self._ask()[1]
+        self._ending = threading.Event()
+        self._threads = [threading.Thread(target=self._loop, daemon=True) for _ in range(self.clients)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join(100)
+            assert not thread.is_alive(), f"a client of {self.model} still waits for its answer"
+        wrong = [answer for answer in self.answers if answer != (200, self.text)]
+        assert not wrong, f"{len(wrong)} of {len(self.answers)} are not {self.text!r}: {wrong[:3]}"
+
+    def more(self, count: int = 10) -> None:
+        """Wait for answers to requests, most of which begin from now on."""
+        wanted = len(self.answers) + self.clients + count
+        wait_for(f"{count} more answers of {self.model}", lambda: len(self.answers) >= wanted, 60)
+
+    def _loop(self) -> None:
+        while not self._ending.is_set():
+            self.answers.append(self._ask())
+
+    def _ask(self) -> tuple[int, str]:
+        answer = self.service.complete(self.model)
+        ok = answer.status_code == 200
+        return answer.status_code, answer.json()["choices"][0]["text"] if ok else answer.text
+
+
 def workers_of(deployment: dict[str, Any]) -> list[str]:
     return [worker for stage in deployment["stages"] for worker in stage["workers"]]
 
 
-def pretend_measured(folder: Path) -> None:
-    """Of the demo model: a profile beside it, which workers believe. Measuring takes a minute."""
-    truth = Truth(layers=NUM_LAYERS, embedding_bytes=8 << 20, layer_bytes=5 << 19)
+def pretend_measured(folder: Path, degrees: tuple[int, ...] = (1,)) -> None:
+    """Of the demo model: a profile beside it, which workers believe. Measuring takes a minute. degrees: that
+    are worth it; at others what ranks say to each other takes too long."""
+    truth = Truth(
+        layers=NUM_LAYERS,
+        embedding_bytes=8 << 20,
+        layer_bytes=5 << 19,
+        all_reduce=0.0 if 2 in degrees else 1.0,
+    )
     known = profile_of(
         truth,
-        configurations=[Configuration(precision=name) for name in BITS],
+        configurations=[Configuration(tp=tp, precision=name) for tp in (1, 2) for name in BITS],
         shapes=[(prompt, batch) for prompt in PROMPT_TOKENS for batch in BATCH_SIZES],
     )
-    fewest = Configuration(precision="int3")
     version = program_version()
+    memory = [one for one in known.memory if one.configuration.tp in degrees]
     profile = replace(
         known,
         digest=digest_of(folder),
         version=version,
-        latency=known.latency
-        + [
-            replace(one, configuration=fewest)
-            for one in known.latency
-            if one.configuration.precision == "int4"
-        ],
-        memory=known.memory
-        + [
-            replace(one, configuration=fewest)
-            for one in known.memory
-            if one.configuration.precision == "int4"
-        ],
+        latency=[*known.latency, *_in_fewest_bits(known.latency)],
+        memory=[*memory, *_in_fewest_bits(memory)],
     )
     write_stored(profile_path(folder, "cpu", version), profile)
+
+
+def _in_fewest_bits(samples: list[Any]) -> list[Any]:
+    """int3 as int4."""
+    return [
+        replace(one, configuration=replace(one.configuration, precision="int3"))
+        for one in samples
+        if one.configuration.precision == "int4"
+    ]
 
 
 def settled(service: DeployingService) -> bool:
