@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=25.0, help="of a window")
     parser.add_argument("--share", type=float, default=0.6, help="of what the worker can do at most")
     parser.add_argument("--size", default="30M", help="of the dummy that is profiled")
-    parser.add_argument("--patience", type=float, default=240.0, help="seconds for the whole profile")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds for the whole profile")
     args = parser.parse_args()
     began = time.perf_counter()
     rounds, seconds, size = (1, 8.0, "4M") if args.quick else (args.rounds, args.seconds, args.size)
