@@ -64,7 +64,7 @@ class Configuration:
 class LatencySample:
     """Dummy requests to a fingerprint: `seconds` of each repetition, from the submission of a batch of equal
     requests to the last token of all of them. Of degrees above 1: one rank's own work, without what ranks say
-    to each other (`Profile.links`)."""
+    to each other (`Profile.links`). Repetition i of both lengths of output is one run."""
 
     num_layers: int  # hidden layers of what was measured: 1 or 2, or all
     configuration: Configuration

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bus.deployments import Configuration, Intent, LatencySample
-from controller.intents.uncertain import Points, Uncertain, between, line_at, repeated, slope_of
+from controller.intents.uncertain import (
+    Points,
+    Uncertain,
+    between,
+    exactly,
+    line_at,
+    repeated,
+    slope_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +62,28 @@ def cells_of(samples: Iterable[LatencySample]) -> Cells:
     for (configuration, shape, num_layers), by_length in seconds.items():
         lengths = sorted(length for length, repetitions in by_length.items() if repetitions)
         if len(lengths) > 1:
-            points = [(length - 1.0, repeated(by_length[length])) for length in lengths]
+            ttft, tpot = _solved([(length - 1.0, by_length[length]) for length in lengths])
             context = shape.prompt + (lengths[0] + lengths[-1] - 1) / 2
-            cells[configuration][shape][num_layers] = Timing(
-                line_at(points, 0.0).at_least(0.0), slope_of(points).at_least(0.0), context
-            )
+            cells[configuration][shape][num_layers] = Timing(ttft.at_least(0.0), tpot.at_least(0.0), context)
     return cells
+
+
+def _solved(by_steps: Sequence[tuple[float, Sequence[float]]]) -> tuple[Uncertain, Uncertain]:
+    """TTFT and TPOT of (steps behind the first token, seconds of each repetition), by repetition where there
+    are as many of each: one run tells all lengths, and what disturbed its prompts is in all of them. Medians
+    of each length alone would be of different runs, and a long prompt's disturbance would count as decodes.
+    """
+    if len({len(seconds) for _, seconds in by_steps}) > 1:
+        points = [(steps, repeated(seconds)) for steps, seconds in by_steps]
+        return line_at(points, 0.0), slope_of(points)
+    runs = [
+        [(steps, exactly(one)) for (steps, _), one in zip(by_steps, run, strict=True)]
+        for run in zip(*(seconds for _, seconds in by_steps), strict=True)
+    ]
+    return (
+        repeated([line_at(run, 0.0).value for run in runs]),
+        repeated([slope_of(run).value for run in runs]),
+    )
 
 
 # --------------------------------------------------------------------------- to the intent's requests
