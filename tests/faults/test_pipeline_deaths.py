@@ -19,33 +19,33 @@ LAYERS, CUT = 8, 3
 PROMPT, NUM_TOKENS = "Once upon a time", 1200
 
 
-def deploy(service: Service, *parts: tuple[str, int, int]) -> None:
-    """As the controller does. parts: (worker, first, end)."""
+def deploy(service: Service, *stages: Stage) -> None:
+    """As the controller does."""
 
     async def order() -> None:
         async with connect(RedisSettings(url=service.own_redis_url), source="test") as bus:
             epochs = {live.card.id: live.epoch for live in await bus.workers()}
-            stages = [Stage(workers=[worker], first=first, end=end) for worker, first, end in parts]
-            for number, (worker, _, _) in enumerate(parts):
+            places = [(number, worker) for number, stage in enumerate(stages) for worker in stage.workers]
+            for number, worker in places:
                 command = Deploy(
                     id=f"d-{worker}",
                     epoch=epochs[worker],
                     instance=f"long@{worker}",
                     model="long",
                     path=str(DEMO_MODEL),
-                    stages=stages,
+                    stages=list(stages),
                     stage=number,
                     epochs=epochs,
                 )
                 await bus.publish(bus.names.control(worker), command)
 
     asyncio.run(order())
-    wait_for("it to serve", lambda: shape_of(service, f"long@{parts[0][0]}"), 60.0)
+    wait_for("it to serve", lambda: shape_of(service, f"long@{stages[0].workers[0]}"), 60.0)
 
 
-def shape_of(service: Service, instance: str) -> tuple[int, list[str]] | None:
+def shape_of(service: Service, instance: str) -> tuple[int, int, list[str]] | None:
     found = [one for one in service.state()["instances"] if one["id"] == instance]
-    return (found[0]["pp"], found[0]["workers"]) if found else None
+    return (found[0]["tp"], found[0]["pp"], found[0]["workers"]) if found else None
 
 
 def complete(service: Service, model: str) -> str:
@@ -55,16 +55,24 @@ def complete(service: Service, model: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_a_request_outlives_a_stage_of_its_pipeline_and_goes_on_with_the_same_text() -> None:
-    with Service(num_workers=3, settings={"WORKER__VARIANTS": "[]"}) as service, service.explained():
-        deploy(service, ("w0", 0, CUT), ("w1", CUT, LAYERS))
-        assert shape_of(service, "long@w0") == (2, ["w0", "w1"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_request_outlives_a_worker_of_its_pipeline_and_goes_on_with_the_same_text(tp: int) -> None:
+    """Of a later stage, or of a rank beside the leader."""
+    *workers, spare = [f"w{i}" for i in range(2 * tp + 1)]
+    settings = {"WORKER__VARIANTS": "[]"}
+    with Service(num_workers=len(workers) + 1, settings=settings) as service, service.explained():
+        halves = [
+            Stage(workers=workers[:tp], first=0, end=CUT),
+            Stage(workers=workers[tp:], first=CUT, end=LAYERS),
+        ]
+        deploy(service, *halves)
+        assert shape_of(service, "long@w0") == (tp, 2, workers)
         wanted = complete(service, "demo")
         texts: list[str] = []
         asking = threading.Thread(target=lambda: texts.append(complete(service, "long")))
         asking.start()
         wait_for("its first step", lambda: service.metric("instar_num_requests_running"), every_s=0.01)
-        deploy(service, ("w2", 0, LAYERS))
+        deploy(service, Stage(workers=[spare], first=0, end=LAYERS))
         assert asking.is_alive()
         service.processes["w1"].kill()
         wait_for("the pipeline to go", lambda: shape_of(service, "long@w0") is None)
