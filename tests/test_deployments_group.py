@@ -1,5 +1,5 @@
-"""The real service: two workers without a model become one instance of degree 2, as the intent wants it. It
-answers as one worker does, stays a group at rest, and gives everything back."""
+"""The real service: workers without a model become one instance of degree 2, or of two stages of degree 2, as
+the intent wants it. It answers as one worker does, stays what it is at rest, and gives everything back."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ pytestmark = [
 REST_S = 5.0  # the policy that morphs parts groups that rest within a second or two
 
 
-class Pair(Service):
-    """Two workers that start without a model."""
+class Empty(Service):
+    """Workers that start without a model."""
 
     def add_worker(self, worker: str) -> Process:
         env = {"INSTAR_WORKER__ID": worker, "INSTAR_WORKER__MODELS": "[]"}
@@ -86,7 +86,7 @@ def pretend_measured(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Empty]:
     folder = tmp_path_factory.mktemp("models") / "demo"
     shutil.copytree(DEMO_MODEL, folder)
     pretend_measured(folder)
@@ -95,22 +95,38 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         "WORKER__MAX_MODEL_LEN": "512",
         "WORKER__HOST_DIR": str(tmp_path_factory.mktemp("images")),
     }
-    pair = Pair(num_workers=2, settings=settings)
-    with pair:
-        pair.ask("POST", "models", {"name": "demo", "path": str(folder)})
-        pair.reaches("models/demo", "profiled")
-        yield pair
+    empty = Empty(num_workers=4, settings=settings)
+    with empty:
+        empty.ask("POST", "models", {"name": "demo", "path": str(folder)})
+        empty.reaches("models/demo", "profiled")
+        yield empty
 
 
-def test_a_group_is_deployed_of_empty_workers_answers_and_goes(service: Pair) -> None:
+def test_a_group_is_deployed_of_empty_workers_answers_and_goes(service: Empty) -> None:
     with service.explained():
         alone = service.deploy({"tp": 1, "pp": 1, "precision": "full"})
         expected = service.text()
         service.retire(alone)
-        both = service.deploy({"tp": 2, "precision": "full"})
+        both = service.deploy({"tp": 2, "pp": 1, "precision": "full"})
         assert [stage["workers"] for stage in both["stages"]] == [["w0", "w1"]]
         assert service.text() == expected
         time.sleep(REST_S)
         (shown,) = service.state()["instances"]
         assert (shown["id"], shown["tp"]) == ("demo@w0", 2)
         service.retire(both)
+
+
+def test_stages_of_two_ranks_are_deployed_answer_and_go(service: Empty) -> None:
+    with service.explained():
+        alone = service.deploy({"tp": 1, "pp": 1, "precision": "full"})
+        expected = service.text()
+        service.retire(alone)
+        deployed = service.deploy({"tp": 2, "pp": 2, "precision": "full"})
+        stages = [stage["workers"] for stage in deployed["stages"]]
+        assert [len(workers) for workers in stages] == [2, 2]
+        assert service.text() == expected
+        time.sleep(REST_S)
+        (shown,) = service.state()["instances"]
+        assert (shown["tp"], shown["pp"], shown["stages"]) == (2, 2, deployed["stages"])
+        assert service.text() == expected
+        service.retire(deployed)
