@@ -116,6 +116,28 @@ def test_halves_of_fewer_bits_are_those_that_a_swap_would_bring(folder: Path, tm
     assert_all_free(pool)
 
 
+def test_layers_that_caches_would_hold_take_turns(folder: Path) -> None:
+    """Of full precision three of the five, of fewer bits all: there each is smaller."""
+    of_layer = sum(part.nbytes for part in plan_of(folder).layer_ranges("full"))
+    plan = plan_of(folder, ("full", "int4"), cache_bytes=3 * of_layer)
+    assert plan.turns == {"full": 3, "int4": 5}
+    pool = make_pool()
+    fingerprint = at_once(load_cut(plan, pool))
+    at_once(fingerprint.quantise("int4"))
+    assert pool.num_pages - pool.num_free == plan.num_pages
+    for precision, turns in plan.turns.items():
+        fingerprint.use(1, precision)
+        taken = [fingerprint.model.layers[0]]
+        for _ in range(turns):
+            fingerprint.turn()
+            assert len(fingerprint.model.layers) == 1
+            taken += fingerprint.model.layers
+        assert len(set(map(id, taken))) == turns
+        assert taken[0] is taken[turns]
+    fingerprint.release()
+    assert_all_free(pool)
+
+
 def test_weights_are_told_in_the_pages_that_the_model_takes(folder: Path, tmp_path: Path) -> None:
     plan, whole = plan_of(folder, max_tp=2), Morphing(folder, tmp_path, max_tp=2)
     pool = whole.runner.pool
@@ -162,6 +184,17 @@ def test_a_profile_has_every_point_of_both_depths_and_lengths(folder: Path) -> N
     assert all(len(one.seconds) == 2 and min(one.seconds) > 0 for one in profile.latency)
     assert 0 < sum(map(min, (one.seconds for one in profile.latency))) < profile.device_seconds
     assert_all_free(pool)
+
+
+def test_one_run_tells_both_lengths_also_where_prompts_take_several_steps(folder: Path) -> None:
+    """By a clock whose every step takes a second."""
+    profiler = Profiler(
+        plan_of(folder), grid_of(rounds=1), make_pool(), clock=map(float, itertools.count()).__next__
+    )
+    for _ in profiler.steps():
+        pass
+    seconds = {(one.prompt_tokens, one.output_tokens): one.seconds for one in profiler.latency}
+    assert seconds == {(6, 1): [1.0], (6, 9): [9.0], (20, 3): [4.0], (20, 11): [12.0]}
 
 
 SHAPES = ((6, 1), (20, 1), (6, 3), (20, 3))

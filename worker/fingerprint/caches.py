@@ -1,10 +1,9 @@
-"""What the layers that a fingerprint lacks would have done to the device's caches.
+"""Caches that a few layers would stay in, and a whole model does not.
 
-Two layers of a small model, or of one in few bits, stay in the caches of the cores from step to step; in the
-whole model the others pass through them in between. So between two steps of a fingerprint as many bytes are
-read as those others have, or as many as the caches have if that is less. A last-level cache that a CPU shares
-with the whole host is left as it is: reading all of it takes longer than a step of the whole model (measured
-on 30M parameters: four times the cost of the profile, and no better estimates).
+Two layers of a small model, or of one in few bits, are still in the device's caches when the next step reads
+them; those of the whole model are not, since the others pass through in between. So as many layers are loaded
+as the caches hold, and steps of one layer or of two take the next ones in turn: each reads what was read
+longest ago, as in the whole model. Layers of large models are larger than any cache: then it is two of them.
 """
 
 from __future__ import annotations
@@ -13,30 +12,16 @@ from pathlib import Path
 
 import torch
 
-CPU_CACHE_BYTES = 2 << 20  # of a core whose own tells nothing
+CPU_SHARE_BYTES = 64 << 20  # of a last-level cache that many cores have in common: more than is left to two
+_LAST_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-class CacheSweep:
-    """`sweep(n)` reads n bytes that nothing else uses. One buffer, no larger than the caches."""
-
-    def __init__(self, device: torch.device, most: int) -> None:
-        """most: bytes that will be asked for."""
-        self.nbytes = min(most, cache_bytes(device))
-        self._buffer = torch.ones(-(-self.nbytes // 4), dtype=torch.int32, device=device)
-
-    def sweep(self, nbytes: int) -> None:
-        """Returns when they have been read."""
-        part = self._buffer[: min(nbytes, self.nbytes) // 4]
-        if part.numel():
-            int(part.sum())
-
-
 def cache_bytes(device: torch.device) -> int:
-    """Of a GPU's last level; of a CPU's cores, as many as there are threads, their second."""
+    """What the device's last level keeps of what it read."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    return int(torch.get_num_threads()) * _size(Path("/sys/devices/system/cpu/cpu0/cache/index2/size"))
+    return min(CPU_SHARE_BYTES, _size(_LAST_LEVEL))
 
 
 def _size(path: Path) -> int:
@@ -44,4 +29,4 @@ def _size(path: Path) -> int:
         text = path.read_text().strip()
         return int(text[:-1]) * _SIZES[text[-1]]
     except (OSError, ValueError, KeyError, IndexError):
-        return CPU_CACHE_BYTES
+        return CPU_SHARE_BYTES

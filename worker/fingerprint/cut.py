@@ -22,7 +22,7 @@ from worker.memory import KVCache, PagePool, VirtualRange
 from worker.model import Model, ModelConfig, ModelError, Segment
 from worker.model.halves import Half
 from worker.model.layer import Attention, FeedForward, Layer
-from worker.model.layout import ModelPlan, RangePlan, Source, degrees, plan_model
+from worker.model.layout import RangePlan, Source, degrees, plan_model
 from worker.model.quantized_layout import BITS, plan_quantized
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
@@ -52,10 +52,11 @@ class CutPlan:
         load_format: str = "safetensors",
         method: str = "",
         depths: Sequence[int] = DEPTHS,
+        cache_bytes: int = 0,
     ) -> None:
-        """config: of the whole model. depths: numbers of layers to be measured, as far as the model has them;
-        the rest as the worker that measures would load it. Raises ModelError: no checkpoint, a quantised set
-        that cannot be used."""
+        """config: of the whole model. depths: numbers of layers to be measured, as far as the model has them.
+        cache_bytes: of the device; so much of the layers takes turns (`caches`). The rest as the worker that
+        measures would load it. Raises ModelError: no checkpoint, a quantised set that cannot be used."""
         self.depths = sorted({min(depth, config.num_layers) for depth in depths})
         self.whole, self.config = config, config.part(0, self.depths[-1])
         self.all_precisions = list(dict.fromkeys(precisions))
@@ -77,12 +78,19 @@ class CutPlan:
                 has_input_scale=matrices.has_input_scale,
             )
             self.quantized |= {(part, name): plan for part, plan in zip(PARTS, halves, strict=True)}
+        self.turns: dict[Precision, int] = {"full": self._num_turns("full", cache_bytes)}
+        self.turns |= {name: self._num_turns(name, cache_bytes) for name in self.precisions}
+        self.config = config.part(0, max(self.turns.values()))
+        self.model = plan_model(self.config, dtype, page_bytes, max_tp)
 
     @property
     def num_pages(self) -> int:
         """Of the weights, in all precisions."""
-        full = sum(self._pages(part) for part in self.model.ranges())
-        return full + self.config.num_layers * sum(self._pages(part) for part in self.quantized.values())
+        ends = sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
+        return ends + sum(
+            turns * sum(self._pages(part) for part in self.layer_ranges(name))
+            for name, turns in self.turns.items()
+        )
 
     def weight_bytes(self, num_layers: int, precision: Precision, tp: int = 1) -> int:
         """Whole pages of a model of so many layers that is served in this precision, on all ranks of a degree
@@ -102,10 +110,10 @@ class CutPlan:
         """Those of them of which a rank is measured."""
         return [tp for tp in self.degrees if tp in SHARES]
 
-    def missing_bytes(self, num_layers: int, precision: Precision, tp: int = 1) -> int:
-        """Weights that a rank reads of the layers that a fingerprint of so many lacks."""
+    def _num_turns(self, precision: Precision, cache_bytes: int) -> int:
+        """Layers of it that there are."""
         of_layer = sum(part.nbytes for part in self.layer_ranges(precision))
-        return (self.whole.num_layers - num_layers) * of_layer // tp
+        return min(self.whole.num_layers, max(self.depths[-1], -(-cache_bytes // of_layer)))
 
     def layer_ranges(self, precision: Precision) -> list[RangePlan]:
         if precision == "full":
@@ -130,11 +138,21 @@ class Fingerprint:
         self._group: Silent | None = None
         self._layers: dict[tuple[Precision, int], list[Layer]] = {}
         self._take("full")
+        self._used: tuple[list[Layer], int] = self._layers["full", 1], plan.depths[-1]
+        self._next = 0
 
     def use(self, num_layers: int, precision: Precision, tp: int = 1) -> None:
-        """Between two steps: the next one runs these, of degrees above 1 (`CutPlan.shares`) rank 0's part."""
-        self.model.layers[:] = self._layers[precision, tp][:num_layers]
+        """Between two steps: the next ones run so many; of degrees above 1 (`CutPlan.shares`) rank 0's
+        part."""
+        self._used = self._layers[precision, tp], num_layers
         self._group = Silent(tp) if tp > 1 else None
+        self.turn()
+
+    def turn(self) -> None:
+        """Between two steps: the next one runs the layers whose turn it is."""
+        layers, num_layers = self._used
+        self.model.layers[:] = [layers[(self._next + i) % len(layers)] for i in range(num_layers)]
+        self._next = (self._next + num_layers) % len(layers)
 
     def forward(
         self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
@@ -150,7 +168,8 @@ class Fingerprint:
 
     def quantise(self, precision: Precision) -> Pieces[None]:
         """Make the layers' halves of one precision. Raises OutOfPages, MappingFailed, ModelError."""
-        for index, weights in enumerate(self.model.weights):
+        for index in range(self.plan.turns[precision]):
+            weights = self.model.weights[index]
             for part in PARTS:
                 memory = self._ranges.memory((index, part, precision))
                 memory.map(0, memory.num_pages)
@@ -165,7 +184,7 @@ class Fingerprint:
             shard = Shard(0, tp)
             self._layers[precision, tp] = [
                 _layer_of({part: self._ranges.half((index, part, precision), shard) for part in PARTS}, shard)
-                for index in range(self.plan.config.num_layers)
+                for index in range(self.plan.turns[precision])
             ]
 
     def release(self) -> None:
@@ -191,7 +210,7 @@ def load_cut(plan: CutPlan, pool: PagePool) -> Pieces[Fingerprint]:
         return LoadedRange(memory, tensors)
 
     try:
-        weights = yield from _load_all(plan.model, load, pool)
+        weights = yield from _load_all(plan, load)
         return Fingerprint(plan, Model(plan.config, plan.model, weights, plan.source), pool)
     except BaseException:
         for memory in made:
@@ -232,16 +251,22 @@ def warm_up(plan: CutPlan, block_tokens: int, device: torch.device) -> Iterator[
         raise problem[0]
 
 
-def _load_all(plan: ModelPlan, load: Loading, pool: PagePool) -> Pieces[ModelWeights]:
-    assert plan.embedding and plan.head, "the first layers come with both ends"
-    pages = sum(pool.pages_for(part.nbytes) for part in plan.ranges())
-    embedding = yield from load(plan.embedding)
+def _load_all(plan: CutPlan, load: Loading) -> Pieces[ModelWeights]:
+    """Layers that take turns in fewer bits only are, in full precision, the others again."""
+    model = plan.model
+    assert model.embedding and model.head, "the first layers come with both ends"
+    embedding = yield from load(model.embedding)
     layers = []
-    for attention, feed_forward in plan.layers:
+    for attention, feed_forward in model.layers[: plan.turns["full"]]:
         layers.append(LayerWeights((yield from load(attention)), (yield from load(feed_forward))))
-    head = yield from load(plan.head)
-    size = WeightBytes(weights=plan.weight_bytes, padding=plan.padding_bytes, mapped=pages * pool.page_bytes)
-    return ModelWeights(embedding, layers, head, size)
+    head = yield from load(model.head)
+    mapped = sum(part.memory.num_mapped for layer in layers for part in (layer.attention, layer.feed_forward))
+    mapped += embedding.memory.num_mapped + head.memory.num_mapped
+    size = WeightBytes(
+        weights=model.weight_bytes, padding=model.padding_bytes, mapped=mapped * plan.page_bytes
+    )
+    all_layers = [layers[index % len(layers)] for index in range(len(model.layers))]
+    return ModelWeights(embedding, all_layers, head, size)
 
 
 def _fill(target: torch.Tensor, source: Source, weights: Weights) -> Iterator[None]:

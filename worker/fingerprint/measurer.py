@@ -18,6 +18,7 @@ from bus.deployments import LinkSample, Measure, Profile
 from bus.messages import Precision
 from bus.settings import WorkerSettings
 from worker.deploy.site import Site
+from worker.fingerprint.caches import cache_bytes
 from worker.fingerprint.cut import CutPlan
 from worker.fingerprint.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.fingerprint.links import measure_links
@@ -114,6 +115,7 @@ class Measurer:
                 max_tp=settings.max_tp,
                 load_format=settings.load_format,
                 method=settings.quantization,
+                cache_bytes=cache_bytes(self.pool.backend.device),
             )
         except (ModelError, ValueError) as error:
             raise CannotMeasure(str(error)) from error

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from bus.deployments import LatencySample, LinkSample, MemorySample, Profile
 from worker.engine.instance import Instance
-from worker.fingerprint.caches import CacheSweep
 from worker.fingerprint.cut import CutPlan, Fingerprint, load_cut, warm_up
 from worker.fingerprint.grid import Grid
 from worker.fingerprint.requests import Requests
@@ -39,13 +38,12 @@ class Profiler:
         *,
         room: Room | None = None,
         max_pages: int = 0,
-        sweeps: bool = True,
         probe: Callable[[], list[LinkSample]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """room: where its pages come from; None: from the free ones. max_pages: that it may take; 0: what
-        there is room for. sweeps: whether it does to the caches what the missing layers would (`caches`).
-        probe: measures what ranks and stages say to each other, in a thread (`links.measure_links`)."""
+        there is room for. probe: measures what ranks and stages say to each other, in a thread
+        (`links.measure_links`)."""
         self.plan, self.grid = plan, grid.with_shares(plan.shares)
         self.seconds = 0.0  # of the device, so far
         self.progress = ""
@@ -55,13 +53,13 @@ class Profiler:
         self.peak_bytes = 0
         self._pool, self._max_pages, self._clock = pool, max_pages, clock
         self._room = room or FreeRoom(pool)
-        self._sweeps, self._probe = sweeps, probe
+        self._probe = probe
         self._device = pool.backend.device
 
     @property
     def num_pages(self) -> int:
         """That it takes: weights in all precisions, and KV."""
-        return self.plan.num_pages + self.plan.config.num_layers * self._kv_pages
+        return self.plan.num_pages + self.plan.depths[-1] * self._kv_pages
 
     def steps(self) -> Steps:
         """One step of a fingerprint, or one piece of its loading, at a time. Raises NoRoom, ModelError,
@@ -128,12 +126,10 @@ class Profiler:
             cache = self._make_cache()
             undo.callback(cache.release)
             cache.grow(self._kv_pages)
-            missing = max(plan.missing_bytes(1, name) for name in plan.all_precisions)
-            sweep = CacheSweep(self._device, missing if self._sweeps else 0)
             instance = self._make_instance(fingerprint, cache)
-            requests = Requests(fingerprint, instance, self.grid, sweep, say=self._say, clock=self._clock)
+            requests = Requests(fingerprint, instance, self.grid, say=self._say, clock=self._clock)
             self.memory = yield from requests.memory()
-            transient = sweep.nbytes + max(one.activation_bytes or 0 for one in self.memory)
+            transient = max(one.activation_bytes or 0 for one in self.memory)
             self.peak_bytes = self.num_pages * pool.page_bytes + transient
             self.latency = yield from requests.latency()
         if self._probe:
@@ -157,7 +153,7 @@ class Profiler:
         config = self.plan.config
         return KVCache(
             self._pool,
-            num_layers=config.num_layers,
+            num_layers=self.plan.depths[-1],
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_tokens=self.grid.block_tokens,

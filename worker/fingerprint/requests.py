@@ -12,7 +12,6 @@ from bus.messages import Precision, SamplingParams
 from worker.core import Request
 from worker.engine.instance import Instance
 from worker.fingerprint.activations import peak_memory
-from worker.fingerprint.caches import CacheSweep
 from worker.fingerprint.cut import Fingerprint
 from worker.fingerprint.grid import Grid, Point, is_settled
 
@@ -31,14 +30,13 @@ class Requests:
         fingerprint: Fingerprint,
         instance: Instance,
         grid: Grid,
-        sweep: CacheSweep,
         *,
         say: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         """say: how far it is."""
         self._fingerprint, self._instance, self._grid = fingerprint, instance, grid
-        self._sweep, self._say, self._clock = sweep, say, clock
+        self._say, self._clock = say, clock
         self._depths = fingerprint.plan.depths
         self._num_requests = 0
         self._seconds = 0.0  # of all timed steps
@@ -101,32 +99,33 @@ class Requests:
         ]
 
     def _is_known(self, point: Point, found: Found, num_rounds: int) -> bool:
+        """What the prompts take, and what the decodes do, each for itself: long answers are mostly decodes,
+        here they are the smaller part."""
+        shorter, longer = self._grid.lengths(point)
+        prompts = [found[depth, shorter] for depth in self._depths]
+        decodes = [
+            [both - prompt for both, prompt in zip(found[depth, longer], found[depth, shorter], strict=True)]
+            for depth in self._depths
+        ]
+        num_layers = self._fingerprint.plan.whole.num_layers
         return num_rounds >= self._grid.rounds and all(
-            is_settled(
-                [found[depth, length] for depth in self._depths], self._fingerprint.plan.whole.num_layers
-            )
-            for length in self._grid.lengths(point)
+            is_settled(by_depth, num_layers) for by_depth in (prompts, decodes)
         )
 
     def _repetition(self, point: Point, num_layers: int) -> Generator[bool, None, dict[int, float]]:
-        """Seconds by length of output. Where all prompts are one step, requests for the shorter length do the
-        same as those for the longer until they end: then these tell both."""
+        """Seconds by length of output. Requests for the shorter one would do the same but for some steps in
+        which all of them decode: these are the last before the first request ends. Told by runs of their own,
+        the two would differ by what disturbs prompts more than by what decodes take."""
         shorter, longer = self._grid.lengths(point)
-        if self._grid.num_prefills(point) == 1:
-            steps = yield from self._run(point, num_layers, longer)
-            return {shorter: sum(steps[:shorter]), longer: sum(steps)}
-        found = {}
-        for length in (shorter, longer):
-            found[length] = sum((yield from self._run(point, num_layers, length)))
-        return found
+        steps = yield from self._run(point, num_layers, longer)
+        return {shorter: sum(steps[:shorter]) + sum(steps[longer:]), longer: sum(steps)}
 
     def _run(self, point: Point, num_layers: int, output_tokens: int) -> Generator[bool, None, list[float]]:
         """Seconds of each step."""
         self._submit(num_layers, point, output_tokens)
-        missing = self._fingerprint.plan.missing_bytes(num_layers, point.precision, point.tp)
         seconds = []
         while self._instance.has_work:
-            self._sweep.sweep(missing)
+            self._fingerprint.turn()
             began = self._clock()
             self._step()
             seconds.append(self._clock() - began)
