@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -17,7 +18,7 @@ from controller.intents.intents import rank
 MEMORY_BAR, LATENCY_BAR, CHOICE_BAR, COST_BAR = 0.05, 0.10, 0.9, 6.0
 NEAR = 0.05  # of the truly best: as good a choice
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
-SHAPES = [(tp, pp) for tp in (1, 2) for pp in (1, 2, 4)]  # that a whole model would be measured in, too
+Choice = tuple[str, str, str, str, float]  # model, what for, chosen, truly best, how much worse the chosen is
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +28,74 @@ class Measured:
     name: str
     profile: Profile
     truth: dict[Case, Found]
-    whole_bytes: int  # that measuring the whole model takes at once
+    whole_bytes: int  # that measuring the whole model takes at once, on one device
 
     def estimates(self, intent: Intent) -> list[Estimate]:
-        return estimate_all(self.profile, intent)
+        """Of all that the truth is known of for this intent."""
+        return [one for one in self._all(intent) if (one.configuration, intent) in self.truth]
+
+    def of_shapes(self, intent: Intent) -> list[Estimate]:
+        """Of the shapes that were run, for any intent."""
+        run = {_shape(configuration) for configuration, _ in self.truth}
+        return [one for one in self._all(intent) if _shape(one.configuration) in run]
+
+    def _all(self, intent: Intent) -> list[Estimate]:
+        run = [configuration for configuration, _ in self.truth]
+        return estimate_all(
+            self.profile,
+            intent,
+            degrees=sorted({one.tp for one in run}),
+            max_stages=max(one.pp for one in run),
+        )
 
     @property
     def intents(self) -> list[Intent]:
         return list(dict.fromkeys(intent for _, intent in self.truth))
 
 
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Of one case; shares of the truth."""
+
+    configuration: Configuration
+    intent: Intent
+    latency: float
+    memory: float
+
+    @property
+    def name(self) -> str:
+        return f"{_name(self.configuration)} {_requests(self.intent)}"
+
+
 def report(models: Sequence[Measured]) -> dict[str, Any]:
-    rows = {one.name: _errors(one) for one in models}
-    latency = [abs(error) for found in rows.values() for error in found["latency"].values()]
-    memory = [abs(error) for found in rows.values() for error in found["memory"].values()]
+    errors = {one.name: _errors(one) for one in models}
+    all_errors = [error for found in errors.values() for error in found]
     choices = [choice for one in models for choice in _choices(one)]
-    good = sum(loss <= NEAR for *_, loss in choices) / len(choices)
     costs = {one.name: _cost(one) for one in models}
+    latency, memory = (
+        _spread(error.latency for error in all_errors),
+        _spread(error.memory for error in all_errors),
+    )
+    good = sum(loss <= NEAR for *_, loss in choices) / len(choices)
     cheaper = statistics.fmean(cost["times_cheaper"] for cost in costs.values())
     values = {
-        "memory, mean error": (MEMORY_BAR, statistics.fmean(memory), operator.lt),
-        "latency, mean error": (LATENCY_BAR, statistics.fmean(latency), operator.lt),
+        "memory, mean error": (MEMORY_BAR, memory["mean"], operator.lt),
+        "latency, mean error": (LATENCY_BAR, latency["mean"], operator.lt),
         "choices truly best or within 5 %": (CHOICE_BAR, good, operator.ge),
         "profiling, times cheaper than all configurations of the whole": (COST_BAR, cheaper, operator.ge),
     }
     return {
-        "models": {name: {**found, **costs[name]} for name, found in rows.items()},
-        "latency": {"mean": statistics.fmean(latency), "worst": max(latency)},
-        "memory": {"mean": statistics.fmean(memory), "worst": max(memory)},
+        "models": {
+            name: {
+                "latency": {error.name: round(error.latency, 4) for error in found},
+                "memory": {error.name: round(error.memory, 4) for error in found},
+                **costs[name],
+            }
+            for name, found in errors.items()
+        },
+        "latency": latency,
+        "memory": memory,
+        "shapes": _by_shape(all_errors),
         "choices": [list(choice) for choice in choices],
         "bars": {
             what: {"bar": bar, "value": round(value, 4), "is_met": is_met(value, bar)}
@@ -63,100 +104,153 @@ def report(models: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _errors(model: Measured) -> dict[str, Any]:
-    """Shares of the truth, by case."""
-    latency, memory = {}, {}
+def _errors(model: Measured) -> list[Error]:
+    found = []
     for intent in model.intents:
         for one in model.estimates(intent):
-            if (true := model.truth.get((one.configuration.precision, intent))) is None:
-                continue
-            key = (
-                f"{one.configuration.precision} {intent.prompt_tokens}+{intent.output_tokens}"
-                f" x{intent.batch_size}"
-            )
-            latency[key] = round(one.latency_s.value / true.latency_s - 1, 4)
-            memory[key] = round(one.memory_bytes.value / true.memory_bytes - 1, 4)
-    return {"latency": latency, "memory": memory}
+            true = model.truth[one.configuration, intent]
+            latency = one.latency_s.value / true.latency_s - 1
+            memory = one.memory_bytes.value / true.memory_bytes - 1
+            found.append(Error(one.configuration, intent, latency, memory))
+    return found
 
 
-def _choices(model: Measured) -> list[tuple[str, str, str, str, float]]:
-    """(model, intent, chosen, truly best, how much worse the chosen is) of every objective."""
-    made: list[tuple[str, str, str, str, float]] = []
-    for intent in model.intents:
-        true = {
-            precision: _true_values(found) for (precision, of), found in model.truth.items() if of == intent
+def _by_shape(errors: Iterable[Error]) -> dict[str, Any]:
+    """Errors of each degree and number of stages."""
+    shapes: dict[str, list[Error]] = defaultdict(list)
+    for error in errors:
+        shapes[_shape_name(error.configuration)].append(error)
+    return {
+        shape: {
+            "latency": _spread(error.latency for error in found),
+            "memory": _spread(error.memory for error in found),
+            "num_cases": len(found),
         }
+        for shape, found in shapes.items()
+    }
+
+
+def _spread(errors: Iterable[float]) -> dict[str, float]:
+    sizes = [abs(error) for error in errors]
+    return {"mean": round(statistics.fmean(sizes), 4), "worst": round(max(sizes), 4)}
+
+
+def _choices(model: Measured) -> list[Choice]:
+    """For every objective, of all configurations that were run."""
+    made: list[Choice] = []
+    for intent in model.intents:
+        true = {one: _true_values(one, found) for (one, of), found in model.truth.items() if of == intent}
         for objective in OBJECTIVES:
-            chosen = rank(model.estimates(intent), replace(intent, minimise=objective))[
-                0
-            ].configuration.precision
-            best = min(true, key=lambda precision: true[precision][objective])
+            first = rank(model.estimates(intent), replace(intent, minimise=objective))[0]
+            chosen, best = first.configuration, min(true, key=lambda one: true[one][objective])
             loss = true[chosen][objective] / true[best][objective] - 1
-            asked = f"{objective} of {intent.prompt_tokens}+{intent.output_tokens} x{intent.batch_size}"
-            made.append((model.name, asked, chosen, best, round(loss, 4)))
+            asked = f"{objective} of {_requests(intent)}"
+            made.append((model.name, asked, _name(chosen), _name(best), round(loss, 4)))
     return made
 
 
-def _true_values(found: Found) -> dict[Objective, float]:
+def _true_values(configuration: Configuration, found: Found) -> dict[Objective, float]:
     return {
         "latency": found.latency_s,
         "cost": found.latency_s * found.memory_bytes,
         "memory": float(found.memory_bytes),
-        "gpu_hours": found.latency_s,
+        "gpu_hours": configuration.num_devices * found.latency_s,
     }
 
 
-def _cost(model: Measured) -> dict[str, float]:
-    """Device seconds. Those of the whole model on the same points, as often, in the same precisions, come of
-    the estimates; of a group or of stages all devices together are taken to be busy as long as one alone."""
-    points: dict[tuple[Configuration, Intent], int] = {}
-    for sample in model.profile.latency:
-        if sample.num_layers == 1 or model.profile.num_layers == 1:
-            intent = Intent(
-                prompt_tokens=sample.prompt_tokens,
-                output_tokens=sample.output_tokens,
-                batch_size=sample.batch_size,
-            )
-            points[sample.configuration, intent] = len(sample.seconds)
-    longest: dict[tuple[Configuration, int, int], tuple[Intent, int]] = {}
-    for (configuration, intent), times in points.items():
-        key = (configuration, intent.prompt_tokens, intent.batch_size)
-        if key not in longest or intent.output_tokens > longest[key][0].output_tokens:
-            longest[key] = (intent, times)
-    one_device = sum(
-        times * _seconds_of(model, configuration, intent)
-        for (configuration, _, _), (intent, times) in longest.items()
-    )
-    all_shapes = one_device * len(SHAPES)
+# --------------------------------------------------------------------------- what it costs
+
+
+def _cost(model: Measured) -> dict[str, Any]:
+    """Device seconds: all devices of a configuration are held as long as it is measured. Those of the whole
+    model on the same points as the fingerprints, as often, in every configuration that was run: what is
+    estimated of them, times what the runs took of what was estimated of these."""
+    points = _points(model.profile)
+    pace = _pace(model)
+    by_shape: dict[str, float] = defaultdict(float)
+    for intent, repetitions in points.items():
+        for one in model.of_shapes(intent):
+            times = repetitions.get(one.configuration.precision, 0) * one.configuration.num_devices
+            seconds = one.latency_s.value * pace[one.configuration]
+            by_shape[_shape_name(one.configuration)] += times * seconds
+    profiling_s = model.profile.device_seconds
     return {
-        "profiling_s": model.profile.device_seconds,
-        "whole_on_one_device_s": round(one_device, 2),
-        "whole_all_configurations_s": round(all_shapes, 2),
-        "times_cheaper_one_device": round(one_device / model.profile.device_seconds, 2),
-        "times_cheaper": round(all_shapes / model.profile.device_seconds, 2),
+        "profiling_s": profiling_s,
+        "runs_s": round(sum(one.num_devices * found.latency_s for (one, _), found in model.truth.items()), 2),
+        "whole_s": {shape: round(seconds, 2) for shape, seconds in by_shape.items()},
+        "times_cheaper_one_device": round(by_shape[_shape_name(Configuration())] / profiling_s, 2),
+        "times_cheaper": round(sum(by_shape.values()) / profiling_s, 2),
         "profiling_peak_mib": round(model.profile.peak_bytes / 2**20, 1),
         "whole_peak_mib": round(model.whole_bytes / 2**20, 1),
     }
 
 
-def _seconds_of(model: Measured, configuration: Configuration, intent: Intent) -> float:
-    return next(one.latency_s.value for one in model.estimates(intent) if one.configuration == configuration)
+def _points(profile: Profile) -> dict[Intent, dict[str, int]]:
+    """The requests that fingerprints answered on one device, of the two outputs the longer, and how often in
+    each precision: a run of the longer tells both."""
+    longest: dict[tuple[int, int], int] = {}
+    for sample in profile.latency:
+        point = (sample.prompt_tokens, sample.batch_size)
+        longest[point] = max(longest.get(point, 0), sample.output_tokens)
+    points: dict[Intent, dict[str, int]] = defaultdict(dict)
+    for sample in profile.latency:
+        point = (sample.prompt_tokens, sample.batch_size)
+        if sample.configuration.num_devices == 1 and sample.output_tokens == longest[point]:
+            intent = Intent(prompt_tokens=point[0], batch_size=point[1], output_tokens=sample.output_tokens)
+            points[intent][sample.configuration.precision] = len(sample.seconds)
+    return points
+
+
+def _pace(model: Measured) -> dict[Configuration, float]:
+    """Seconds of the runs, for each second that was estimated of them."""
+    run: dict[Configuration, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for intent in model.intents:
+        for one in model.estimates(intent):
+            sums = run[one.configuration]
+            sums[0] += model.truth[one.configuration, intent].latency_s
+            sums[1] += one.latency_s.value
+    return {configuration: true / estimated for configuration, (true, estimated) in run.items()}
+
+
+# --------------------------------------------------------------------------- words
 
 
 def say_card(found: dict[str, Any]) -> None:
     for name, one in found["models"].items():
-        latency, memory = list(map(abs, one["latency"].values())), list(map(abs, one["memory"].values()))
-        say(
-            f"{name:<18} latency {statistics.fmean(latency):6.1%} (worst {max(latency):.1%}),"
-            f" memory {statistics.fmean(memory):.1%} (worst {max(memory):.1%})"
-        )
+        latency, memory = _spread(one["latency"].values()), _spread(one["memory"].values())
+        say(f"{name:<18} {_told(latency, memory)}")
         say(
             f"  profiling took {one['profiling_s']:.1f} s and {one['profiling_peak_mib']:.0f} MiB (the whole:"
             f" {one['whole_peak_mib']:.0f} MiB): {one['times_cheaper_one_device']:.1f} times cheaper than on"
             f" one device, {one['times_cheaper']:.1f} than in all configurations"
         )
+    for shape, one in found["shapes"].items():
+        say(f"{shape:<18} {_told(one['latency'], one['memory'])}, {one['num_cases']} cases")
     for model, asked, chosen, best, loss in found["choices"]:
         if loss > NEAR:
             say(f"{model}: for {asked} it chose {chosen}, and {best} is better: {loss:+.1%}")
     for what, bar in found["bars"].items():
         say(f"{what}: {bar['value']} (bar: {bar['bar']}): {'met' if bar['is_met'] else 'MISSED'}")
+
+
+def _told(latency: dict[str, float], memory: dict[str, float]) -> str:
+    return (
+        f"latency {latency['mean']:6.1%} (worst {latency['worst']:.1%}),"
+        f" memory {memory['mean']:.1%} (worst {memory['worst']:.1%})"
+    )
+
+
+def _shape(configuration: Configuration) -> tuple[int, int]:
+    return configuration.tp, configuration.pp
+
+
+def _shape_name(configuration: Configuration) -> str:
+    return f"tp{configuration.tp} pp{configuration.pp}"
+
+
+def _name(configuration: Configuration) -> str:
+    return f"{_shape_name(configuration)} {configuration.precision}"
+
+
+def _requests(intent: Intent) -> str:
+    return f"{intent.prompt_tokens}+{intent.output_tokens} x{intent.batch_size}"

@@ -1,15 +1,17 @@
-"""What `bench.estimate` holds its estimates against: the whole model in every precision, really run."""
+"""What `bench.estimate` holds its estimates against: the whole model in every precision, really run in one
+shape: on one device (`OneDevice` here), as a group (`estimate_group`) or in stages (`estimate_stages`)."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from bus.deployments import Intent
+from bus.deployments import Configuration, Intent
 from bus.messages import Precision, SamplingParams
 from worker.core import Limits, Request
 from worker.engine.build import Shape
@@ -19,20 +21,111 @@ from worker.fingerprint.cut import CutPlan, Fingerprint, load_cut
 from worker.memory import KVCache, PagePool
 from worker.morph.host_images import at_once
 
-Case = tuple[Precision, Intent]
+Case = tuple[Configuration, Intent]
+Prompts = Sequence[list[int]]
+Running = Generator[None, None, float]  # yields between two steps, where others may have a turn; seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one precision and one intent's requests."""
+    """Of one configuration and one intent's requests."""
 
     latency_s: float  # the median of all runs
-    memory_bytes: int
+    memory_bytes: int  # of all devices together
     num_runs: int
 
 
+class Devices(Protocol):
+    """A whole model on the devices of one shape."""
+
+    @property
+    def shape(self) -> Configuration:
+        """Its degree and its stages."""
+
+    def use(self, precision: Precision) -> None:
+        """Between two runs."""
+
+    def run(self, prompts: Prompts, output_tokens: int) -> Running:
+        """From the submission of all to the last token."""
+
+    def activation_bytes(self, prompts: Prompts) -> Generator[None, None, int]:
+        """The most that a step of these had at once on each device, of all devices together."""
+
+    def weight_bytes(self, precision: Precision) -> int:
+        """Whole pages of all devices; of the precision that is in use."""
+
+    def kv_bytes(self, num_blocks: int) -> int:
+        """Whole pages of all devices."""
+
+
+def request(name: str, prompt: list[int], output_tokens: int) -> Request:
+    sampling = SamplingParams(max_tokens=output_tokens, seed=0, temperature=0.0)
+    return Request(id=name, prompt_token_ids=prompt, sampling=sampling)
+
+
 class Truth:
-    """`steps` runs one step at a time, round after round, for ever; `found` is what it found so far."""
+    """`steps` goes through all cases, round after round, for ever; `found` is what it found so far."""
+
+    def __init__(
+        self,
+        devices: Devices,
+        precisions: Sequence[Precision],
+        intents: Sequence[Intent],
+        *,
+        fullest: Intent,
+        block_tokens: int,
+    ) -> None:
+        """fullest: requests that fill a step."""
+        self.devices, self.precisions, self.intents = devices, precisions, intents
+        self._fullest, self._block_tokens = fullest, block_tokens
+        self.seconds = 0.0
+        self.num_rounds = 0
+        self._seconds: dict[Case, list[float]] = defaultdict(list)
+        self._memory: dict[Case, int] = {}
+        self._num_requests = 0
+
+    def steps(self) -> Generator[None, None, None]:
+        """The first round looks at memory, too, which warms up."""
+        while True:
+            for precision in self.precisions:
+                configuration = replace(self.devices.shape, precision=precision)
+                self.devices.use(precision)
+                if self.num_rounds == 0:
+                    yield from self._measure_memory(configuration)
+                for intent in self.intents:
+                    took = yield from self.devices.run(self._prompts(intent), intent.output_tokens)
+                    self._seconds[configuration, intent].append(took)
+                    self.seconds += took
+            self.num_rounds += 1
+
+    def found(self) -> dict[Case, Found]:
+        return {
+            case: Found(statistics.median(seconds), self._memory[case], len(seconds))
+            for case, seconds in self._seconds.items()
+        }
+
+    def _measure_memory(self, configuration: Configuration) -> Generator[None, None, None]:
+        """Pages of weights and of the KV that requests have at their end, and the activations of a step that
+        is full: the requests of others can fill it, whatever one's own are."""
+        activations = yield from self.devices.activation_bytes(self._prompts(self._fullest))
+        weights = self.devices.weight_bytes(configuration.precision)
+        for intent in self.intents:
+            kv = self.devices.kv_bytes(self._blocks(intent))
+            self._memory[configuration, intent] = weights + kv + activations
+
+    def _blocks(self, intent: Intent) -> int:
+        return intent.batch_size * -(-(intent.prompt_tokens + intent.output_tokens) // self._block_tokens)
+
+    def _prompts(self, intent: Intent) -> Prompts:
+        self._num_requests += intent.batch_size
+        firsts = range(self._num_requests, self._num_requests + intent.batch_size)
+        return [[(first * 17 + 5 * i) % 4000 for i in range(intent.prompt_tokens)] for first in firsts]
+
+
+class OneDevice:
+    """In this process, one step at a time: only these count."""
+
+    shape = Configuration()
 
     def __init__(
         self,
@@ -43,71 +136,67 @@ class Truth:
         shape: Shape,
         clock: Callable[[], float],
     ) -> None:
-        """plan: of all layers."""
-        self._plan, self._pool, self._intents, self._clock = plan, pool, intents, clock
-        self.fingerprint: Fingerprint = at_once(load_cut(plan, pool))
+        """plan: of all layers. intents: the requests that it is for."""
+        self._plan, self._pool, self._clock = plan, pool, clock
+        self._num_layers = plan.config.num_layers
+        self._fingerprint: Fingerprint = at_once(load_cut(plan, pool))
         for precision in plan.precisions:
-            at_once(self.fingerprint.quantise(precision))
-        self._block_tokens = shape.block_tokens
-        self._cache = self._make_cache()
+            at_once(self._fingerprint.quantise(precision))
+        limits = limits_for(intents, shape)
+        blocks = limits.max_num_seqs * (1 + -(-limits.max_model_len // limits.block_tokens))
+        self._cache = self._make_cache(blocks, limits.block_tokens)
         self._instance = Instance(
             "truth",
-            self.fingerprint.model,
+            self._fingerprint.model,
             self._cache,
-            Limits(
-                max_num_seqs=max(one.batch_size for one in intents),
-                max_num_batched_tokens=shape.max_num_batched_tokens,
-                max_model_len=max(one.prompt_tokens + one.output_tokens for one in intents),
-                block_tokens=shape.block_tokens,
-            ),
+            limits,
             vocab_size=plan.config.vocab_size,
             device=torch.device("cpu"),
         )
-        self.seconds = 0.0
-        self.num_rounds = 0
-        self._steps: dict[Case, list[list[float]]] = defaultdict(list)
-        self._activations: dict[Precision, int] = {}
         self._num_requests = 0
 
-    @property
-    def cases(self) -> list[Case]:
-        return [(precision, intent) for intent in self._intents for precision in self._plan.all_precisions]
+    def use(self, precision: Precision) -> None:
+        self._fingerprint.use(self._num_layers, precision)
+        self._instance.reshaped()
 
-    def steps(self) -> Generator[None, None, None]:
-        for precision in self._plan.all_precisions:
-            yield from self._measure_activations(precision)
-        while True:
-            for case in self.cases:
-                run: list[float] = []
-                yield from self._run(case, run)
-                self._steps[case].append(run)
-            self.num_rounds += 1
+    def run(self, prompts: Prompts, output_tokens: int) -> Running:
+        self._submit(prompts, output_tokens)
+        seconds = 0.0
+        while self._instance.has_work:
+            began = self._clock()
+            self._instance.step()
+            seconds += self._clock() - began
+            yield
+        return seconds
 
-    def found(self) -> dict[Case, Found]:
-        return {
-            case: Found(
-                statistics.median(map(sum, runs)),
-                self._memory(case),
-                len(runs),
-            )
-            for case, runs in self._steps.items()
-        }
+    def activation_bytes(self, prompts: Prompts) -> Generator[None, None, int]:
+        self._submit(prompts, 2)
+        most = 0
+        while self._instance.has_work:
+            with peak_memory(self._instance.device) as peak:
+                self._instance.step()
+            most = max(most, peak.nbytes)
+            yield
+        return most
+
+    def weight_bytes(self, precision: Precision) -> int:
+        return self._plan.weight_bytes(self._num_layers, precision)
+
+    def kv_bytes(self, num_blocks: int) -> int:
+        return self._num_layers * self._cache.pages_for(num_blocks) * self._pool.page_bytes
 
     def release(self) -> None:
         self._cache.release()
-        self.fingerprint.release()
+        self._fingerprint.release()
 
-    # ----------------------------------------------------------------------------- its parts
-
-    def _make_cache(self) -> KVCache:
+    def _make_cache(self, blocks: int, block_tokens: int) -> KVCache:
         config = self._plan.config
-        blocks = max(self._blocks(one) + one.batch_size for one in self._intents)
         cache = KVCache(
             self._pool,
-            num_layers=config.num_layers,
+            num_layers=self._num_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            block_tokens=self._block_tokens,
+            block_tokens=block_tokens,
             dtype=self._plan.model.dtype,
             max_blocks=blocks,
             owner="truth",
@@ -115,46 +204,17 @@ class Truth:
         cache.grow(cache.pages_for(blocks))
         return cache
 
-    def _blocks(self, intent: Intent) -> int:
-        return intent.batch_size * -(-(intent.prompt_tokens + intent.output_tokens) // self._block_tokens)
-
-    def _memory(self, case: Case) -> int:
-        """Pages of weights and of the KV that these requests have at their end, and a step's activations."""
-        precision, intent = case
-        layers = self._plan.config.num_layers
-        kv = layers * self._cache.pages_for(self._blocks(intent)) * self._pool.page_bytes
-        return self._plan.weight_bytes(layers, precision) + kv + self._activations[precision]
-
-    def _measure_activations(self, precision: Precision) -> Generator[None, None, None]:
-        """Of a step that is full: the requests of others can fill it, whatever one's own are. It warms up,
-        too."""
-        largest = max(self._intents, key=lambda one: one.prompt_tokens * one.batch_size)
-        self._submit((precision, largest), 2)
-        most = 0
-        while self._instance.has_work:
-            with peak_memory(self._instance.device) as peak:
-                self._instance.step()
-            most = max(most, peak.nbytes)
-            yield
-        self._activations[precision] = most
-
-    def _run(self, case: Case, seconds: list[float]) -> Generator[None, None, None]:
-        self._submit(case, case[1].output_tokens)
-        while self._instance.has_work:
-            began = self._clock()
-            self._instance.step()
-            took = self._clock() - began
-            seconds.append(took)
-            self.seconds += took
-            yield
-
-    def _submit(self, case: Case, output_tokens: int) -> None:
-        precision, intent = case
-        self.fingerprint.use(self._plan.config.num_layers, precision)
-        self._instance.reshaped()
-        for _ in range(intent.batch_size):
+    def _submit(self, prompts: Prompts, output_tokens: int) -> None:
+        for prompt in prompts:
             self._num_requests += 1
-            prompt = [(self._num_requests * 17 + 5 * i) % 4000 for i in range(intent.prompt_tokens)]
-            sampling = SamplingParams(max_tokens=output_tokens, seed=0, temperature=0.0)
-            request = Request(id=str(self._num_requests), prompt_token_ids=prompt, sampling=sampling)
-            self._instance.submit(request)
+            self._instance.submit(request(str(self._num_requests), prompt, output_tokens))
+
+
+def limits_for(intents: Sequence[Intent], shape: Shape) -> Limits:
+    """What an instance that is for these requests alone may do."""
+    return Limits(
+        max_num_seqs=max(one.batch_size for one in intents),
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+        max_model_len=max(one.prompt_tokens + one.output_tokens for one in intents),
+        block_tokens=shape.block_tokens,
+    )
