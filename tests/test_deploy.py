@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from bus.checkpoints import digest_of
 from bus.messages import Stage, Swap
 from tests.deploy_models import Place, settings_for, write_model
+from worker.deploy.newcomer import Newcomer
 
 PROMPTS = {"a": [1, 2, 3], "b": [5, 4, 3, 2, 1, 9, 8, 7], "c": [50]}
 
@@ -194,6 +196,29 @@ def test_two_that_come_at_once_come_one_after_the_other(place: Place, folders: d
     other = place.deploy("third", folders["first"], wait_s=10)
     assert place.end_of(one).state == place.end_of(other).state == "applied"
     assert list(place.engine.instances) == ["first@w0", "second@w0", "third@w0"]
+
+
+@pytest.mark.parametrize("variants", [["int8"], []], ids=["with variants", "without"])
+def test_a_checkpoint_that_changes_while_it_is_read_is_not_served(
+    tmp_path: Path, folders: dict[str, Path], variants: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changing = write_model(tmp_path / "changing", 3)
+    place = Place(settings_for(folders["first"], tmp_path, variants=variants))
+    before = place.counts()
+    reserve = Newcomer.reserve_rest
+
+    def replaced(newcomer: Newcomer) -> None:
+        reserve(newcomer)
+        os.utime(changing / "model.safetensors", ns=(1, 1))
+
+    monkeypatch.setattr(Newcomer, "reserve_rest", replaced)
+    for digest in (digest_of(changing), ""):
+        end = place.end_of(place.deploy("changing", changing, digest=digest))
+        assert end.state == "failed" and "is not the checkpoint that was planned with" in end.reason
+        os.utime(changing / "model.safetensors", ns=(2, 2))
+    assert place.counts() == before and list(place.engine.instances) == ["first@w0"]
+    place.check()
+    place.close()
 
 
 # --------------------------------------------------------------------------- going with requests

@@ -146,6 +146,7 @@ class ArrivalRun:
         for piece in newcomer.pieces:
             yield from self._copy(self._loader.start(piece.job()))
             self._stage = self._share_done()
+        yield from self._do(newcomer.check_unchanged, "reading the model's folder")
         for piece in newcomer.pieces:
             piece.install()
             yield True

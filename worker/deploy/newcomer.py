@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bus.checkpoints import digest_of
+from bus.checkpoints import BadCheckpoint, digest_of
 from bus.messages import PARTS, PRECISIONS, Deploy, Part
 from worker.deploy.site import Site
 from worker.engine.build import MIB, Shape, compile_kernels, instance_of, make_cache, useful_pages
@@ -98,8 +98,18 @@ class Newcomer:
             if is_dummy or len(command.stages) > 1
             else load_order(self.folder, settings.layer_order)
         )
-        if command.digest:
-            check_digest(self.folder, command.digest)
+        self.digest = command.digest or _digest(self.folder)
+        self.check_unchanged(may_go_on)
+
+    def check_unchanged(self, may_go_on: MayGoOn) -> None:
+        """Asked again when all weights were read: files that are replaced meanwhile would make a model of two
+        checkpoints."""
+        if (found := _digest(self.folder)) != self.digest:
+            raise NotApplied(
+                "failed",
+                f"{self.folder} is not the checkpoint that was planned with: its digest is {found[:12]}, not"
+                f" {self.digest[:12]}; register it again",
+            )
 
     def find_matrices(self, may_go_on: MayGoOn) -> None:
         """Of the variants below full."""
@@ -280,14 +290,11 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
     return named.get(name) or (torch.float32 if device.type == "cpu" else None)
 
 
-def check_digest(folder: Path, wanted: str) -> None:
-    """Raises NotApplied for another checkpoint than the one that was planned with."""
-    if (found := digest_of(folder)) != wanted:
-        raise NotApplied(
-            "failed",
-            f"{folder} is not the checkpoint that was planned with: its digest is {found[:12]}, not"
-            f" {wanted[:12]}; register it again",
-        )
+def _digest(folder: Path) -> str:
+    try:
+        return digest_of(folder)
+    except BadCheckpoint as error:
+        raise NotApplied("failed", str(error)) from error
 
 
 def _map_some(memory: VirtualRange, wanted: Pages) -> bool:
