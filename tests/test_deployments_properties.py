@@ -1,5 +1,5 @@
-"""Register, deploy, retire and death in any order: no orphan is left, nothing is ordered twice, no deployment
-is tried more often than it may be."""
+"""Register, deploy, retire and death in any order, and a Redis that forgets: no orphan is left, no stage that
+nobody leads, nothing is ordered twice, no deployment is tried more often than it may be."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from bus.deployments import Deploy, Measure, RemoveModel
 from bus.messages import CancelMorph
-from controller.deployments.decisions import MAX_ATTEMPTS
+from controller.deployments.decisions import MAX_ATTEMPTS, instance_at, shown_by
 from tests.deployment_world import World
+from tests.pipeline_world import PipelineWorld
 
 NAMES = ("w0", "w1", "w2", "w3")
 MODELS = ("a", "b")
@@ -26,7 +27,7 @@ STEPS = st.one_of(
     ),
     st.tuples(st.just("turn"), st.sampled_from((500, 5_000, 70_000))),
     st.tuples(st.sampled_from(("all", "turn")), st.sampled_from((500, 5_000))),
-    st.tuples(st.just("restart"), st.none()),
+    st.tuples(st.sampled_from(("restart", "forget")), st.none()),
 )
 
 
@@ -49,6 +50,9 @@ def act(world: World, step: str, what: object) -> None:
             world.settle(1)
         case "restart":
             world.restart_controller()
+        case "forget":
+            assert isinstance(world, PipelineWorld)
+            world.forget()
         case _:
             act_worker(world, step, str(what))
 
@@ -92,14 +96,12 @@ def check_always(world: World) -> None:
 
 
 def check_at_rest(world: World) -> None:
-    """The instances on the cards are those of the deployments that serve, and where they do."""
-    serving = {
-        f"{one.model}@{worker}": epoch
-        for one in world.contents.deployments.values()
-        if one.state == "serving"
-        for worker, epoch in one.epochs.items()
-    }
-    assert set(world.shown()) == set(serving)
+    """Instances on the cards are those of deployments that serve, where they do; so are stages."""
+    serving = [one for one in world.contents.deployments.values() if one.state == "serving"]
+    assert set(world.shown()) == {instance_at(one, worker) for one in serving for worker in shown_by(one)}
+    if isinstance(world, PipelineWorld):
+        assert {part.load for part in world.parts} <= {f"{one.id}-{one.loads}" for one in serving}
+        assert not world.leading
     for one in world.contents.deployments.values():
         assert one.state in ("serving", "waiting", "failed", "retired")
         assert one.state == "serving" or (one.stages == [] and one.epochs == {})
@@ -112,7 +114,7 @@ def check_at_rest(world: World) -> None:
 def test_any_order_of_events_ends_with_no_orphan(
     shape: tuple[int, int], is_warm: bool, steps: list[tuple[str, object]]
 ) -> None:
-    world = World(*NAMES, tp=shape[0], pp=shape[1])
+    world = PipelineWorld(*NAMES, tp=shape[0], pp=shape[1])
     if is_warm:
         world.register("a")
         world.settle(3)

@@ -22,6 +22,7 @@ from controller.intents.placement import LoadWindow
 from controller.intents.pursuit import compare
 from tests.deployment_world import Worker, World, estimate, instance
 from tests.known_truths import Truth, profile_of
+from tests.pipeline_world import PipelineWorld
 from tests.test_deployments_properties import NAMES, STEPS, act, check_always, check_at_rest
 
 FAST = Intent(minimise="latency")
@@ -275,7 +276,7 @@ CHANGES = st.one_of(
 def test_while_intents_are_pursued_nothing_is_left_behind(
     shape: tuple[int, int], steps: list[tuple[str, Any]]
 ) -> None:
-    world = World(*NAMES, tp=shape[0], pp=shape[1])
+    world = PipelineWorld(*NAMES, tp=shape[0], pp=shape[1])
     world.register("a")
     world.settle(3)
     world.intent = FAST
