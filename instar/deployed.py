@@ -46,7 +46,8 @@ def kv_text(found: dict[str, Any]) -> str:
 def table(deployments: Sequence[dict[str, Any]]) -> Table:
     """At most 80 columns where names are short. The second line of a header is the unit."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for header in ("deployment", "model", "state", "as", "on"):
+    shown.add_column("deployment", no_wrap=True)  # to be copied
+    for header in ("model", "state", "as", "on"):
         shown.add_column(header, overflow="fold")
     for header in ("KV\nMiB", "KV\ntokens", "expected\ns"):
         shown.add_column(header, justify="right", no_wrap=True)

@@ -163,7 +163,7 @@ def _add_intent(parser: Parser) -> None:
     wanted.add_argument("--batch-size", type=at_least_one, metavar="N", help="requests at once [1]")
     fixed = parser.add_argument_group("what is fixed, and chosen where left out")
     fixed.add_argument("--tp", type=at_least_one, metavar="N", help="workers that share each layer")
-    fixed.add_argument("--pp", type=at_least_one, metavar="N", help="stages, a worker each")
+    fixed.add_argument("--pp", type=at_least_one, metavar="N", help="stages, of --tp workers each")
     fixed.add_argument("--precision", type=one_of(PRECISIONS), metavar="P", help=_either(PRECISIONS))
 
 

@@ -31,6 +31,7 @@ def _found(
     candidates = [one for one in serving if model in (None, one["model"])]
     if not candidates:
         raise GatewayProblem(f"no instance of {model or 'any model'} serves; there are: {_ids(serving)}")
+    candidates = _without_stages(candidates, instance)
     _check_models(candidates, serving, tp, instance)
     if instance is None and all(one["tp"] == tp for one in candidates):  # the worker says that it is so
         return list(candidates[0]["workers"]), candidates[0]["model"]
@@ -39,6 +40,18 @@ def _found(
     if first["tp"] >= tp:
         return list(first["workers"]), first["model"]
     return _joined(candidates, hosts, tp, first), first["model"]
+
+
+def _without_stages(candidates: Sequence[Instance], instance: str | None) -> list[Instance]:
+    """A pipeline stays as it was deployed. Raises GatewayProblem where no other one is meant."""
+    left = [one for one in candidates if one.get("pp", 1) == 1]
+    meant = [one for one in candidates if instance in (None, one["id"])]
+    if meant and not [one for one in meant if one in left]:
+        raise GatewayProblem(
+            f"{meant[0]['id']} has stages, and keeps the shape it was deployed in: retire it "
+            f"(`instar deployments` shows its id), and deploy {meant[0]['model']} in another"
+        )
+    return left
 
 
 def _check_models(

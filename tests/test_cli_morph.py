@@ -306,6 +306,7 @@ def test_a_model_may_be_named_where_there_are_several() -> None:
             "b@w0",
             "w0 serves b, a, and a worker of several models joins no group: retire the others",
         ),
+        (cluster(instance("w0", "w1", pp=2, tp=1)), 2, None, "demo@w0 has stages, and keeps the shape"),
         (cluster(instance("w0"), instance("w1"), w1="far"), 2, None, "has 0 other instances"),
         (cluster(instance("w0"), instance("w1", state="draining")), 2, None, "has 0 other instances"),
         (

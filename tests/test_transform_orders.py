@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bus.client import LiveWorker
-from bus.messages import MorphOutcome, MorphReport, Transform, WorkerCard
+from bus.messages import MorphOutcome, MorphReport, Stage, Transform, WorkerCard
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError
 from gateway.operations import orders, transforms
@@ -34,6 +34,13 @@ def beside(worker: WorkerCard, model: str) -> WorkerCard:
     own = replace(worker.instances[0], degrees=[1])
     other = replace(own, id=f"{model}@{worker.id}", model=model)
     return replace(worker, instances=[own, other], link="")
+
+
+def staged(worker: WorkerCard, *workers: str) -> WorkerCard:
+    """The same, leading stages on these."""
+    stages = [Stage(workers=[name], first=i, end=i + 1) for i, name in enumerate(workers)]
+    own = replace(worker.instances[0], pp=len(workers), stages=stages, workers=list(workers), degrees=[1])
+    return replace(worker, instances=[own])
 
 
 ALONE = [card(f"w{number}") for number in range(4)]
@@ -180,6 +187,12 @@ def refusal_of(cards: list[WorkerCard], order: Any) -> tuple[int, str | None, st
             body("w0", "w1", tp=2),
             "workers",
             "w1 joins no group: its worker.group_host is empty",
+        ),
+        (
+            [staged(ALONE[0], "w0", "w1"), replace(ALONE[1], instances=[])],
+            body("w0", "w1", tp=1),
+            "workers",
+            "w0, w1: there are stages of demo@w0, which keeps the shape it was deployed in: retire it",
         ),
         (
             [ALONE[0], beside(ALONE[1], "other")],

@@ -128,7 +128,7 @@ function where({ configuration, stages }) {
 }
 
 /** What is expected of a request of the intent, and what requests got lately. */
-function facts({ expected, instance }, state) {
+function facts({ expected, instance, kv }, state) {
   if (!expected) return [];
   const now = state.metrics.instances.find(({ id }) => id === instance);
   const told = (name, value, seen) => [name, `${seconds(value)} expected${seen ? `, ${seconds(seen)} now (P95)` : ""}`];
@@ -137,6 +137,7 @@ function facts({ expected, instance }, state) {
     told("TPOT", expected.tpot_s.value, now?.tpot_p95),
     ["Request", `${seconds(expected.latency_s.value)} expected`],
     ["Memory", `${bytes(expected.memory_bytes.value)} expected`],
+    ...(kv ? [["KV cache", `${bytes(kv.bytes)}, ${kv.tokens} tokens`]] : []),
   ];
 }
 

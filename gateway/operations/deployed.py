@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment, ModelCard, Profile
+from gateway.delivery.cluster import Ready
 
 if TYPE_CHECKING:
     from gateway.state import Gateway
@@ -58,16 +59,19 @@ def deployment_json(deployment: Deployment, gateway: Gateway) -> dict[str, Any]:
 
 def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
     """The KV cache that it has by now, of all its workers together: its share of their pages, and no less
-    than its intent's requests need. None where nothing serves it or no fresh report tells."""
+    than its intent's requests need. None where nothing serves it or no fresh report of its shape tells."""
     if not deployment.instance:
         return None
-    leader = deployment.stages[0].workers[0]
-    worker = gateway.cluster.workers.get(leader)
-    profile = _profile(deployment, gateway, worker.device if worker else "")
-    metrics = gateway.cluster.instance_metrics(
-        deployment.instance, deployment.epochs[leader], time.monotonic()
-    )
-    if profile is None or metrics is None:
+    cluster, leader = gateway.cluster, deployment.stages[0].workers[0]
+    found = next((one for one in cluster.instances() if one[1].id == deployment.instance), None)
+    metrics = cluster.instance_metrics(deployment.instance, deployment.epochs[leader], time.monotonic())
+    if found is None or metrics is None:
+        return None
+    worker, card = found
+    profile = _profile(deployment, gateway, worker.device)
+    is_whole = deployment.configuration is None or card.tp == deployment.configuration.tp
+    is_told = is_whole and cluster.is_of_shape(Ready(card, worker.id, worker.epoch), metrics)
+    if profile is None or not is_told:
         return None
     blocks = metrics.last.kv_blocks
     block_bytes = profile.block_bytes_per_layer * profile.num_layers

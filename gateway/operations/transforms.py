@@ -80,8 +80,20 @@ def _members(cluster: Cluster, body: TransformBody) -> dict[str, Place]:
     if twice := [name for name in body.workers if body.workers.count(name) > 1]:
         raise _wrong_workers(f"workers names {twice[0][:200]!r} more than once")
     workers = [_worker(cluster, name) for name in body.workers]
+    _check_stages(cluster, body)
     model = body.model or _common_model(workers)
     return {worker.id: Place(worker, _card(worker, model)) for worker in workers}
+
+
+def _check_stages(cluster: Cluster, body: TransformBody) -> None:
+    """A pipeline stays as it was deployed."""
+    for _, card in cluster.instances():
+        theirs = {worker for stage in card.stages for worker in stage.workers} & set(body.workers)
+        if card.pp > 1 and theirs and body.model in (None, card.model):
+            raise _wrong_workers(
+                f"{', '.join(sorted(theirs))}: there are stages of {card.id}, which keeps the shape it was "
+                f"deployed in: retire it, and deploy {card.model} in another"
+            )
 
 
 def _worker(cluster: Cluster, name: str) -> WorkerCard:

@@ -137,6 +137,7 @@ def deployment(name: str, model: str, state: str, intent: dict[str, Any]) -> dic
         "expected": {name: {"value": value} for name, value in values.items()} if is_placed else None,
         "instance": "demo@w0" if state == "serving" else "",
         "since": 0.0,
+        "kv": {"blocks": 512, "tokens": 8192, "bytes": 64 << 20} if state == "serving" else None,
     }
 
 

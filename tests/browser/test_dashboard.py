@@ -201,6 +201,7 @@ def test_deployments_show_what_is_expected_of_them_beside_what_they_give(
         "tp1 pp2 int4 on w0 (layers 0 to 7) → w1 (layers 8 to 15)",
         "96 ms expected, 310 ms now (P95)",
         "29 MiB expected",
+        "64 MiB, 8192 tokens",
     ):
         assert words in told[0], told[0]
 
