@@ -98,6 +98,7 @@ def profile_of(
     outliers: bool = False,
     loss: dict[Precision, float] | None = None,
     has_links: bool = True,
+    max_num_batched_tokens: int = 1 << 20,
     seed: int = 0,
 ) -> Profile:
     """`shapes`: prompt and batch. Latency is measured of one stage."""
@@ -149,5 +150,5 @@ def profile_of(
             if has_links
         ],
         row_bytes=ROW_BYTES,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=max_num_batched_tokens,
     )

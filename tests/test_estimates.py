@@ -113,6 +113,25 @@ def test_one_slow_repetition_does_not_move_the_estimate() -> None:
     assert found.latency_s.value == pytest.approx(Truth().latency(SINGLE, INTENT), rel=0.01)
 
 
+def test_what_disturbs_the_prompts_of_a_run_does_not_count_as_decodes() -> None:
+    """One run tells both lengths: medians of each would be of different runs."""
+    quiet = profile_of(Truth(per_context=0.0), shapes=((256, 1),), repetitions=3)
+    slow = (0.0, 0.8, 0.2)  # seconds more that the prompts of each run take
+    slower = (0.0, 0.0, 0.9)  # and what comes behind them
+    latency = [
+        replace(
+            one,
+            seconds=[
+                seconds + prompts + (one.output_tokens > 1) * decodes
+                for seconds, prompts, decodes in zip(one.seconds, slow, slower, strict=True)
+            ],
+        )
+        for one in quiet.latency
+    ]
+    found = estimate(replace(quiet, latency=latency))
+    assert found.tpot_s.value == pytest.approx(Truth().tpot(32, SINGLE, 0, 1))
+
+
 def test_the_spread_of_the_samples_is_carried_through_and_grows_with_the_layers() -> None:
     few, many = (
         estimate(profile_of(Truth(layers=layers), noise=0.02, repetitions=9)).latency_s for layers in (4, 40)
@@ -156,6 +175,18 @@ def test_ranks_add_two_sums_for_each_layer_to_their_own_work() -> None:
     said = INTENT.output_tokens * (2 * 32 * 2e-4 + 2 * 1e-4)
     quiet = estimate(profile_of(Truth(), configurations=(SINGLE, PAIR)), PAIR)
     assert found.latency_s.value - quiet.latency_s.value == pytest.approx(said)
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(1, [(1, 250), (1, 262)]), (2, [(1, 500), (1, 500), (1, 24)])])
+def test_a_rank_has_its_part_of_a_groups_first_step_and_more_where_others_have_no_prompts(
+    batch: int, steps: list[tuple[int, int]]
+) -> None:
+    profile = profile_of(Truth(), configurations=(SINGLE, PAIR), max_num_batched_tokens=512)
+    model, intent = LatencyModel(profile), Intent(prompt_tokens=512, output_tokens=2, batch_size=batch)
+    assert model._chunks(PAIR, intent) == steps
+    assert model._chunks(Configuration(tp=2, pp=2), intent)[0][1] == 512
+    own = model.work(32).timing(PAIR, intent)
+    assert estimate(profile, PAIR, intent).ttft_s.value == pytest.approx(own.ttft.value + own.tpot.value)
 
 
 def test_without_a_peer_what_ranks_say_is_taken_for_nothing_and_that_is_assumed() -> None:
@@ -229,7 +260,8 @@ def test_a_batch_in_parts_goes_through_all_stages_where_these_are_balanced() -> 
 def test_chunks_of_a_long_prompt_follow_each_other_through_the_stages() -> None:
     truth = Truth(other=0.0, layer=0.0, hop=1e-3)
     intent = Intent(prompt_tokens=1024, output_tokens=2)
-    alone, staged = (estimate(profile_of(truth), one, intent) for one in (SINGLE, STAGED))
+    profile = profile_of(truth, max_num_batched_tokens=512)
+    alone, staged = (estimate(profile, one, intent) for one in (SINGLE, STAGED))
     assert staged.ttft_s.value == pytest.approx(0.75 * alone.ttft_s.value + 2 * truth.hop, rel=0.01)
 
 

@@ -29,7 +29,15 @@ from controller.intents.surfaces import Cells, Surface, Timing, at, cells_of, fi
 from controller.intents.uncertain import Points, Uncertain, combine, line_at, within
 
 ASSUMED_SERIAL = 0.5  # of a step, where no degree beside 1 was measured; the spread is from 0 to 1
-CALLS = 2  # messages before each step of a group: a rank is ready, and the leader calls the step
+# Of a group of one stage (worker/parallel): messages before each step, a rank is ready and the leader calls
+# it; tokens of a step that are kept for a canary; the part of its share that a rank without prompts keeps.
+CALLS, CANARY_TOKENS, KEPT_SHARE = 2, 12, 8
+
+Chunks = list[tuple[int, int]]  # steps, and tokens in each
+
+
+def num_steps(chunks: Chunks) -> int:
+    return sum(times for times, _ in chunks)
 
 
 class LatencyModel:
@@ -58,31 +66,41 @@ class LatencyModel:
 
     def _stage(self, configuration: Configuration, intent: Intent, num_layers: int) -> Timing:
         """Of so many layers with both ends on one worker, or on the ranks of a group."""
-        one = replace(configuration, pp=1)
-        alone = self.work(num_layers).timing(one, intent)
-        if one.tp == 1:
+        alone = self.work(num_layers).timing(replace(configuration, pp=1), intent)
+        if configuration.tp == 1:
             return alone
-        batch = intent.batch_size
-        prefills = [self._said(rows, batch, num_layers, one.tp) for rows in self._chunks(intent)]
-        return Timing(
-            combine([(1.0, alone.ttft), *((1.0, said) for said in prefills)]),
-            alone.tpot.plus(self._said(batch, batch, num_layers, one.tp)),
+        chunks, batch = self._chunks(configuration, intent), intent.batch_size
+        said = [(times, self._said(rows, batch, num_layers, configuration)) for times, rows in chunks]
+        more = num_steps(chunks) - num_steps(self._chunks(Configuration(), intent))
+        return Timing(  # a step more takes what a decode does at least
+            combine([(1.0, alone.ttft), (max(0, more), alone.tpot), *said]),
+            alone.tpot.plus(self._said(batch, batch, num_layers, configuration)),
             alone.context,
         )
 
-    def _said(self, rows: int, last_rows: int, num_layers: int, tp: int) -> Uncertain:
+    def _said(self, rows: int, last_rows: int, num_layers: int, configuration: Configuration) -> Uncertain:
         """By ranks in a step: two sums in each layer, those of the last one of rows that logits are asked
-        for alone (`worker.model.transformer`)."""
-        row_bytes = self._profile.row_bytes
+        for alone (`worker.model.transformer`). Of several stages nobody calls a step; the leader sends its
+        rows to the other ranks of the first."""
+        row_bytes, tp = self._profile.row_bytes, configuration.tp
         sums, last = (self._links.all_reduce(n * row_bytes, tp) for n in (rows, min(rows, last_rows)))
-        called = self._links.hop(0)
-        return combine([(2.0 * (num_layers - 1), sums), (2.0, last), (CALLS, called)])
+        before = (CALLS, self._links.hop(0))
+        if configuration.pp > 1:
+            before = (1, self._links.hop(rows * row_bytes))
+        return combine([(2.0 * (num_layers - 1), sums), (2.0, last), before])
 
-    def _chunks(self, intent: Intent) -> list[int]:
-        """Tokens of the steps that the batch's prompts take."""
+    def _chunks(self, configuration: Configuration, intent: Intent) -> Chunks:
+        """Of the batch's prompts. In a group of one stage each rank plans its own requests and its part
+        of a step; those that have none leave theirs from the second step on (`worker.parallel.budget`)."""
         tokens = intent.prompt_tokens * intent.batch_size
-        most = self._profile.max_num_batched_tokens or tokens
-        return [min(most, tokens - first) for first in range(0, tokens, most)]
+        most = first = self._profile.max_num_batched_tokens or tokens
+        if configuration.tp > 1 and configuration.pp == 1 and self._profile.max_num_batched_tokens:
+            ranks = min(configuration.tp, intent.batch_size)
+            part = max(1, (most - CANARY_TOKENS) // configuration.tp)
+            first = ranks * part
+            most = configuration.tp * part - (configuration.tp - ranks) * (part // KEPT_SHARE)
+        times, rest = divmod(max(0, tokens - first), most)
+        return [(n, rows) for n, rows in ((1, min(first, tokens)), (times, most), (1, rest)) if n and rows]
 
     # ------------------------------------------------------------------ stages
 
@@ -94,10 +112,11 @@ class LatencyModel:
         first_layers, one_batch = math.ceil(layers / pp), replace(intent, batch_size=decodes)
         whole, first = (self._stage(configuration, intent, n) for n in (layers, first_layers))
         through, lead = (self._stage(configuration, one_batch, n) for n in (layers, first_layers))
-        chunks = self._chunks(intent)
-        follow = (len(chunks) - 1) / len(chunks)  # chunks of which only the first stage's part counts
+        chunks = self._chunks(configuration, intent)
+        steps, last_rows = num_steps(chunks), chunks[-1][1]
+        follow = (steps - 1) / steps  # of them only the first stage's part counts
         ttft = [(1 - follow, whole.ttft), (follow, first.ttft)]
-        ttft += self._hops(pp, chunks[-1], intent.batch_size)
+        ttft += self._hops(pp, last_rows, intent.batch_size)
         trip = combine([(1.0, through.tpot), *self._hops(pp, decodes, decodes)])
         busy = lead.tpot.times(batches)
         slower = busy if busy.value > trip.value else trip
