@@ -10,6 +10,7 @@ hold layers and their KV under the leader's block numbers, and run what comes to
 `ranks`         the ranks of one stage, and what they add up by
 `stages`        the door of a worker, and what it runs for leaders elsewhere
 `hop`           one connection: messages and tensors in order
+`probe`         answers a worker that measures what such connections and sums take
 `wire`          the messages
 ==============  ==============================================================================
 """
