@@ -191,6 +191,8 @@ def test_stages_of_two_ranks_come_each_with_its_share_and_go_with_every_page(
     assert (resident.card.tp, resident.card.pp, resident.card.workers) == (2, 2, ["w0", "w1", "w2", "w3"])
     assert [stage.workers for stage in resident.card.stages] == [["w0", "w1"], ["w2", "w3"]]
     weights = [int(end.numbers["pages_weights"]) for end in ends]
+    images = len(list(tmp_path.glob("instar-*")))
+    assert images == 3 * len(variants), "of the model before, and one of each stage for both ranks"
     with hosts.at(hosts.leader):
         hosts.leader.submit("a", "long", prompt, 12)
     hosts.until(lambda: "a" in hosts.leader.client.ends)

@@ -7,6 +7,7 @@ others are addresses until a swap maps them. All of them wait in host memory (`H
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -235,8 +236,9 @@ class LayerVariants:
 
 
 def identity(model: Model, device: torch.device) -> str:
-    """Which weights these are: the same for a checkpoint wherever it lies."""
+    """Which layers these are: the same for a checkpoint wherever it lies, and with the ends or without them:
+    of the ranks of a first stage one alone has them, and they share the images."""
     source = model.source
     if isinstance(source, Checkpoint):
-        return model_fingerprint(model.config, source)
+        return model_fingerprint(replace(model.config, has_ends=False), source)
     return f"{source}, layers from {model.config.first_layer}, on {device.type}"
