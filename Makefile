@@ -71,7 +71,7 @@ bench-deploy: $(VENV)/.dev ## models deployed by intent against fixed configurat
 bench-profile-load: $(VENV)/.dev ## what requests feel of a model that is profiled on their worker; a quarter of an hour
 	@$(BIN)/python -m bench.profile_load
 
-gpu: ## kernels, engine, groups and decoding on a GPU; needs only a PYTHON with torch and triton
+gpu: ## kernels, engine, groups, decoding and estimates on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu
 
 demo-model: $(VENV)/.dev ## train models/demo anew

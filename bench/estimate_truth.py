@@ -9,8 +9,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
 from bus.deployments import Configuration, Intent
 from bus.messages import Precision, SamplingParams
 from worker.core import Limits, Request
@@ -151,7 +149,7 @@ class OneDevice:
             self._cache,
             limits,
             vocab_size=plan.config.vocab_size,
-            device=torch.device("cpu"),
+            device=pool.backend.device,
         )
         self._num_requests = 0
 

@@ -1,14 +1,14 @@
 """A GPU's checks and numbers: kernels against oracles, pages against their tests, the engine against
 transformers, workers that share the GPU and change their tensor parallelism, decoding against memory,
-products with quantised weights against dense ones.
+products with quantised weights against dense ones, what two layers tell of an 8B model against the whole.
 
     python -m bench.gpu [--skip-decode]        (make gpu)
 
 Needs Python with torch and triton on a CUDA machine, and nothing of the service around the engine: no Redis,
 no web framework. The pages are tested if pytest and hypothesis are there; the engine is checked and measured
-if transformers, safetensors and cuda-bindings are, and groups if msgspec and pydantic are, too. Prints a
-card, writes bench/results/gpu/{device}.json and ends in the same JSON on one line; exit status 1 if a check
-failed. Without CUDA it says so and exits 0.
+if transformers, safetensors and cuda-bindings are, groups if msgspec and pydantic are, too, and estimates if
+redis and psutil are as well. Prints a card, writes bench/results/gpu/{device}.json and ends in the same JSON
+on one line; exit status 1 if a check failed. Without CUDA it says so and exits 0.
 
 The floor of a decode step is the time to read every weight but the embedding, and every cached key and value,
 at the bandwidth that copying a gigabyte reaches in the same run.
@@ -150,6 +150,22 @@ def transform_found() -> dict[str, Any]:
     return gpu_transform.measure(torch.device("cuda", torch.cuda.current_device()), gpu_transform.GPU)
 
 
+def fingerprint_found() -> dict[str, Any]:
+    """Empty where something is not installed; only `problems` where it failed."""
+    if not is_there("estimates", "cuda.bindings", "redis", "msgspec", "pydantic", "bench.gpu_fingerprint"):
+        return {}
+    import torch
+
+    from bench import gpu_fingerprint
+
+    say("estimates: two layers of an 8B model are measured, and then the whole")
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        return gpu_fingerprint.measure(device, gpu_fingerprint.GPU)
+    except Exception as error:  # noqa: BLE001 it comes last: what was measured before is to be kept
+        return {"problems": [f"estimates: {error!r}"]}
+
+
 def make_engine(folder: Path, dtype: Any, load_format: Any, memory_bytes: int, **shape: int) -> Any:
     """An engine that serves the folder on the GPU as instance "bench"."""
     import torch
@@ -229,7 +245,9 @@ def decode_rows(bandwidth: float) -> list[dict[str, float]]:
         engine = make_engine(
             Path(folder), torch.bfloat16, "dummy", memory, max_num_seqs=64, max_num_batched_tokens=8192
         )
-    return [_decode(engine, num_seqs, context, bandwidth) for num_seqs, context in BATCHES]
+    rows = [_decode(engine, num_seqs, context, bandwidth) for num_seqs, context in BATCHES]
+    engine.remove_instance("bench").kv.pool.close()  # now: another model needs the memory
+    return rows
 
 
 def _decode(engine: Any, num_seqs: int, context: int, bandwidth: float) -> dict[str, float]:
@@ -282,6 +300,11 @@ def report(card: dict[str, Any]) -> None:
 
         for text in gpu_transform.lines(card["transform"]):
             say(text)
+    if card["estimates"]:
+        from bench import gpu_fingerprint
+
+        for text in gpu_fingerprint.lines(card["estimates"]):
+            say(text)
     for problem in card["problems"]:
         say(f"FAILED {problem}")
     say(f"{len(card['problems'])} checks failed")
@@ -289,7 +312,7 @@ def report(card: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--skip-decode", action="store_true", help="checks only; the 8B model needs 20 GB")
+    parser.add_argument("--skip-decode", action="store_true", help="without the 8B model, which needs 20 GB")
     args = parser.parse_args()
     try:
         import torch
@@ -310,15 +333,20 @@ def main() -> int:
     transform = transform_found()
     problems += transform.pop("problems", [])
     bandwidth = copy_bandwidth()
+    decode = decode_rows(bandwidth) if has_engine and not args.skip_decode else []
+    quantized = gpu_products.quantized_rows(bandwidth)
+    estimates = {} if args.skip_decode else fingerprint_found()
+    problems += estimates.pop("problems", [])
     card = {
         "bench": "gpu",
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "bandwidth_gbps": bandwidth / 1e9,
-        "decode": decode_rows(bandwidth) if has_engine and not args.skip_decode else [],
-        "quantized": gpu_products.quantized_rows(bandwidth),
+        "decode": decode,
+        "quantized": quantized,
         "transform": transform,
+        "estimates": estimates,
         "problems": problems,
     }
     report(card)
