@@ -145,6 +145,8 @@ def measure(
     """Side by side. RuntimeError where the service deploys something else than it planned."""
     placed: dict[Configuration, Placed] = {}
     loaded_s: dict[Configuration, float] = {}
+    weight_bytes: dict[Configuration, int] = {}
+    service.wait_empty()
     for name, (configuration, intent) in zip(names_of(model), wanted.items(), strict=False):
         began = time.perf_counter()
         placed[configuration] = service.deploy(name, intent)
@@ -152,23 +154,25 @@ def measure(
         if (found := placed[configuration].configuration) != configuration:
             raise RuntimeError(f"{model} for {intent}: planned {configuration}, deployed {found}")
         service.warm_up(name, intent)
+        weight_bytes[configuration] = service.weight_bytes() - sum(weight_bytes.values())
+    kv_bytes = service.kv_bytes(REQUEST)
     before, since = service.cpu_seconds(), time.perf_counter()
     took = by_turns(service, placed, wanted, seconds)
     wall_s, after = time.perf_counter() - since, service.cpu_seconds()
+    for each in placed.values():
+        service.retire(each.id)
     runs = [
         Run(
             model=model,
             configuration=one,
             round=number,
             seconds=took[one],
-            memory_bytes=service.memory_bytes(placed[one], wanted[one]),
+            memory_bytes=weight_bytes[one] + kv_bytes,
             others_cores=(after.others - before.others) / wall_s,
             loaded_s=loaded_s[one],
         )
         for one in placed
     ]
-    for each in placed.values():
-        service.retire(each.id)
     for run in runs:
         say(f"round {number}, {run}")
     return runs

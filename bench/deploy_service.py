@@ -28,16 +28,14 @@ SETTINGS: Final = {
     "WORKER__QUANTIZATION": "rtn",  # dummies have nothing to calibrate
     "WORKER__LEASE_S": "10",  # a busy machine is not a dead one
     "GATEWAY__QUEUE_TIMEOUT_S": "300",
-    # Those that are compared have workers of their own: all count as idle when one is deployed, so it gets
-    # the emptiest, and stays there.
     "CONTROLLER__PLACEMENT": "least-loaded",
-    "CONTROLLER__LOAD_WINDOW_S": "1",
-    "CONTROLLER__CHANGE_COOLDOWN_S": "3600",
+    "CONTROLLER__CHANGE_COOLDOWN_S": "3600",  # what is compared stays where it is
     "LOG__LEVEL": "warning",
 }
 MEASURE_S: Final = 300.0  # a model, at most; a minute of steps, and its cuts
 LOAD_S: Final = 120.0
 PATIENCE_S: Final = 300.0  # for a request
+TELL_S: Final = 1.2  # after which an idle worker has told its pages
 VOCABULARY: Final = range(16, 4096)  # without the tokenizer's special tokens
 
 
@@ -125,28 +123,30 @@ class DeployService(EmptyService):
         wait_for(f"{model} to answer", is_there)
         self.request(model, replace(intent, output_tokens=2), seed=-1)
 
-    def memory_bytes(self, placed: Placed, intent: Intent) -> int:
-        """Whole pages of weights on all its workers, and the KV of the intent's batch at its end.
-        RuntimeError where a worker has something else, too."""
+    def wait_empty(self) -> None:
+        """No worker has weights any more, as they tell."""
+        wait_for("all pages to be back", lambda: self._page_bytes("weights") == 0)
 
-        def look() -> int:
-            state = self.state()
-            for one in state["instances"]:
-                if one["model"] != placed.model and set(one["workers"]) & set(placed.workers):
-                    raise RuntimeError(f"{one['id']} is on a worker of {placed}")
-            workers = [one for one in state["workers"] if one["id"] in placed.workers]
-            (instance,) = [one for one in state["instances"] if one["model"] == placed.model]
-            kv = instance["kv"]
-            if kv["blocks"] is None or any(one["pages"] is None for one in workers):
-                return 0
-            weights = sum(one["pages"]["weights"] * one["page_bytes"] for one in workers)
-            kv_bytes = sum(one["pages"]["kv"] * one["page_bytes"] for one in workers) / kv["blocks"]
-            tokens = intent.prompt_tokens + intent.output_tokens
-            blocks = intent.batch_size * math.ceil(tokens / kv["block_tokens"])
-            return int(weights + blocks * kv_bytes)
-
-        found: int = wait_for(f"{placed.workers} to tell their pages", look)
+    def weight_bytes(self) -> int:
+        """Whole pages on all workers: what they tell twice holds."""
+        last, found = -1, self._page_bytes("weights")
+        while found != last or found < 0:
+            time.sleep(TELL_S)
+            last, found = found, self._page_bytes("weights")
         return found
+
+    def kv_bytes(self, intent: Intent) -> int:
+        """Of the KV of the intent's batch at its end. All that is deployed must be one model."""
+        caches = [one["kv"] for one in self.state()["instances"]]
+        tokens = intent.prompt_tokens + intent.output_tokens
+        blocks = intent.batch_size * math.ceil(tokens / int(caches[0]["block_tokens"]))
+        return blocks * self._page_bytes("kv") // sum(int(one["blocks"]) for one in caches)
+
+    def _page_bytes(self, kind: str) -> int:
+        workers = self.state()["workers"]
+        if any(one["pages"] is None for one in workers):
+            return -1  # not told yet
+        return sum(int(one["pages"][kind]) * int(one["page_bytes"]) for one in workers)
 
     def cpu_seconds(self) -> CpuSeconds:
         return cpu_seconds(self)
