@@ -22,6 +22,7 @@ class Group:
 
     model: str
     host: str
+    device: str = ""  # its kind
     workers: tuple[str, ...]
     instances: tuple[str, ...]
     epochs: tuple[int, ...]
@@ -110,6 +111,7 @@ def _group(members: list[Member], told: list[InstanceMetrics], age_s: float, res
     return Group(
         model=card.model,
         host=worker.host,
+        device=worker.device_kind,
         workers=tuple(member.id for member, _ in members),
         instances=tuple(one.id for _, one in members),
         epochs=tuple(member.epoch for member, _ in members),

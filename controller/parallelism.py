@@ -106,7 +106,7 @@ def _places(groups: Iterable[Group]) -> dict[str, int]:
 
 
 def _kind(group: Group) -> tuple[object, ...]:
-    return group.host, group.model, group.tp
+    return group.host, group.device, group.model, group.tp
 
 
 def _kind_and_precisions(group: Group) -> tuple[object, ...]:

@@ -48,9 +48,9 @@ What finds no room stays queued, and is loaded when there is some: `instar deplo
 DEPLOYMENTS = """\
 Shows what is deployed: in which state, on which workers, with how much KV, and why it waits.
 
-  instar deployments                               those that serve, or are to
+  instar deployments                               those that serve, are to, or failed
   instar deployments 3f2a9c0d1b7e                  one, in words
-  instar deployments --all                         those that were retired or failed, too
+  instar deployments --all                         those that were retired, too
 """
 
 RETIRE = """\
@@ -120,8 +120,8 @@ def add_deploy(parser: Parser, add_client_flags: AddFlags) -> None:
 
 def add_deployments(parser: Parser, add_client_flags: AddFlags) -> None:
     add_client_flags(parser)
-    parser.add_argument("deployment", nargs="?", metavar="ID", help="of one [all that are not over]")
-    parser.add_argument("--all", action="store_true", help="those that are over, too")
+    parser.add_argument("deployment", nargs="?", metavar="ID", help="of one [all that are not retired]")
+    parser.add_argument("--all", action="store_true", help="those that were retired, too")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 

@@ -56,6 +56,7 @@ def test_unlike_instances_do_not_become_one() -> None:
     assert decide_scale_up([group("w0", "w1"), *singles(2, 3)], 1000) is None
     assert decide_scale_up([group("w0"), group("w1", host="other")], 300) is None
     assert decide_scale_up([group("w0"), group("w1", model="other")], 300) is None
+    assert decide_scale_up([group("w0", device="H100"), group("w1", device="L4")], 300) is None
     assert decide_scale_up([group("w0"), group("w1", tokens_at={1: 100})], 300) is None
 
 
