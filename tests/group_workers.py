@@ -6,9 +6,7 @@ that a tiny model's FFN has many.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,11 @@ import torch
 
 from bus.messages import MorphReport, Precision, Resize, SamplingParams, Swap, Transform
 from tests.model_folders import make_oracle
+from tests.threaded_worker import ThreadedWorker
 from worker.core import Limits, Request
 from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
 from worker.engine.engine import Engine, StepResult
+from worker.engine.instance import Output
 from worker.memory import CpuBackend, PagePool
 from worker.model import load_model
 from worker.morph.copier import Copier
@@ -37,7 +37,6 @@ from worker.parallel.wire import Peer
 from worker.service.engine_thread import EngineThread
 
 BLOCK_TOKENS = 4
-WAIT_S = 60.0
 
 
 def model_fixtures(**changes: Any) -> tuple[Any, Any]:
@@ -57,8 +56,8 @@ def model_fixtures(**changes: Any) -> tuple[Any, Any]:
     return model, folder
 
 
-class GroupWorker:
-    """`tokens[request]` as published; `ends[request]` its finish reason or error; `reports` of morphs."""
+class GroupWorker(ThreadedWorker):
+    """`reports` of morphs."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class GroupWorker:
         stage_bytes: int = 1 << 14,
         host_dir: Path | None = None,
     ) -> None:
-        self.name, self.epoch = name, 1
+        super().__init__(name)
         self.pool = PagePool(CpuBackend(page_bytes), int(megabytes * 1024 * 1024))
         self.model = load_model(folder, self.pool, dtype=torch.float32, max_tp=max_tp)
         limits: Limits = Shape(
@@ -115,12 +114,8 @@ class GroupWorker:
         engine = Engine()
         engine.add_instance(self.instance)
         self.engine = engine
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, str] = {}
         self.fingerprints: set[str] = set()
         self.reports: list[MorphReport] = []
-        self.death: BaseException | None = None
-        self._changed = threading.Condition()
         self.thread = EngineThread(
             engine,
             self.pool.counts,
@@ -144,19 +139,6 @@ class GroupWorker:
         self.tokens[name] = []
         self.thread.submit(self.instance.id, Request(id=name, prompt_token_ids=prompt, sampling=sampling))
 
-    def wait(self, until: Callable[[], bool], what: str, within_s: float = WAIT_S) -> None:
-        """Until something that results and reports change is so. AssertionError when it takes too long."""
-        ends_at = time.monotonic() + within_s
-        with self._changed:
-            while not until():
-                assert self.death is None, self.death
-                left_s = ends_at - time.monotonic()
-                assert left_s > 0, f"{self.name} waited {within_s} s for {what}"
-                self._changed.wait(min(left_s, 0.2))
-
-    def wait_ends(self, *names: str) -> None:
-        self.wait(lambda: all(name in self.ends for name in names), f"the ends of {names}")
-
     def wait_degree(self, tp: int) -> None:
         self.wait(lambda: self.instance.tp == tp, f"degree {tp}")
 
@@ -166,22 +148,6 @@ class GroupWorker:
 
         self.wait(lambda: bool(ended()), f"the end of morph {morph}")
         return ended()[0]
-
-    def call(self, work: Callable[[], object]) -> None:
-        """In the engine's thread, between two steps; returns when it is done. Raises what it raises."""
-        done, errors = threading.Event(), []
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 the waiting side raises it again
-                errors.append(error)
-            done.set()
-
-        self.thread._inbox.put(run)
-        assert done.wait(WAIT_S), f"{self.name} does not come to a boundary"
-        if errors:
-            raise errors[0]
 
     def check(self) -> None:
         """Nothing is lost or owned twice."""
@@ -198,27 +164,13 @@ class GroupWorker:
         else:
             self.grouping.place.cache.check_integrity()
 
-    def _results(self, epoch: int, results: list[StepResult]) -> None:
-        with self._changed:
-            for result in results:
-                for output in result.outputs:
-                    delta = output.delta
-                    assert delta.index == len(self.tokens[delta.request_id]), "a token is lost or repeated"
-                    self.tokens[delta.request_id] += delta.token_ids
-                    if delta.token_ids:
-                        self.fingerprints.add(result.fingerprint)
-                    if delta.finish_reason:
-                        self.ends[delta.request_id] = delta.error or delta.finish_reason
-            self._changed.notify_all()
+    def take(self, result: StepResult, output: Output) -> None:
+        if output.delta.token_ids:
+            self.fingerprints.add(result.fingerprint)
 
     def _reports(self, reports: list[MorphReport]) -> None:
         with self._changed:
             self.reports += reports
-            self._changed.notify_all()
-
-    def _died(self, error: BaseException) -> None:
-        with self._changed:
-            self.death = error
             self._changed.notify_all()
 
 

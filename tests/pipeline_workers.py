@@ -3,9 +3,7 @@ them."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +12,11 @@ from typing import Any
 import torch
 
 from bus.messages import RETIRED, PageCounts, SamplingParams, TokenLogprobs
+from tests.threaded_worker import ThreadedWorker
 from worker.core import Limits, Request
 from worker.engine.build import fill_caches, make_cache
 from worker.engine.engine import Engine, StepResult
+from worker.engine.instance import Output
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, load_model
 from worker.model.shard import ALONE, Shard
@@ -34,23 +34,18 @@ WAIT_S = 30.0
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, block_tokens=4)
 
 
-class StageWorker:
-    """`tokens[request]` as published, `ends[request]` its finish reason or error; `ended` pipelines, and
-    why."""
+class StageWorker(ThreadedWorker):
+    """`ended` pipelines, and why."""
 
     def __init__(self, name: str, *, megabytes: float = 8, timeout_s: float = 20.0) -> None:
-        self.name, self.epoch = name, 1
+        super().__init__(name)
         self.pool = PagePool(CpuBackend(4096), int(megabytes * 1024 * 1024))
         self.stages = Stages("127.0.0.1", timeout_s, is_gpu=False)
         self.engine = Engine()
         self.engine.parts = self.stages
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, str] = {}
         self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.ended: dict[str, str] = {}
-        self.death: BaseException | None = None
         self.told_pages: PageCounts | None = None  # in the last snapshot
-        self._changed = threading.Condition()
         self.thread = EngineThread(
             self.engine,
             self.pool.counts,
@@ -72,39 +67,10 @@ class StageWorker:
     def wake(self) -> None:
         self.thread._inbox.put(lambda: None)
 
-    def call(self, work: Callable[[], Any]) -> Any:
-        """In the engine's thread, between two steps; returns what it returns."""
-        done, made, errors = threading.Event(), list[Any](), list[BaseException]()
-
-        def run() -> None:
-            try:
-                made.append(work())
-            except BaseException as error:  # noqa: BLE001 the waiting side raises it again
-                errors.append(error)
-            done.set()
-
-        self.thread._inbox.put(run)
-        assert done.wait(WAIT_S), f"{self.name} does not come to a boundary"
-        if errors:
-            raise errors[0]
-        return made[0]
-
     def submit(self, instance: str, name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
         params = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, **sampling})
         self.tokens[name] = []
         self.thread.submit(instance, Request(id=name, prompt_token_ids=prompt, sampling=params))
-
-    def wait(self, until: Callable[[], bool], what: str) -> None:
-        ends_at = time.monotonic() + WAIT_S
-        with self._changed:
-            while not until():
-                assert self.death is None, self.death
-                left_s = ends_at - time.monotonic()
-                assert left_s > 0, f"{self.name} waited {WAIT_S} s for {what}"
-                self._changed.wait(min(left_s, 0.2))
-
-    def wait_ends(self, *names: str) -> None:
-        self.wait(lambda: all(name in self.ends for name in names), f"the ends of {names}")
 
     def is_empty(self) -> bool:
         return bool(self.call(lambda: self.pool.num_free == self.pool.num_pages))
@@ -114,29 +80,15 @@ class StageWorker:
             self.call(self.stages.close)
             self.thread.stop()
 
-    def _results(self, epoch: int, results: list[StepResult]) -> None:
-        with self._changed:
-            for result in results:
-                for output in result.outputs:
-                    delta, name = output.delta, output.request.id
-                    assert name not in self.ends, f"{name} goes on after its end"
-                    if delta.error is None:
-                        assert delta.index == len(self.tokens[name]), f"{name}: index {delta.index}"
-                    self.tokens[name] += delta.token_ids
-                    known = self.logprobs.setdefault(name, [])
-                    known += delta.prompt_logprobs or []
-                    known += delta.logprobs or []
-                    if delta.finish_reason:
-                        self.ends[name] = delta.error or delta.finish_reason
-            self._changed.notify_all()
+    def take(self, result: StepResult, output: Output) -> None:
+        delta, known = output.delta, self.logprobs.setdefault(output.request.id, [])
+        known += delta.prompt_logprobs or []
+        known += delta.logprobs or []
 
     def _ended(self, pipeline: str, reason: str) -> None:
         with self._changed:
             self.ended[pipeline] = reason
             self._changed.notify_all()
-
-    def _died(self, error: BaseException) -> None:
-        self.death = error
 
 
 def load(
