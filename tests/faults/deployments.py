@@ -123,7 +123,7 @@ def workers_of(deployment: dict[str, Any]) -> list[str]:
     return [worker for stage in deployment["stages"] for worker in stage["workers"]]
 
 
-def pretend_measured(folder: Path, degrees: tuple[int, ...] = (1,)) -> None:
+def pretend_measured(folder: Path, degrees: tuple[int, ...] = (1, 2)) -> None:
     """Of the demo model: a profile beside it, which workers believe. Measuring takes a minute. degrees: that
     are worth it; at others what ranks say to each other takes too long."""
     truth = Truth(

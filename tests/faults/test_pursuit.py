@@ -56,7 +56,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployingServi
         for name in MODELS:
             folder = service.folders / name
             shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("instar"))
-            pretend_measured(folder, degrees=(1, 2))
+            pretend_measured(folder)
             service.register(name, folder)
         yield service
 
