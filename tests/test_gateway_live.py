@@ -240,7 +240,8 @@ def test_of_the_ffn_each_member_of_a_group_has_its_rows_and_of_attention_all() -
 
 def test_each_worker_of_a_pipeline_has_the_layers_of_its_stage() -> None:
     core = Core()
-    core.worker("w0"), core.worker("w1")
+    for worker in ("w0", "w1"):
+        core.worker(worker)
     (card,) = core.cards["w0"].instances
     stages = [Stage(workers=["w0"], first=0, end=1), Stage(workers=["w1"], first=1, end=3)]
     shape: dict[str, Any] = {"pp": 2, "workers": ["w0", "w1"], "num_layers": 3, "stages": stages}
