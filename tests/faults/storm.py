@@ -1,86 +1,40 @@
-"""A storm: random morphs, good and bad, of one instance, as fast as they are answered, while clients decode.
+"""A storm: several who each do one thing again and again, all at once, until it is over.
 
-Everything that is random comes from one seed for each hand. What must hold meanwhile is checked meanwhile.
+Everything that is random comes from one seed for each of them. What must hold meanwhile is checked meanwhile.
 """
 
 from __future__ import annotations
 
 import random
-import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
-
-from bus.messages import PARTS, PRECISIONS
-from tests.faults.morphs import NUM_LAYERS, Hand, assert_complete, assert_exact_while_full, stream
-from tests.service import Process, Service
-
-MIB = 1024 * 1024
-STREAM_TOKENS = 200
-PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n", "import os\n\n\ndef main():\n")
-# What the service may answer: states of morphs, and codes of refusals.
-STATES = {"applied", "deferred", "failed", "conflict"}
-REFUSALS = {
-    "invalid_value",
-    "unknown_field",
-    "morph_not_found",
-    "morph_ended",
-    "instance_not_found",
-    "shape_changing",
-}
-
-NONSENSE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("swap", {"precision": "int5", "count": 1}),
-    ("swap", {"precision": "int4", "layers": [NUM_LAYERS]}),
-    ("swap", {"precision": "int4", "layers": [-1]}),
-    ("swap", {"precision": "int4", "count": 1, "layers": [1]}),
-    ("swap", {"precision": "int4", "count": 1, "parts": ["norm"]}),
-    ("swap", {"precision": "int4"}),
-    ("swap", {"precison": "int4", "count": 1}),
-    ("resize", {"blocks": 1}),
-    ("resize", {"blocks": 1_000_000}),
-    ("resize", {"blocks": "many"}),
-)
+Job = Callable[[random.Random], None]
 
 
 @dataclass
 class Storm:
-    """Hands, readers and an observer, until it is left; then everybody's problems are raised."""
+    """Rages until it is left; then everybody's problems are raised, with what was `told`."""
 
-    service: Service
-    instance: str = "demo@w0"
-    hands: int = 3
-    readers: int = 4
-    kinds: tuple[str, ...] = ("swap", "resize", "cancel", "nonsense")
-    seed: int = 1
-    answers: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
-    streams: int = 0
-    memory: Memory = field(init=False)
+    seed: int = field(default=1, kw_only=True)
+    patience_s: float = field(default=100.0, kw_only=True)  # for those who wait for an answer in the end
+
+    def jobs(self) -> list[Job]:
+        """Of everybody one; a job is done again and again."""
+        raise NotImplementedError
+
+    def told(self) -> str:
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
-        self._hand = Hand(self.service, self.instance)
-        seen = self._hand.look()
-        # As many as full precision leaves room for; then as many as it never does.
-        self._least, self._most = seen["min_blocks"], (seen["kv"]["blocks"] + 2, 3 * seen["kv"]["blocks"])
-        self.oracles = {prompt: self._undisturbed(prompt) for prompt in PROMPTS}
-        self.memory = Memory(
-            [p for name, p in self.service.processes.items() if not name.startswith("redis")]
-        )
-        self._ending, self._ids, self._problems = threading.Event(), list[str](), list[BaseException]()
-        jobs: list[tuple[Callable[[random.Random], None], int]] = [
-            *((self._read, i) for i in range(self.readers)),
-            *((self._order, i) for i in range(self.hands)),
-            (self._observe, 0),
+        self._ending, self._problems = threading.Event(), list[BaseException]()
+        self._threads = [
+            threading.Thread(target=self._loop, args=(job, number), daemon=True)
+            for number, job in enumerate(self.jobs())
         ]
-        self._threads = [threading.Thread(target=self._loop, args=job, daemon=True) for job in jobs]
         for thread in self._threads:
             thread.start()
         return self
@@ -88,12 +42,10 @@ class Storm:
     def __exit__(self, *_: object) -> None:
         self._ending.set()
         for thread in self._threads:
-            thread.join(100)
+            thread.join(self.patience_s)
             assert not thread.is_alive(), "somebody still waits for an answer"
         for problem in self._problems:
             raise AssertionError(f"{problem}\n{self.told()}") from problem
-        for morph_id in self._ids:
-            self._note(self._hand.ended(morph_id))
 
     def rage(self, seconds: float) -> None:
         """Returns early where something went wrong."""
@@ -101,108 +53,18 @@ class Storm:
         while time.monotonic() < deadline and not self._problems:
             time.sleep(0.1)
 
-    def told(self) -> str:
-        reasons = "".join(f"\n  {n:6} {reason}" for reason, n in self.reasons.most_common())
-        return f"{self.streams} streams; {dict(self.answers)}{reasons}\n{self.memory.told()}"
+    @property
+    def is_ending(self) -> bool:
+        return self._ending.is_set()
 
-    # ---------------------------------------------------------------- who takes part
+    def pause(self, seconds: float) -> None:
+        """Shorter when it ends."""
+        self._ending.wait(seconds)
 
-    def _loop(self, once: Callable[[random.Random], None], number: int) -> None:
+    def _loop(self, once: Job, number: int) -> None:
         rng = random.Random(f"{self.seed} {once.__name__} {number}")
         try:
-            while not self._ending.is_set():
+            while not self.is_ending:
                 once(rng)
         except BaseException as problem:  # noqa: BLE001 raised by the test's own thread
             self._problems.append(problem)
-
-    def _undisturbed(self, prompt: str) -> list[str]:
-        one = stream(self.service, STREAM_TOKENS, prompt=prompt).finished()
-        assert_complete(one, STREAM_TOKENS)
-        return one.tokens
-
-    def _read(self, rng: random.Random) -> None:
-        prompt = rng.choice(PROMPTS)
-        one = stream(self.service, STREAM_TOKENS, prompt=prompt).finished(90)
-        assert_complete(one, STREAM_TOKENS)
-        assert_exact_while_full(one, self.oracles[prompt])
-        self.streams += 1
-
-    def _observe(self, rng: random.Random) -> None:
-        self._hand.pages()  # asserts that they are conserved
-        self.memory.sample()
-        self._ending.wait(0.5)
-
-    def _order(self, rng: random.Random) -> None:
-        kind = rng.choice(self.kinds)
-        answer: dict[str, Any] = getattr(self, f"_{kind}")(rng)
-        if "error" in answer:
-            assert answer["error"]["code"] in REFUSALS, answer
-            self.answers["refused"] += 1
-        elif kind != "cancel":
-            self._ids.append(answer["id"])
-        if len(self._ids) > 6:  # so many at once
-            self._note(self._hand.ended(self._ids.pop(0)))
-        self._ending.wait(rng.random() * 0.1)
-
-    def _note(self, morph: dict[str, Any]) -> None:
-        assert morph["state"] in STATES, morph
-        self.answers[morph["state"]] += 1
-        if morph["state"] != "applied":
-            self.reasons[f"{morph['state']}: {re.sub(r'[0-9a-f]{12}|[0-9]+', '#', morph['reason'])}"] += 1
-
-    # ---------------------------------------------------------------- what they order
-
-    def _swap(self, rng: random.Random) -> dict[str, Any]:
-        which: dict[str, Any] = {"count": rng.randint(1, NUM_LAYERS)}
-        if rng.random() < 0.6:
-            which = {"layers": rng.sample(range(NUM_LAYERS), rng.randint(1, NUM_LAYERS))}
-        parts = rng.choice([[part] for part in PARTS] + [list(PARTS)] * 2)
-        precision = rng.choice((*PRECISIONS, "full"))
-        wait_s = rng.choice((0.0, 0.2, 1.0))
-        return self._hand.swap(precision, wait=False, parts=parts, wait_s=wait_s, **which)
-
-    def _resize(self, rng: random.Random) -> dict[str, Any]:
-        blocks = rng.randint(self._least, self._most[rng.random() < 0.2])
-        return self._hand.resize(blocks, wait=False, wait_s=rng.choice((0.0, 0.5)))
-
-    def _cancel(self, rng: random.Random) -> dict[str, Any]:
-        known = [*self._ids[-3:], "no-such-morph"]
-        return self._hand.cancel(rng.choice(known))
-
-    def _nonsense(self, rng: random.Random) -> dict[str, Any]:
-        return self._hand.order(*rng.choice(NONSENSE))
-
-
-@dataclass
-class Memory:
-    """Memory of processes' own over time; what they share (pages, images) is bounded and left out."""
-
-    processes: list[Process]
-    samples: list[tuple[float, list[float]]] = field(default_factory=list)  # seconds, MiB of each
-
-    def sample(self) -> None:
-        self.samples.append((time.monotonic(), [_own_mib(process.pid) for process in self.processes]))
-
-    def growth(self) -> dict[str, tuple[float, float]]:
-        """Of each process: the slope in MiB a minute over the last two thirds, and MiB at the end."""
-        late = self.samples[len(self.samples) // 3 :]
-        minutes = np.array([at for at, _ in late]) / 60
-        found = {}
-        for i, process in zip(count(), self.processes, strict=False):
-            sizes = np.array([each[i] for _, each in late])
-            found[process.name] = (float(np.polyfit(minutes - minutes[0], sizes, 1)[0]), float(sizes[-1]))
-        return found
-
-    def told(self) -> str:
-        if len(self.samples) < 6:
-            return ""
-        return ", ".join(
-            f"{name} {at:.0f} MiB {slope:+.2f}/min" for name, (slope, at) in self.growth().items()
-        )
-
-
-def _own_mib(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024 / MIB
-    raise AssertionError(f"process {pid} has no memory")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.faults.load import Load
+from tests.faults.morph_storm import PROMPTS, STREAM_TOKENS, MorphStorm
 from tests.faults.morphs import NUM_LAYERS, SMALL_BUDGET, Hand, assert_complete, settings, stream
-from tests.faults.storm import PROMPTS, STREAM_TOKENS, Storm
 from tests.service import Service, wait_for
 
 STORM_S = float(os.environ.get("STORM_S", "8"))
@@ -37,7 +37,7 @@ def test_a_storm_of_morphs_loses_no_request_and_leaves_no_trace(stormy: Service,
     with stormy.explained():
         with Load(stormy, clients=2) as load:
             load.warm()
-            with Storm(stormy) as storm:
+            with MorphStorm(stormy) as storm:
                 load.mark()
                 storm.rage(STORM_S)
             load.recover(5)
@@ -68,7 +68,7 @@ def test_streams_in_a_storm_of_resizes_are_the_oracles_to_the_token(stormy: Serv
     with stormy.explained():
         with Load(stormy, clients=2) as load:
             load.warm()
-            with Storm(stormy, kinds=("resize", "cancel"), seed=2) as storm:
+            with MorphStorm(stormy, kinds=("resize", "cancel"), seed=2) as storm:
                 load.mark()
                 storm.rage(min(STORM_S, 60))
             load.recover(5)

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from tests.faults.load import Load
+from tests.faults.morph_storm import MorphStorm
 from tests.faults.morphs import NUM_LAYERS
-from tests.faults.storm import Storm
 from tests.faults.transforms import Shapes, serving
 
 STORM_S = float(os.environ.get("STORM_S", "8"))
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(STORM_S 
 Report = Callable[[dict[str, Any]], None]
 
 
-class ShapeStorm(Storm):
+class ShapeStorm(MorphStorm):
     """Orders go to any worker's instance, also of one that is not there while it is a part of another."""
 
     def _order(self, rng: random.Random) -> None:
