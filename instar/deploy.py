@@ -96,11 +96,11 @@ def _deployments(client: httpx.Client, args: argparse.Namespace) -> int:
         one = get_json(client, _path(args.deployment))
         return tell_json(one) if args.json else _say(deployed.in_words(one))
     found = get_json(client, "/admin/deployments")["deployments"]
-    shown = [one for one in found if args.all or one["state"] not in deployed.OVER]
+    shown = [one for one in found if args.all or one["state"] != "retired"]
     if args.json:
         return tell_json(shown)
     if not shown:
-        over = f" ({len(found)} are over: --all)" if found else ""
+        over = f" ({len(found)} retired: --all)" if found else ""
         return _say(f"nothing is deployed{over}; `instar deploy MODEL` does it\n")
     console = Console()
     with trimmed(console):

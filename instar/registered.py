@@ -18,6 +18,7 @@ from instar.following import Wait, follow
 from instar.trimmed import trimmed
 
 MEASURED: Final = ("profiled", "failed")
+LINKS: Final = {"all_reduce": "all-reduces", "hop": "hops of stages"}
 MEASURE_S: Final = 3600.0  # at most
 
 
@@ -101,6 +102,10 @@ def profile_lines(profile: dict[str, Any]) -> list[str]:
         f"{_listed(profile['batch_sizes'])}; precisions: {_listed(profile['precisions'])}",
         f"    tensor-parallel degrees that its weights can be cut to: {_listed(profile['degrees'])}",
     ]
+    links = ", ".join(LINKS.get(one, one) for one in profile.get("links") or [])
+    lines.append(
+        f"    between two workers: {links.replace(', ', ' and ') or 'nothing, there was no second one'}"
+    )
     if losses:
         told = ", ".join(f"{name} {loss:.1%}" for name, loss in losses.items())
         lines.append(f"    perplexity lost: {told}")

@@ -279,10 +279,10 @@ def test_deployments_are_listed_with_what_they_have_and_what_they_wait_for(
     assert f"b2: {NO_ROOM}" in " ".join(out.split())
     assert gateway.main("deployments", "--all", "--json") == 0
     assert [one["state"] for one in json.loads(capsys.readouterr().out)] == ["serving", "waiting", "retired"]
-    gateway.answers = [(200, {"deployments": [WAITING | {"state": "failed"}]})]
+    gateway.answers = [(200, {"deployments": [WAITING | {"state": "retired"}]})]
     assert gateway.main("deployments") == 0
     assert (
-        capsys.readouterr().out == "nothing is deployed (1 are over: --all); `instar deploy MODEL` does it\n"
+        capsys.readouterr().out == "nothing is deployed (1 retired: --all); `instar deploy MODEL` does it\n"
     )
     gateway.answers = [(200, SERVING | {"kv": KV})]
     assert gateway.main("deployments", "a1") == 0
@@ -293,7 +293,7 @@ def test_deployments_are_listed_with_what_they_have_and_what_they_wait_for(
 def test_what_was_measured_of_a_model_is_shown(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
     profile = {"device": "cpu", "version": "0.1.0", "samples": 96, "device_seconds": 12.34, "degrees": [1, 2]}
     profile |= {"peak_bytes": 64 << 20, "loss": {"int8": 0.001}, "precisions": ["full", "int8", "int4"]}
-    profile |= {"prompt_tokens": [32, 128], "batch_sizes": [1, 4]}
+    profile |= {"prompt_tokens": [32, 128], "batch_sizes": [1, 4], "links": ["all_reduce", "hop"]}
     gateway.answers = [(200, CARD | {"context": 1024, "profiles": [profile]})]
     assert gateway.main("model", "show", "chat") == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -302,6 +302,7 @@ def test_what_was_measured_of_a_model_is_shown(gateway: Script, capsys: pytest.C
         "  measured on cpu by Instar 0.1.0: 96 samples, 12.3 s, 64 MiB at most",
         "    prompts of 32, 128 tokens in batches of 1, 4; precisions: full, int8, int4",
         "    tensor-parallel degrees that its weights can be cut to: 1, 2",
+        "    between two workers: all-reduces and hops of stages",
         "    perplexity lost: int8 0.1%",
         "    perplexity lost by int4: not known; `instar profile --precision P` on the folder tells, then "
         "register it again",

@@ -29,12 +29,24 @@ def test_a_folder_that_is_no_model_is_refused() -> None:
 
 def test_unknown_names_are_answered_with_what_was_meant() -> None:
     world = measured("w0")
-    assert (
-        world.deploy("n").error == "no model 'n' is registered; there are: 'm'"
-        or world.deploy("n").status == 404
+    assert (world.deploy("n").status, world.deploy("n").error) == (
+        404,
+        "no model 'n' is registered; there are: m",
     )
+    assert World().deploy("n").error == "no model 'n' is registered; `instar model add DIR` registers one"
     assert "did you mean 'm'" in world.order(RemoveModel(id="x", name="mm")).error
     assert world.retire("zz").error == "no deployment 'zz'; there are: none"
+
+
+def test_a_degree_that_the_weights_cannot_be_cut_for_is_refused() -> None:
+    world = measured("w0")
+    (profile,) = world.contents.profiles.values()
+    world.intent = replace(world.intent, tp=8)
+    assert world.deploy().status == 202, "it is not told which there are"
+    world.contents = world.contents.with_record(replace(profile, degrees=[1, 2, 4]))
+    answer = world.deploy()
+    told = "intent: tp is 8, and the weights of m can be cut for 1, 2, 4"
+    assert (answer.status, answer.error.startswith(told)) == (400, True)
 
 
 def test_a_model_that_is_deployed_is_not_removed() -> None:

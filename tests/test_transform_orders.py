@@ -16,6 +16,7 @@ from gateway.errors import ApiError
 from gateway.operations import orders, transforms
 from gateway.operations.morphs import Morphs
 from gateway.operations.orders import Place
+from gateway.operations.picture import shown_instances
 from tests.fake_worker import FakeWorker
 
 
@@ -241,6 +242,12 @@ def test_an_order_for_a_member_of_a_group_is_told_which_instance_it_is_now() -> 
     with pytest.raises(ApiError, match="w3 is a part of demo@w2, which w2 leads") as refusal:
         orders.find(cluster(PAIRS), "demo@w3")
     assert (refusal.value.status, refusal.value.code) == (404, "instance_not_found")
+
+
+def test_a_member_of_a_group_that_parted_is_shown_before_its_card_says_so() -> None:
+    shown = list(shown_instances(cluster([card("w0"), card("w1", "w0", "w1")])))
+    assert [(one.id, one.workers) for _, one in shown] == [("demo@w0", ["w0"]), ("demo@w1", ["w1"])]
+    assert [one.id for _, one in shown_instances(cluster(PAIRS))] == ["demo@w0", "demo@w2"]
 
 
 @pytest.mark.parametrize(("before", "after", "word"), [(1, 2, "joining"), (2, 1, "parting")])

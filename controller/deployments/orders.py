@@ -119,7 +119,8 @@ def _is_over(deployment: Deployment) -> bool:
 
 
 def _no_model(order: Order, name: str, contents: Contents) -> Outcome:
-    return _refused(order, 404, f"no model {name[:200]!r} is registered; {_meant(name, contents.models)}")
+    there = _meant(name, contents.models) if contents.models else "`instar model add DIR` registers one"
+    return _refused(order, 404, f"no model {name[:200]!r} is registered; {there}")
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
@@ -133,8 +134,8 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 def _plan(order: PlanModel, contents: Contents, facts: Facts) -> Outcome:
     card = contents.models.get(order.name)
-    if refusal := _why_not_planned(order, order.name, card, facts):
-        return refusal if card else _no_model(order, order.name, contents)
+    if refusal := _why_not_planned(order, card, contents, facts):
+        return refusal
     assert card is not None
     if not profiles_of(contents, card):
         how = card.progress or "no worker is free for it"
@@ -143,10 +144,13 @@ def _plan(order: PlanModel, contents: Contents, facts: Facts) -> Outcome:
     return Outcome(answer=answer)
 
 
-def _why_not_planned(order: Order, name: str, card: ModelCard | None, facts: Facts) -> Outcome | None:
+def _why_not_planned(
+    order: PlanModel | DeployModel, card: ModelCard | None, contents: Contents, facts: Facts
+) -> Outcome | None:
     """None: there is nothing against it."""
     if card is None:
-        return _refused(order, 404, f"no model {name[:200]!r} is registered")
+        return _no_model(order, order.name, contents)
+    name = card.name
     if facts.bad_intent:
         return _refused(order, 400, f"intent: {facts.bad_intent}")
     if isinstance(facts.checkpoint, str):
@@ -154,8 +158,9 @@ def _why_not_planned(order: Order, name: str, card: ModelCard | None, facts: Fac
     if facts.checkpoint.digest != card.digest:
         why = f"the checkpoint in {card.path} is not the one that was registered as {name}"
         return _refused(order, 409, f"{why}: what was measured does not hold; remove {name} and add it again")
-    if too_long := _too_long(order, name, _context(facts.checkpoint, facts)):
-        return _refused(order, 400, f"intent: {too_long}")
+    intent = order.intent
+    if why := _too_long(intent, name, _context(facts.checkpoint, facts)) or _uncut(intent, card, contents):
+        return _refused(order, 400, f"intent: {why}")
     if card.state == "failed":
         return _refused(
             order, 409, f"{name} could not be measured: {card.reason}; remove it and add it again"
@@ -168,11 +173,10 @@ def _context(checkpoint: Checkpoint, facts: Facts) -> int:
     return min((limit for limit in (checkpoint.context, facts.max_model_len) if limit), default=0)
 
 
-def _too_long(order: Order, name: str, context: int) -> str:
-    """Why requests of its intent's length cannot be; "": they can."""
-    intent = intent_of(order)
-    tokens = intent.prompt_tokens + intent.output_tokens if intent else 0
-    if intent is None or not context or tokens <= context:
+def _too_long(intent: Intent, name: str, context: int) -> str:
+    """Why requests of its length cannot be; "": they can."""
+    tokens = intent.prompt_tokens + intent.output_tokens
+    if not context or tokens <= context:
         return ""
     return (
         f"prompt_tokens {intent.prompt_tokens} and output_tokens {intent.output_tokens} are {tokens} tokens, "
@@ -180,12 +184,24 @@ def _too_long(order: Order, name: str, context: int) -> str:
     )
 
 
+def _uncut(intent: Intent, card: ModelCard, contents: Contents) -> str:
+    """Why the degree that it fixes cannot be, wherever it was measured; "": it can, or it is not told."""
+    told = [one.degrees for one in profiles_of(contents, card).values()]
+    if intent.tp in (None, 1) or not all(told) or not told or any(intent.tp in degrees for degrees in told):
+        return ""
+    possible = sorted({degree for degrees in told for degree in degrees})
+    return (
+        f"tp is {intent.tp}, and the weights of {card.name} can be cut for {', '.join(map(str, possible))}: "
+        "its KV heads and worker.max_tp set that"
+    )
+
+
 def _deploy(order: DeployModel, contents: Contents, facts: Facts) -> Outcome:
     if there := contents.deployments.get(order.id):
         return Outcome(answer=Answer(id=order.id, status=202, deployment=there))
     card = contents.models.get(order.name)
-    if refusal := _why_not_planned(order, order.name, card, facts):
-        return refusal if card else _no_model(order, order.name, contents)
+    if refusal := _why_not_planned(order, card, contents, facts):
+        return refusal
     if facts.unmet:
         answer = Answer(id=order.id, status=409, error=facts.unmet, estimates=list(facts.estimates))
         return Outcome(answer=answer)

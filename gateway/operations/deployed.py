@@ -44,6 +44,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "prompt_tokens": sorted({one.prompt_tokens for one in profile.latency}),
         "batch_sizes": sorted({one.batch_size for one in profile.latency}),
         "degrees": profile.degrees,
+        "links": sorted({one.kind for one in profile.links}),
         "device_seconds": profile.device_seconds,
         "peak_bytes": profile.peak_bytes,
         "loss": profile.loss,

@@ -24,7 +24,7 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
     cluster = gateway.cluster
     return {
         "workers": [_worker(gateway, card) for card in cluster.workers.values()],
-        "instances": [_instance(gateway, worker, card) for worker, card in _instances(cluster)],
+        "instances": [_instance(gateway, worker, card) for worker, card in shown_instances(cluster)],
         "metrics": _metrics(gateway) if metrics is None else metrics,
         "policy": asdict(gateway.policy),
         "models": [model_json(card) for card in gateway.catalogue.models.values()],
@@ -34,7 +34,7 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
     }
 
 
-def _instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard]]:
+def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard]]:
     """And members of a group that parts whose card was read before it: its leader's knows them no more."""
     yield from cluster.instances()
     for worker in cluster.workers.values():
