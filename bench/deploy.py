@@ -28,6 +28,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from httpx import HTTPError
+
 from bench.deploy_picture import draw
 from bench.deploy_report import FIXED, NUM_WORKERS, Chosen, Run, batches, intents_of, report, say_card
 from bench.deploy_service import DeployService, Placed, running
@@ -64,13 +66,8 @@ def main() -> int:
             for name in names_of(model)[1:]:  # the same folder is not measured again
                 service.register(name, str(folder))
         chosen = [one for name in folders for one in choices(service, name)]
-        runs = [
-            run
-            for number in range(rounds)
-            for name in folders
-            for run in play(service, name, chosen, number, args.seconds)
-        ]
-    found = report(chosen, runs)
+        runs, failure = play_all(service, list(folders), chosen, rounds, args.seconds)
+    found = report(*complete(chosen, runs)) | {"failure": failure}
     found |= {"profiling_s": {name: round(took, 1) for name, took in profiling.items()}}
     say_card(found)
     result: dict[str, Any] = {"bench": "deploy", **found, "rounds": rounds, "seconds_each": args.seconds}
@@ -80,7 +77,7 @@ def main() -> int:
         RESULT.write_text(json.dumps(result) + "\n")
         draw(found, RESULT.with_suffix(".png"))
     say(json.dumps(result))
-    return 0 if found["is_met"] else 1
+    return 0 if found["is_met"] and not failure else 1
 
 
 @contextmanager
@@ -116,6 +113,34 @@ def choices(service: DeployService, model: str) -> list[Chosen]:
     plain = service.plan(model, replace(REQUEST, tp=1, pp=1, precision="full"))[0]
     say(f"{model}, one worker unquantised: {plain['latency_s']['value']:.3f} s expected")
     return found
+
+
+def play_all(
+    service: DeployService, models: Sequence[str], chosen: Sequence[Chosen], rounds: int, seconds: float
+) -> tuple[list[Run], str]:
+    """And what ended them early, with the processes' last words; "": nothing did."""
+    runs: list[Run] = []
+    try:
+        for number in range(rounds):
+            for name in models:
+                runs += play(service, name, chosen, number, seconds)
+    except (RuntimeError, AssertionError, HTTPError) as problem:
+        say(f"{service.logs()}\n{problem!r}")
+        return runs, repr(problem)
+    return runs, ""
+
+
+def complete(chosen: Sequence[Chosen], runs: Sequence[Run]) -> tuple[list[Chosen], list[Run]]:
+    """Of models of which each configuration was asked. RuntimeError where there is none."""
+    wanted = {one.model: set(FIXED.values()) for one in chosen}
+    for one in chosen:
+        wanted[one.model].add(one.configuration)
+    for run in runs:
+        wanted[run.model].discard(run.configuration)
+    whole = [model for model, missing in wanted.items() if not missing]
+    if not whole:
+        raise RuntimeError("no model was asked in all of its configurations")
+    return [one for one in chosen if one.model in whole], [run for run in runs if run.model in whole]
 
 
 def play(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.deploy import complete
 from bench.deploy_picture import draw
 from bench.deploy_report import FIXED, NUM_WORKERS, SLO, Chosen, Run, batches, intents_of, report, say_card
 from bus.deployments import Configuration, Intent
@@ -81,6 +83,16 @@ def test_as_many_are_deployed_side_by_side_as_there_are_workers_groups_first() -
         assert all(one.tp == 1 for one in batch[1:]), "a group needs empty workers"
     alone = batches([*small, *FIXED.values()])[-1]
     assert set(alone) == {*small, Configuration()}, "those of one worker are compared side by side"
+
+
+def test_models_that_were_not_asked_in_every_configuration_are_left_out() -> None:
+    asked = chosen(SMALL)
+    other = [replace(one, model="other") for one in asked]
+    runs = [run(SMALL, 0.5, 25), *FIXED_RUNS]
+    some = [replace(one, model="other") for one in FIXED_RUNS]
+    assert complete([*asked, *other], [*runs, *some]) == (asked, runs)
+    with pytest.raises(RuntimeError, match="no model"):
+        complete(other, some)
 
 
 def test_rounds_are_put_together_and_told_with_their_spread(tmp_path: Path) -> None:
