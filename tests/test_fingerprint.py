@@ -24,7 +24,6 @@ from worker.fingerprint.room import NoRoom
 from worker.fingerprint.shapes import with_shapes
 from worker.memory import PagePool
 from worker.model import load_model, read_config
-from worker.model.layer import FeedForward
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint
 from worker.morph.host_images import at_once
@@ -205,7 +204,7 @@ def shared_grid(precisions: Sequence[Precision]) -> Grid:
     return replace(grid_of(), points=points)
 
 
-def test_a_rank_is_measured_at_all_points_but_the_largest(folder: Path) -> None:
+def test_a_rank_is_measured_with_each_prompt_and_with_each_batch(folder: Path) -> None:
     pool = make_pool()
     profiler = Profiler(plan_of(folder, ("full", "int4"), max_tp=2), shared_grid(("full", "int4")), pool)
     for _ in profiler.steps():
@@ -239,7 +238,6 @@ def test_two_ranks_have_more_activations_than_one_worker_and_less_each(folder: P
 
 @pytest.mark.parametrize("precision", ["full", "int4"])
 def test_what_ranks_make_adds_up_to_what_the_layers_do(folder: Path, precision: Precision) -> None:
-    """Rank 0's part of each half is what is left of the whole when rank 1's is taken away."""
     pool = make_pool()
     fingerprint = at_once(load_cut(plan_of(folder, max_tp=2), pool))
     at_once(fingerprint.quantise(precision)) if precision != "full" else None
@@ -247,12 +245,13 @@ def test_what_ranks_make_adds_up_to_what_the_layers_do(folder: Path, precision: 
     fingerprint.use(2, precision)
     whole = [layer.feed_forward(x) for layer in fingerprint.model.layers]
     fingerprint.use(2, precision, 2)
-    for index, layer in enumerate(fingerprint.model.layers):
-        other = fingerprint._ranges.half((index, "ffn", precision), Shard(1, 2))
-        assert layer.shard == Shard(0, 2)
-        assert isinstance(other, FeedForward)
-        torch.testing.assert_close(layer.feed_forward(x) + other(x), whole[index], rtol=1e-4, atol=1e-5)
-        assert layer.attention.o(torch.zeros(1, 32)).shape == (1, 64)  # of half of the heads
+    own = list(fingerprint.model.layers)
+    fingerprint.turn()  # the other rank's, as if they were this one's
+    for all_of_it, one, other in zip(whole, own, fingerprint.model.layers, strict=True):
+        assert one.shard == other.shard == Shard(0, 2)
+        parts = one.feed_forward(x) + other.feed_forward(x)
+        torch.testing.assert_close(parts, all_of_it, rtol=1e-4, atol=1e-5)
+        assert one.attention.o(torch.zeros(1, 32)).shape == (1, 64)  # of half of the heads
     fingerprint.release()
     assert_all_free(pool)
 

@@ -158,8 +158,8 @@ class Work:
     # ------------------------------------------------------------------ from layers to the model
 
     def _surface(self, configuration: Configuration) -> Surface:
-        """Of all layers, where this very configuration was measured. Of a rank the largest batches are not:
-        they are to the others as on one worker."""
+        """Of all layers, where this very configuration was measured. A rank is so at a few shapes only:
+        others are to these as on one worker."""
         if configuration not in self._surfaces:
             found = {
                 shape: self._at_layers(by_layers)

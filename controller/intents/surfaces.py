@@ -7,6 +7,7 @@ intent's requests it is read by straight lines.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,10 @@ class Shape:
 
     prompt: int
     batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt * self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +152,13 @@ def _corner(surface: Surface, missing: Shape) -> tuple[Timing, Timing, Timing] |
 
 
 def filled_like(surface: Surface, model: Surface) -> dict[Shape, Timing]:
-    """With what `model` has and it lacks, in the same proportion to it: of TTFT as at the same prompt, whose
-    chunks are alike, of TPOT as in the same batch; the nearest of them."""
-    full = dict(surface)
+    """With what `model` has and it lacks, in the same proportion to it: of TTFT as with about as many tokens,
+    of TPOT as in the same batch after about as long prompts."""
+    full, shared = dict(surface), [shape for shape in surface if shape in model]
     for missing in model.keys() - surface.keys():
-        shared = [shape for shape in surface if shape in model]
-        prompts = [shape for shape in shared if shape.prompt == missing.prompt]
         batches = [shape for shape in shared if shape.batch == missing.batch]
-        if prompts and batches:
-            along = min(prompts, key=lambda shape: abs(shape.batch - missing.batch))
+        if batches:
+            along = min(shared, key=lambda shape: abs(math.log(shape.tokens / missing.tokens)))
             across = min(batches, key=lambda shape: abs(shape.prompt - missing.prompt))
             of = model[missing]
             full[missing] = Timing(

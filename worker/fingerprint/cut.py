@@ -179,11 +179,12 @@ class Fingerprint:
         self._take(precision)
 
     def _take(self, precision: Precision) -> None:
-        """The layers over what is there now. A rank's are other views of the same pages."""
+        """The layers over what is there now. A rank's are other views of the same pages; the parts of all
+        ranks take turns, as if rank 0 had them: its own alone are small enough to stay in the caches."""
         for tp in (1, *self.plan.shares):
-            shard = Shard(0, tp)
             self._layers[precision, tp] = [
-                _layer_of({part: self._ranges.half((index, part, precision), shard) for part in PARTS}, shard)
+                _layer_of({part: self._ranges.half((index, part, precision), shard) for part in PARTS}, tp)
+                for shard in (Shard(rank, tp) for rank in range(tp))
                 for index in range(self.plan.turns[precision])
             ]
 
@@ -283,11 +284,11 @@ def _fill(target: torch.Tensor, source: Source, weights: Weights) -> Iterator[No
         yield
 
 
-def _layer_of(halves: Mapping[Part, Half], shard: Shard) -> Layer:
+def _layer_of(halves: Mapping[Part, Half], tp: int) -> Layer:
     attention, feed_forward = halves["attention"], halves["ffn"]
     assert isinstance(attention, Attention)
     assert isinstance(feed_forward, FeedForward)
-    return Layer(attention, feed_forward, shard)
+    return Layer(attention, feed_forward, Shard(0, tp))
 
 
 def _matrices(config: ModelConfig, precision: Precision, method: str, source: Weights) -> Matrices:

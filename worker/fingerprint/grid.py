@@ -72,8 +72,8 @@ class Grid:
         return replace(self, points=fitting)
 
     def with_shares(self, degrees: Sequence[int]) -> Grid:
-        """And the same as a rank of each of these degrees finds it. Without the largest batch of the longest
-        prompts, which alone takes as long as all others: its neighbours tell how it compares."""
+        """And the same as a rank of each of these degrees finds it: every prompt in the smallest batch, every
+        batch of the shortest prompts. How others compare to these, one worker tells."""
         alone = [point for point in self.points if point.tp == 1]
         left = [point for point in alone if not _is_told_by_others(point, alone)]
         return replace(self, points=[*alone, *(replace(each, tp=tp) for tp in degrees for each in left)])
@@ -95,13 +95,12 @@ class Grid:
 
 
 def _is_told_by_others(point: Point, points: Sequence[Point]) -> bool:
-    """It is the largest, and other prompts in such batches and such prompts in other batches are among
-    them."""
-    others = [one for one in points if one.precision == point.precision and one != point]
-    return (
-        all(one.num_tokens < point.num_tokens for one in others)
-        and any(one.prompt_tokens == point.prompt_tokens for one in others)
-        and any(one.batch_size == point.batch_size for one in others)
+    """Its prompts in smaller batches and its batch of shorter prompts are among them."""
+    others = [one for one in points if one.precision == point.precision]
+    return any(
+        one.prompt_tokens == point.prompt_tokens and one.batch_size < point.batch_size for one in others
+    ) and any(
+        one.batch_size == point.batch_size and one.prompt_tokens < point.prompt_tokens for one in others
     )
 
 
