@@ -1,6 +1,6 @@
 """How well one and two layers tell the memory and latency of a whole model, on the CPU in float32.
 
-    python -m bench.estimate [--quick] [--threads 1] [--minutes 5] [--cpu-time]
+    python -m bench.estimate [--quick] [--threads 1] [--minutes 3] [--cpu-time]
 
 The demo model and dummies of 30M to 300M parameters with 8 to 32 layers, in every precision, on one device,
 in a group of two, and in two and four stages. Their fingerprints are profiled as a worker does it when a
@@ -49,7 +49,7 @@ from worker.core import Limits
 from worker.engine.build import MIB, Shape, make_pool
 from worker.fingerprint.caches import cache_bytes
 from worker.fingerprint.cut import CutPlan
-from worker.fingerprint.grid import LEAST_ROUNDS, MAX_ROUNDS, ROUNDS, Grid, Point
+from worker.fingerprint.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.fingerprint.links import measure_links
 from worker.fingerprint.profiler import Profiler
 from worker.fingerprint.shapes import with_shapes
@@ -87,14 +87,14 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="the demo alone, a minute")
     parser.add_argument("--threads", type=int, default=1, help="of each device")
-    parser.add_argument("--minutes", type=float, default=5.0, help="for the runs of whole models")
+    parser.add_argument("--minutes", type=float, default=3.0, help="for the runs of whole models")
     parser.add_argument("--cpu-time", action="store_true", help="for a busy machine; with one thread")
     args = parser.parse_args()
     silence()
     sizes: list[Size | None] = [None, *(() if args.quick else SIZES)]
     options = Options(
         seconds=60.0 * (0.2 if args.quick else args.minutes) / len(sizes) / (2 + len(NUM_STAGES)),
-        max_rounds=LEAST_ROUNDS if args.quick else MAX_ROUNDS,
+        max_rounds=ROUNDS if args.quick else MAX_ROUNDS,
         threads=1 if args.cpu_time else args.threads,
         uses_cpu_time=args.cpu_time,
     )

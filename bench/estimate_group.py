@@ -4,6 +4,7 @@ a Transform, and change their precision together by Swaps, as the service's do."
 from __future__ import annotations
 
 import itertools
+import logging
 import tempfile
 import threading
 import time
@@ -105,18 +106,22 @@ class Rank(Worker):
     """One of the two, in its process."""
 
     def __init__(self, name: str, folder: Path, **options: Any) -> None:
+        logging.getLogger("worker.parallel").setLevel(logging.ERROR)  # whoever ends first is missed
         self._num_requests = 0
         self._watching = ExitStack()
         super().__init__(name, folder, **options)
 
     def run(self, prompts: Prompts, output_tokens: int) -> tuple[float, float]:
-        """When the first came and when the last ended, by a clock that all processes of a host share."""
+        """When the first came and when the last ended, by a clock that all processes of a host share. Raises
+        RuntimeError where the group is none any more."""
         began, names = time.perf_counter(), []
         for prompt in prompts:
             self._num_requests += 1
             names.append(f"{self.peer.worker} {self._num_requests}")
             self.thread.submit(self._instance.id, request(names[-1], prompt, output_tokens))
         self._wait(lambda: all(name in self._ended for name in names), "ends of requests")
+        if self._instance.tp != TP:
+            raise RuntimeError(f"{self.peer.worker} has left the group")
         return began, max((self._ended.pop(name) for name in names), default=began)
 
     def watch(self) -> None:
