@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import InstanceCard, InstanceTelemetry, WorkerCard
@@ -42,7 +42,7 @@ def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard
             leader = cluster.workers.get(card.workers[0]) if card.workers else None
             led = [one for one in leader.instances if one.model == card.model] if leader else []
             if led and worker is not leader and card.pp == 1 and worker.id not in led[0].workers:
-                yield worker, replace(card, workers=[worker.id])
+                yield worker, card
 
 
 def _worker(gateway: Gateway, card: WorkerCard) -> dict[str, Any]:
