@@ -122,6 +122,8 @@ def test_a_leader_of_ranks_that_dies_leaves_no_page_anywhere(folder: Path) -> No
         wait_empty(*line.workers[1:])
 
 
+@pytest.mark.faults
+@pytest.mark.slow
 def test_a_rank_that_hangs_holds_the_others_no_longer_than_the_timeout(folder: Path) -> None:
     with Line(folder, [0, 1, 4], tp=2, timeout_s=2.5) as line:  # more than the second between signs of life
         let_go(line)
