@@ -235,8 +235,8 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=3,
-    stateful_step_count=25,
+    max_examples=2,
+    stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

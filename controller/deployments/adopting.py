@@ -21,7 +21,7 @@ from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Intent, ModelCard, Stage
 from bus.messages import InstanceCard
 from bus.shapes import natural
-from controller.deployments.decisions import Decision, deploy_id, deployment_of, instance_at
+from controller.deployments.decisions import Decision, deploy_id, deployment_of, instance_at, is_pipeline
 from controller.deployments.picture import Device, Picture
 
 _DEPLOY = re.compile(r"(?P<deployment>[^-]+)-(?P<load>[0-9]+)-.+")  # `deploy_id`
@@ -29,7 +29,7 @@ _DEPLOY = re.compile(r"(?P<deployment>[^-]+)-(?P<load>[0-9]+)-.+")  # `deploy_id
 
 def kept(deployment: Deployment, picture: Picture) -> Decision | None:
     """Of one that serves. A pipeline does not outlive the lease of a stage."""
-    if len(deployment.stages) > 1:
+    if is_pipeline(deployment):
         return None
     epochs = {
         worker: device.card.epoch if (device := _still_at(deployment, worker, picture)) else epoch
