@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.deployments import Configuration, Intent, LatencySample, MemorySample, Profile
+from bus.deployments import (
+    Configuration,
+    Intent,
+    LatencySample,
+    LinkKind,
+    LinkSample,
+    MemorySample,
+    Profile,
+)
 
 DEVICE_BYTES = 48 * 10**9
 USABLE = 0.9  # of a device's memory
@@ -15,6 +23,7 @@ ALL_REDUCE_S, ALL_REDUCE_BYTES_S = 20e-6, 50e9  # over NVLink between two: to be
 ELEMENT_BYTES, BLOCK_TOKENS = 2, 16
 STEP_S = 1e-3  # of a step beside its layers: sampling, launches
 DEGREES = (1, 2)
+LINKS: tuple[LinkKind, ...] = ("all_reduce", "hop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,8 @@ ARCHITECTURES = {
 
 
 def profile_of(one: Architecture, intent: Intent) -> Profile:
-    """Fingerprints of one and two layers at each degree, with the intent's prompt."""
+    """Fingerprints of one and two layers at each degree, with the intent's prompt. What ranks say to each
+    other is part of a layer's time there already: between them a message takes nothing more."""
     configurations = [Configuration(tp=tp) for tp in DEGREES]
     return Profile(
         model=one.name,
@@ -98,4 +108,8 @@ def profile_of(one: Architecture, intent: Intent) -> Profile:
             for configuration in configurations
             for layers in (1, 2)
         ],
+        links=[
+            LinkSample(kind=kind, nbytes=nbytes, seconds=[0.0]) for kind in LINKS for nbytes in (1, 1 << 40)
+        ],
+        row_bytes=ELEMENT_BYTES * one.hidden,
     )

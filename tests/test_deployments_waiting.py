@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from bus.deployments import Answer, DeployModel, Intent
-from controller.deployments.questions import Chosen, Question, Refused
-from tests.deployment_world import World, measured
+from bus.deployments import Answer, Deployment, DeployModel, Intent
+from controller.deployments.questions import Chosen, Question, Refused, question_of
+from tests.deployment_world import World, instance, measured
 
-TOO_LARGE = Refused(reason="TP1 x PP1 full needs 9.0 GiB for 8 layers", free_bytes={"w0": 2 << 30})
+HELD = instance("other", "w0")
 
 
 class Small(World):
@@ -122,3 +124,22 @@ def test_what_never_fits_does_not_keep_others_from_what_is_better(kind: str, mov
     world.settle(5)
     assert world.shown() == (["a@w1"] if moves else ["a@w0"])
     assert world.contents.deployments["waits"].state == "waiting"
+
+
+def test_a_question_is_the_same_until_workers_their_models_or_what_is_wanted_change() -> None:
+    world = measured("w0", "w1")
+    question = question_of(
+        Deployment(id="d", model="m", intent=Intent(), state="waiting"), [], world.contents
+    )
+    assert question is not None
+    devices = list(world.picture.workers.values())
+    asked = replace(question, devices=devices)
+    assert asked.key == replace(question, devices=list(devices)).key
+    others = [
+        replace(asked, devices=devices[:1]),
+        replace(asked, devices=[replace(one, card=replace(one.card, epoch=9)) for one in devices]),
+        replace(asked, devices=[replace(devices[0], card=replace(devices[0].card, instances=[HELD]))]),
+        replace(asked, intent=Intent(tp=2)),
+        replace(asked, gone=frozenset({"x@w0"})),
+    ]
+    assert len({one.key for one in (asked, *others)}) == 1 + len(others)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from bus.catalogue import Contents
@@ -45,6 +45,16 @@ class Question:
     may_group: bool = True
     current: Configuration | None = None
     gone: frozenset[str] = frozenset()
+
+    @property
+    def key(self) -> Hashable:
+        """Alike questions have the same answer, but for what memory and load have become meanwhile."""
+        devices = tuple(
+            (one.card.id, one.card.epoch, *(card.id for card in one.card.instances)) for one in self.devices
+        )
+        profiles = tuple((kind, one.digest, one.ended_ms) for kind, one in self.profiles.items())
+        wanted = self.card.name, self.intent, self.may_group, self.current, self.gone
+        return devices, profiles, wanted
 
 
 Planner = Callable[[Question], Chosen | Refused]

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ ORDERS = (RegisterModel, RemoveModel, PlanModel, DeployModel, RetireModel)
 KEPT = 4096  # reports, complaints and commands that are remembered
 LOOK_S = 0.5  # at what is deployed, at most
 PURSUE_S = 5.0  # between two looks for other ways to serve what serves
+REASK_S = 2.0  # a planner that refused is not asked the very same before: a plan takes 0.1 s
 
 
 class Deployer:
@@ -76,6 +77,7 @@ class Deployer:
         self._is_manual = False  # the policy that morphs
         self._pursued_s = float("-inf")  # other ways for what serves were looked for last
         self._loads_known_s = time.monotonic() + chosen.load_window_s
+        self._refused: dict[Hashable, tuple[float, Refused]] = {}  # by question, and until when
         self._is_lost = False  # what Redis had, and it is not written again yet
         self._turn = asyncio.Lock()
         self._news = asyncio.Event()
@@ -215,11 +217,17 @@ class Deployer:
         return room_of(metrics, picture.workers.values(), self._contents)
 
     def _plan_for(self, picture: Picture) -> Any:
-        room = self._room(picture)
+        room, now_s = self._room(picture), time.monotonic()
+        self._refused = {key: one for key, one in self._refused.items() if now_s < one[0]}
 
         def plan(question: Question) -> Chosen | Refused:
-            found = planned(question, room, self._window, time.monotonic(), self._placing)
-            return answer_of(found, question.current)
+            if known := self._refused.get(question.key):
+                return known[1]
+            found = planned(question, room, self._window, now_s, self._placing)
+            answer = answer_of(found, question.current)
+            if isinstance(answer, Refused):
+                self._refused[question.key] = now_s + REASK_S, answer
+            return answer
 
         return plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bus.deployments import Configuration
 from bus.messages import Stage
@@ -27,11 +27,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why it does not fit. Bytes of the devices that were looked at, the freest there are."""
+    """Why it does not fit. Bytes of the devices that were looked at, the freest there are. `is_sure`: on no
+    others of them, either; it is not where ranks of several stages could be chosen otherwise."""
 
     reason: str
     needed_bytes: int = 0
     available_bytes: int = 0
+    is_sure: bool = True
 
 
 def fit(
@@ -73,7 +75,8 @@ def partition(need: Need, num_layers: int, rows: Sequence[Sequence[Device]]) -> 
         most = capacities(need, order)
         if min(most) >= 1 and sum(most) >= num_layers:
             return _stages(order, even(num_layers, most), need)
-    return _refused(need, num_layers, rows)
+    is_sure = could_hold < num_layers or len(rows[0]) == 1
+    return replace(_refused(need, num_layers, rows), is_sure=is_sure)
 
 
 def _orders(rows: Sequence[Sequence[Device]]) -> Iterator[list[list[Device]]]:

@@ -87,13 +87,16 @@ def place(
     """On the first K devices in the policy's order that take it; if none do, on the K freest of all, where a
     partition is found if there is one."""
     there = list(devices)
+    whole = fit(need, configuration, num_layers, there)
+    if isinstance(whole, Refusal) and whole.is_sure:
+        return whole
     for candidates, order in _tries(there, placing or Placing()):
         ordered = sorted(candidates, key=order)
         for end in range(configuration.num_devices, len(ordered) + 1):
             placed = fit(need, configuration, num_layers, ordered[:end])
             if not isinstance(placed, Refusal):
                 return placed
-    return fit(need, configuration, num_layers, there)
+    return whole
 
 
 def _tries(devices: Sequence[Device], placing: Placing) -> list[tuple[Sequence[Device], Order]]:
