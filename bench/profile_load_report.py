@@ -80,9 +80,10 @@ def say_card(found: dict[str, Any]) -> None:
         ]
         say(f"{kind:<18}{row['requests']:>5} requests, P50 and P95: {', '.join(told)}")
     profiling = found["profiling"]
-    loaded = profiling["loaded_s"]
-    unended = f"not to its end in {profiling['limit_s']:.0f} s ({profiling['progress']})"
-    ended = f"{loaded:.0f} s" if loaded else unended
-    say(f"a profile took {profiling['idle_s']:.0f} s on the idle worker, on the loaded one {ended}")
+    if profiling["idle_s"]:
+        loaded = profiling["loaded_s"]
+        unended = f"not to its end in {profiling['limit_s']:.0f} s ({profiling['progress']})"
+        ended = f"{loaded:.0f} s" if loaded else unended
+        say(f"a profile took {profiling['idle_s']:.0f} s on the idle worker, on the loaded one {ended}")
     if found["others_cores"] > MOST_OTHERS_CORES:
         say(f"other programs took {found['others_cores']} cores: run it on an idle machine")
