@@ -93,7 +93,7 @@ def main() -> int:
     silence()
     sizes: list[Size | None] = [None, *(() if args.quick else SIZES)]
     options = Options(
-        seconds=60.0 * (0.2 if args.quick else args.minutes) / len(sizes) / (2 + len(NUM_STAGES)),
+        seconds=60.0 * (0.6 if args.quick else args.minutes) / len(sizes) / (2 + len(NUM_STAGES)),
         max_rounds=ROUNDS if args.quick else MAX_ROUNDS,
         threads=1 if args.cpu_time else args.threads,
         uses_cpu_time=args.cpu_time,

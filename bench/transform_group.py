@@ -31,7 +31,7 @@ from worker.service.loading import load
 MODEL = "bench"
 PROMPT_TOKENS, MAX_TOKENS = 128, 1800
 CALM_STEPS = 12
-WAIT_S = 120.0
+WAIT_S, START_S = 120.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def group(folder: Path, size: int, make: type[Worker] | None = None, **options: 
         peers = []
         for line, (_, other) in zip(lines, pipes, strict=True):
             other.close()  # so that a worker that dies is heard of
-            if not line.poll(WAIT_S):
+            if not line.poll(START_S):
                 raise TimeoutError("a worker does not start")
             peers.append(line.recv())
         yield Leader(lines, peers)
