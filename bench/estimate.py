@@ -6,10 +6,10 @@ The demo model and dummies of 30M to 300M parameters with 8 to 32 layers, in eve
 in a group of two, and in two and four stages. Their fingerprints are profiled as a worker does it when a
 model is registered; from that the controller estimates requests of sizes beyond those measured, and chooses.
 The whole models then really run these requests: on one device in this process, elsewhere in processes of
-their own, a core each, with the sockets between them that workers have. Fingerprints and the whole on one
-device take turns of half a second, so that what disturbs the machine disturbs both. On a machine that others
-use a clock tells nothing: --cpu-time takes the process's time on one core instead, and then there is one
-device only.
+their own, a core each, with the sockets between them that workers have. Fingerprints and the whole in every
+shape take turns of a second and less: what others leave of memory's bandwidth changes by a third from one
+minute to the next, and so it changes for all. On a machine that others use a clock tells nothing:
+--cpu-time takes the process's time on one core instead, and then there is one device only.
 
 A case is left out where the devices that work at once are more than this machine has cores (`fits`).
 
@@ -24,8 +24,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,10 @@ from bench.estimate_group import Group
 from bench.estimate_models import DEMO, SIZES, Size, config_folder, num_parameters
 from bench.estimate_report import Measured, report, say_card
 from bench.estimate_stages import Stages
-from bench.estimate_truth import Case, Devices, Found, OneDevice, Truth, limits_for
+from bench.estimate_truth import Devices, OneDevice, Truth, limits_for
 from bench.offline import say, silence
 from bench.stage_processes import Staging
-from bus.deployments import Configuration, Intent, Peer, Profile
+from bus.deployments import Configuration, Intent, LinkSample, Peer
 from bus.messages import PRECISIONS
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from worker.core import Limits
@@ -64,7 +64,7 @@ INTENTS = [
 NUM_STAGES = (2, 4)
 SHAPE = Shape()
 MAX_TP = 2
-TURN_S = 0.5
+PROFILE_TURN_S, TURN_S = 1.0, 0.5  # of the fingerprints, and of the whole in one shape
 BUDGET_MIB = 5120
 RESULT = Path(__file__).with_name("results") / "estimate.json"
 
@@ -116,16 +116,7 @@ def measure(size: Size | None, options: Options) -> Measured:
         model = Whole(folder, read_config(folder), "dummy" if size else "safetensors", options)
         name, config = size.name if size else "demo", model.config
         say(f"--- {name}: {num_parameters(config) / 1e6:.0f}M parameters in {config.num_layers} layers")
-        profile, truth, whole_bytes = profiled(model, name)
-        if not options.uses_cpu_time:
-            for num in NUM_STAGES:
-                with closing(Stages(model.staging(num))) as stages:
-                    if not profile.links:
-                        profile = with_links(profile, stages.peer, config)
-                    truth |= model.run(stages)
-            with closing(Group(folder, config.num_layers, model.limits, **model.settings)) as group:
-                truth |= model.run(group)
-        return Measured(name, profile, truth, whole_bytes)
+        return model.measured(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +181,39 @@ class Whole:
         fullest = max(INTENTS, key=lambda one: one.prompt_tokens * one.batch_size)
         return Truth(devices, PRECISIONS, intents, fullest=fullest, block_tokens=SHAPE.block_tokens)
 
-    def run(self, devices: Devices) -> dict[Case, Found]:
-        """Until its time is over, and once at least."""
-        truth = self.truth(devices)
-        steps = truth.steps() if truth.intents else iter(())
-        for _ in steps:
-            if truth.num_rounds and truth.seconds >= self.options.seconds:
-                break
-        say(told(truth))
-        return truth.found()
+    def measured(self, name: str) -> Measured:
+        with ExitStack() as stack:
+            pool = make_pool(torch.device("cpu"), BUDGET_MIB * MIB)
+            stack.callback(pool.close)
+            whole = self.plan(pool, depths=[self.config.num_layers])
+            one = OneDevice(whole, pool, INTENTS, shape=SHAPE, clock=self.options.clock)
+            stack.callback(one.release)
+            whole_bytes = (pool.num_pages - pool.num_free) * pool.page_bytes
+            devices: list[Devices] = [one]
+            links, links_s = list[LinkSample](), 0.0
+            if not self.options.uses_cpu_time:
+                stages = [stack.enter_context(closing(Stages(self.staging(num)))) for num in NUM_STAGES]
+                links, links_s = self.links(stages[0].peer)
+                group = Group(self.folder, self.config.num_layers, self.limits, **self.settings)
+                devices += [*stages, stack.enter_context(closing(group))]
+            truths = [self.truth(each) for each in devices]
+            profiler = self.profiler(pool)
+            take_turns(profiler, truths, self.options.seconds)
+            pool.check_integrity()
+            found = profiler.profile(model=name, digest="", device="cpu", version="")
+            device_seconds = round(found.device_seconds + links_s, 3)
+            profile = with_shapes(replace(found, links=links, device_seconds=device_seconds), profiler.plan)
+            say(f"profiled in {profile.device_seconds:.1f} s")
+            for truth in truths:
+                say(told(truth))
+            cases = {case: each for truth in truths for case, each in truth.found().items()}
+            return Measured(name, profile, cases, whole_bytes)
+
+    def links(self, peer: Peer) -> tuple[list[LinkSample], float]:
+        """Measured between this process and another's, and the seconds that it took of both together."""
+        began, device = time.perf_counter(), torch.device("cpu")
+        links = measure_links(peer, self.config.hidden_size, torch.float32, device, "127.0.0.1")
+        return links, 2 * (time.perf_counter() - began)
 
 
 def fits(shape: Configuration, intent: Intent, threads: int) -> bool:
@@ -209,46 +224,23 @@ def fits(shape: Configuration, intent: Intent, threads: int) -> bool:
     return at_once * threads <= len(os.sched_getaffinity(0))
 
 
-def profiled(model: Whole, name: str) -> tuple[Profile, dict[Case, Found], int]:
-    """The profile, what is true on one device, and the bytes that this took at once."""
-    pool = make_pool(torch.device("cpu"), BUDGET_MIB * MIB)
-    plan, clock = model.plan(pool, depths=[model.config.num_layers]), model.options.clock
-    one = OneDevice(plan, pool, INTENTS, shape=SHAPE, clock=clock)
-    try:
-        whole_bytes = (pool.num_pages - pool.num_free) * pool.page_bytes
-        profiler, truth = model.profiler(pool), model.truth(one)
-        take_turns(profiler, truth, model.options.seconds)
-        pool.check_integrity()
-        profile = profiler.profile(model=name, digest="", device="cpu", version="")
-        say(f"profiled in {profile.device_seconds:.1f} s")
-        say(told(truth))
-        return with_shapes(profile, profiler.plan), truth.found(), whole_bytes
-    finally:
-        one.release()
-        pool.close()
-
-
-def with_links(profile: Profile, peer: Peer, config: ModelConfig) -> Profile:
-    """Measured between this process and another's; it takes the time of both."""
-    began = time.perf_counter()
-    links = measure_links(peer, config.hidden_size, torch.float32, torch.device("cpu"), "127.0.0.1")
-    seconds = profile.device_seconds + 2 * (time.perf_counter() - began)
-    return replace(profile, links=links, device_seconds=round(seconds, 3))
-
-
-def take_turns(profiler: Profiler, truth: Truth, seconds: float) -> None:
-    """Until the one is done and the other has had its time and a round."""
-    profiling, running = profiler.steps(), truth.steps()
-    is_profiled = is_run = False
-    while not (is_profiled and is_run):
-        until = time.perf_counter() + TURN_S
+def take_turns(profiler: Profiler, truths: Sequence[Truth], seconds: float) -> None:
+    """Until the fingerprints are profiled and every shape of the whole has had its time and a round."""
+    profiling = profiler.steps()
+    running = {truth: truth.steps() for truth in truths if truth.intents}
+    is_profiled, open_ = False, set(running)
+    while open_ or not is_profiled:
+        until = time.perf_counter() + PROFILE_TURN_S
         while not is_profiled and time.perf_counter() < until:
             is_profiled = next(profiling, None) is None
-        until = time.perf_counter() + TURN_S
-        while not is_run and time.perf_counter() < until:
-            next(running)
-            is_run = truth.num_rounds > 0 and truth.seconds >= seconds
-    running.close()
+        for truth, steps in running.items():
+            until = time.perf_counter() + TURN_S
+            while truth in open_ and time.perf_counter() < until:
+                next(steps)
+                if truth.num_rounds and truth.seconds >= seconds:
+                    open_.discard(truth)
+    for steps in running.values():
+        steps.close()
 
 
 def told(truth: Truth) -> str:
