@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from bus.messages import RETIRED
+from bus.messages import RETIRED, SamplingParams
 from tests.model_folders import make_oracle
 from tests.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
 from tests.service import wait_for
+from worker.core import Request
+from worker.engine.instance import Output
 from worker.model import ModelError
 from worker.pipeline.build import start_leading
 from worker.pipeline.pipeline import Behind, PipelineLost
@@ -181,6 +183,39 @@ def test_a_step_that_fails_at_a_stage_says_why(folder: Path) -> None:
         line.workers[1].call(lambda: setattr(part.model, "run", poison))
         check_all_went_elsewhere(line, names, "a bad kernel")
         wait_empty(*line.workers)
+
+
+def test_an_end_that_came_back_is_told_though_the_pipeline_is_lost_right_behind_it(folder: Path) -> None:
+    with Line(folder, [0, 2, 4]) as line:
+        let_go(line)
+        instance, finish = line.instance, line.instance._finish
+
+        def finish_and_lose(*args: Any) -> list[Output]:
+            outputs = finish(*args)
+            if any(output.delta.finish_reason for output in outputs):
+                instance.pipeline._lost = "stage 1 is gone"
+            return outputs
+
+        line.leader.call(lambda: setattr(instance, "_finish", finish_and_lose))
+        line.submit("short", [1, 2, 3], 3)
+        line.submit("long", [4, 5, 6], 200)
+        line.leader.wait_ends("short", "long")
+        assert line.leader.ends["short"] == "length"
+        assert len(line.leader.tokens["short"]) == 3
+        assert line.leader.ends["long"].startswith(RETIRED)
+
+
+def test_each_that_comes_to_a_lost_pipeline_is_told_once(folder: Path) -> None:
+    with Line(folder, [0, 2, 4]) as line:
+        instance, params = line.instance, SamplingParams(max_tokens=3, seed=0)
+
+        def come() -> list[str]:
+            instance.lost = "stage 1 is gone"
+            for name in "abc":
+                instance.submit(Request(id=name, prompt_token_ids=[1], sampling=params))
+            return [output.request.id for output in instance.take_unsent()]
+
+        assert line.leader.call(come) == ["a", "b", "c"]
 
 
 def test_a_stage_that_hangs_counts_as_gone_after_the_timeout(folder: Path) -> None:

@@ -7,6 +7,8 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Generator
 
+import torch
+
 from bus.deployments import Configuration, LatencySample, MemorySample
 from bus.messages import Precision, SamplingParams
 from worker.core import Request
@@ -126,8 +128,10 @@ class Requests:
         seconds = []
         while self._instance.has_work:
             self._fingerprint.turn()
+            self._wait_for_device()  # it may still do what others had it do
             began = self._clock()
             self._step()
+            self._wait_for_device()  # a step that samples nothing has only been handed to it
             seconds.append(self._clock() - began)
             self._seconds += seconds[-1]
             yield True
@@ -144,6 +148,11 @@ class Requests:
         prompt = [(self._num_requests * 31 + 7 * i) % self._instance.vocab_size for i in range(prompt_tokens)]
         sampling = SamplingParams(max_tokens=output_tokens, seed=0, temperature=0.0)
         return Request(id=str(self._num_requests), prompt_token_ids=prompt, sampling=sampling)
+
+    def _wait_for_device(self) -> None:
+        """On a CPU nothing is left to do."""
+        if self._instance.device.type == "cuda":
+            torch.cuda.synchronize(self._instance.device)
 
     def _step(self) -> None:
         for output in self._instance.step():

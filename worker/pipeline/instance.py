@@ -90,27 +90,27 @@ class PipelinedInstance(Instance):
         if self.lost:
             return self.take_unsent()
         try:
-            outputs = self._take_done()
+            self._take_done()
             self._hear_who_goes()
             if self._has_room:
                 self._send()
         except PipelineLost as error:
             return self._end_all(str(error))
-        return outputs + self.take_unsent()
+        return self.take_unsent()
 
     def _hear_who_goes(self) -> None:
         if self.pipeline.going and not self._is_going:
             self._is_going = True
             self.on_going(self.pipeline.going)
 
-    def _take_done(self) -> list[Output]:
-        outputs: list[Output] = []
+    def _take_done(self) -> None:
+        """What it makes is kept as unsent: whoever has ended must be told, whatever fails after that."""
         while (behind := self.pipeline.take_done()) is not None:
             back = self._on_their_way.popleft()
             self._may_plan = True
             rows = behind.view(self.part.dtype).view(-1, self.part.config.hidden_size)
-            outputs += self._finish(back, self.part.logits(rows.to(self.device, non_blocking=True)))
-        return outputs
+            made = self._finish(back, self.part.logits(rows.to(self.device, non_blocking=True)))
+            self._unsent += made  # with what was unsent before
 
     def _send(self) -> None:
         began = self._clock()
@@ -162,7 +162,7 @@ class PipelinedInstance(Instance):
         self._may_plan = True
         super().submit(request, arrived)
         if self.lost:
-            self._unsent += super().fail(self._elsewhere)
+            self._unsent = super().fail(self._elsewhere)  # with what was unsent before
 
     def cancel(self, request_ids: Iterable[str]) -> int:
         self._may_plan = True  # blocks are free
