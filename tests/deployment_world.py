@@ -117,6 +117,7 @@ class World:
         self.contents = Contents()
         self.reports: dict[str, MorphReport] = {}
         self.complaints: dict[str, str] = {}
+        self.heard: dict[str, int] = {}
         self.sent: dict[str, int] = {}
         self.checkpoints: dict[str, Checkpoint] = {}  # see Picture
         self.ordered: list[tuple[str, Command]] = []
@@ -225,6 +226,7 @@ class World:
             is_settled=self.is_settled,
             reports=self.reports,
             complaints=self.complaints,
+            heard=self.heard,
             sent=self.sent,
             may_change=self.may_change,
             checkpoints=self.checkpoints,
@@ -264,11 +266,17 @@ class World:
         elif isinstance(decision.record, Deployment):
             left = {key: one for key, one in self.contents.deployments.items() if key != decision.record.id}
             self.contents = Contents(self.contents.models, left, self.contents.profiles)
+        if gone := decision.erased:
+            profiles = {key: one for key, one in self.contents.profiles.items() if one is not gone}
+            self.contents = Contents(self.contents.models, self.contents.deployments, profiles)
         for name, command in decision.commands:
-            self.ordered.append((name, command))
             self.sent[command.id] = self.now_ms
-            if worker := self.workers.get(name):
-                worker.inbox.append(command)
+            self._send(name, command)
+
+    def _send(self, name: str, command: Command) -> None:
+        self.ordered.append((name, command))
+        if worker := self.workers.get(name):
+            worker.inbox.append(command)
 
     def settle(self, turns: int = 40, after_ms: int = 5_000) -> None:
         """Everybody does what there is to do, until nothing is left or so many turns are over."""
@@ -295,6 +303,8 @@ class World:
             {key: one for key, one in self.contents.deployments.items() if id(one) not in gone},
             {key: one for key, one in self.contents.profiles.items() if id(one) not in gone},
         )
+        for name, command in outcome.commands:
+            self._send(name, command)
         return outcome.answer
 
     def next_id(self) -> str:

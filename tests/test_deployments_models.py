@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from bus.deployments import Measure
-from controller.deployments.decisions import MAX_ATTEMPTS
+from bus.deployments import Measure, RemoveModel
+from bus.messages import CancelMorph
+from controller.deployments.decisions import MAX_ATTEMPTS, measure_id
+from controller.deployments.profiling import SILENT_MS
 from tests.deployment_world import World, measured, profile
 
 
@@ -92,3 +94,42 @@ def test_two_models_are_not_measured_on_one_worker_at_a_time() -> None:
     assert len(world.commands(Measure)) == 1
     world.settle(6)
     assert {card.state for card in world.contents.models.values()} == {"profiled"}
+
+
+def test_a_profile_may_take_long_as_long_as_it_is_heard_of() -> None:
+    world = World("w0")
+    world.register()
+    world.turn()
+    for _ in range(4):
+        world.heard[measure_id(world.model())] = world.now_ms
+        world.turn(SILENT_MS - 1_000)
+    assert (world.model().state, world.model().attempts) == ("profiling", 1)
+
+
+def test_a_profile_that_nothing_is_heard_of_is_cancelled_before_the_next_try() -> None:
+    world = World("w0")
+    world.register()
+    world.turn()
+    first = measure_id(world.model())
+    world.turn(SILENT_MS + 1_000)
+    assert world.model().reason == (
+        "w0 has told nothing of its measurement for 15 minutes; it is measured again"
+    )
+    world.turn()
+    kinds = [type(command) for _, command in world.ordered]
+    assert kinds == [Measure, CancelMorph, Measure]
+    assert [one.morph_id for _, one in world.commands(CancelMorph)] == [first]
+
+
+def test_a_model_that_is_removed_is_not_measured_on_and_leaves_no_profile() -> None:
+    world = World("w0")
+    world.register()
+    world.turn()
+    name = measure_id(world.model())
+    assert world.order(RemoveModel(id="x", name="m")).status == 200
+    ((worker, cancel),) = world.commands(CancelMorph)
+    assert (worker, cancel.morph_id, cancel.epoch) == ("w0", name, world.workers["w0"].epoch)
+    world.work("w0")  # it had measured all of it when it was told
+    assert world.contents.profiles
+    world.turn()
+    assert (world.contents.models, world.contents.profiles) == ({}, {})

@@ -139,6 +139,18 @@ async def test_what_ends_a_profile_early_is_told_and_gives_all_pages_back(
     assert await bench.profile() is None
 
 
+@pytest.mark.usefixtures("endless")
+async def test_a_profile_that_is_cancelled_at_once_never_begins(bench: MeasureBench) -> None:
+    assert bench.loaded
+    pages = bench.loaded.pages()
+    await bench.measure("m1")
+    cancel = CancelMorph(id="c", epoch=await bench.epoch(), morph_id="m1")
+    await bench.bus.publish(bench.bus.names.control("w0"), cancel)
+    assert "cancelled" in await bench.until(lambda: bench.failure("m1"))
+    await bench.until(lambda: bench.has_all_pages(pages))
+    assert await bench.profile() is None
+
+
 async def test_a_checkpoint_that_changed_and_one_that_finds_no_room_are_told(bench: MeasureBench) -> None:
     await bench.measure("small", max_bytes=4096)
     assert "are available" in await bench.until(lambda: bench.failure("small"))

@@ -17,6 +17,7 @@ from bus.deployments import (
     Measure,
     ModelCard,
     ModelState,
+    Profile,
     Retire,
     Stage,
 )
@@ -30,12 +31,14 @@ ORDERED = "ordered"  # why a deployment retires that nothing replaces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`record`: to be written; None: it stays as it is. `removed`: it goes. `commands`: worker and command,
+    """`record`: to be written; None: it stays as it is. `removed`: it goes. `erased`: so does a profile of no
+    model. `commands`: worker and command,
     of which every morph is told with its `cause` and `why`. `told`: an event says so, with the costs that
     were `compared`."""
 
     record: ModelCard | Deployment | None = None
     removed: bool = False
+    erased: Profile | None = None
     commands: tuple[tuple[str, Command], ...] = ()
     told: bool = False
     compared: Mapping[str, Number] = field(default_factory=dict)

@@ -27,8 +27,8 @@ from bus.deployments import (
     RemoveModel,
     RetireModel,
 )
-from controller.deployments.decisions import ORDERED
-from controller.deployments.profiling import profiles_of
+from controller.deployments.decisions import ORDERED, Command
+from controller.deployments.profiling import cancel_of, profiles_of
 
 ENDED = ("retired", "failed")
 
@@ -53,6 +53,7 @@ class Outcome:
     answer: Answer
     write: tuple[Record, ...] = ()
     remove: tuple[Record, ...] = ()
+    commands: tuple[tuple[str, Command], ...] = ()  # worker and command, when all of that is done
 
 
 def carry_out(order: Order, contents: Contents, facts: Facts) -> Outcome:
@@ -111,7 +112,9 @@ def _remove(order: RemoveModel, contents: Contents) -> Outcome:
         why = f"{order.name} is deployed ({', '.join(active)})"
         return _refused(order, 409, f"{why}; retire {'it' if len(active) == 1 else 'them'} first")
     profiles = [one for (model, _), one in contents.profiles.items() if model == order.name]
-    return Outcome(answer=Answer(id=order.id, status=200, model=card), remove=(card, *profiles))
+    cancels = (cancel_of(card),) if card.state == "profiling" else ()
+    answer = Answer(id=order.id, status=200, model=card)
+    return Outcome(answer=answer, remove=(card, *profiles), commands=cancels)
 
 
 def _is_over(deployment: Deployment) -> bool:

@@ -40,9 +40,9 @@ class Device:
 class Picture:
     """`is_settled`: Redis has been there for long enough that a missing lease means death. `reports`: the
     last of each morph. `complaints`: by the id of a Measure, why it ended without a profile. `progress`: the
-    same, how far it is. `sent`: when each command went out, in ms. `may_change`: what serves may be deployed
-    otherwise, `cooldown_ms` after the last change. `is_load_known`: loads are of a whole window.
-    `checkpoints`: by folder, of models that are deployed and not registered."""
+    same, how far it is; `heard`: when that was said, in ms. `sent`: when each command went out, in ms.
+    `may_change`: what serves may be deployed otherwise, `cooldown_ms` after the last change. `is_load_known`:
+    loads are of a whole window. `checkpoints`: by folder, of models that are deployed and not registered."""
 
     now_ms: int
     workers: Mapping[str, Device] = field(default_factory=dict)
@@ -50,6 +50,7 @@ class Picture:
     reports: Mapping[str, MorphReport] = field(default_factory=dict)
     complaints: Mapping[str, str] = field(default_factory=dict)
     progress: Mapping[str, str] = field(default_factory=dict)
+    heard: Mapping[str, int] = field(default_factory=dict)
     sent: Mapping[str, int] = field(default_factory=dict)
     may_change: bool = False
     is_load_known: bool = True

@@ -6,15 +6,16 @@ the same checkpoint, is not measured again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from bus.catalogue import Contents
 from bus.deployments import Measure, ModelCard, Peer, Profile
-from controller.deployments.decisions import MAX_ATTEMPTS, Decision, measure_id, model_becomes
+from bus.messages import CancelMorph
+from controller.deployments.decisions import MAX_ATTEMPTS, Command, Decision, measure_id, model_becomes
 from controller.deployments.picture import Device, Picture
 
-PROFILE_LIMIT_MS = 900_000  # longer than this, and the worker is stuck
+SILENT_MS = 900_000  # no news of a profile for so long, and it is stuck; all of it may take longer
 PROMPT_TOKENS = [32, 128, 512]
 BATCH_SIZES = [1, 4]
 
@@ -113,6 +114,10 @@ def _measuring(card: ModelCard, profiles: Mapping[str, Profile], picture: Pictur
         return model_becomes(replace(card, attempts=0), "profiled", picture.now_ms, f"measured on {kinds}")
     if why := _why_over(card, picture):
         return _failed(card, why, has_profile=bool(profiles), now_ms=picture.now_ms)
+    if picture.now_ms - max(card.since_ms, picture.heard.get(measure_id(card), 0)) > SILENT_MS:
+        why = f"{card.worker} has told nothing of its measurement for {SILENT_MS // 60_000} minutes"
+        failed = _failed(card, why, has_profile=bool(profiles), now_ms=picture.now_ms)
+        return replace(failed, commands=(cancel_of(card),))
     progress = picture.progress.get(measure_id(card), "")
     told = f"on {card.worker}: {progress}" if progress else card.progress
     return Decision(record=replace(card, progress=told)) if told != card.progress else None
@@ -123,8 +128,6 @@ def _why_over(card: ModelCard, picture: Picture) -> str:
         return f"{card.worker}: {complaint}"
     if picture.is_settled and (gone := picture.gone({card.worker: card.epoch})):
         return f"{gone} while it measured"
-    if picture.now_ms - card.since_ms > PROFILE_LIMIT_MS:
-        return f"{card.worker} measured for {PROFILE_LIMIT_MS // 60_000} minutes and did not end"
     return ""
 
 
@@ -134,3 +137,16 @@ def _failed(card: ModelCard, why: str, *, has_profile: bool, now_ms: int) -> Dec
     if has_profile:
         return model_becomes(card, "profiled", now_ms, why)
     return model_becomes(card, "failed", now_ms, f"given up after {card.attempts} attempts: {why}")
+
+
+def cancel_of(card: ModelCard) -> tuple[str, Command]:
+    """For the worker that measures it: it would go on, and the next profile would wait behind this one."""
+    name = measure_id(card)
+    return card.worker, CancelMorph(id=f"{name}-cancel", epoch=card.epoch, morph_id=name)
+
+
+def unowned(contents: Contents) -> Iterator[Decision]:
+    """Profiles of models that were removed before they came."""
+    for (model, _), profile in contents.profiles.items():
+        if model not in contents.models:
+            yield Decision(erased=profile)

@@ -28,7 +28,7 @@ from controller.deployments.clearing import forgotten, is_cleared, next_of_clear
 from controller.deployments.decisions import Decision
 from controller.deployments.loading import next_of_loading, next_of_serving
 from controller.deployments.picture import Picture
-from controller.deployments.profiling import next_of_model
+from controller.deployments.profiling import next_of_model, unowned
 from controller.deployments.pursuing import given_up, next_of_pursuit, taken_over
 from controller.deployments.questions import Planner
 from controller.deployments.waiting import next_of_waiting
@@ -52,6 +52,7 @@ def _tidying(contents: Contents, picture: Picture) -> Iterator[Decision]:
     yield from orphans(contents, picture)
     yield from adopted(contents, picture)
     yield from forgotten(contents)
+    yield from unowned(contents)
 
 
 def _next_of(deployment: Deployment, contents: Contents, picture: Picture, plan: Planner) -> Decision | None:

@@ -72,6 +72,7 @@ class Deployer:
         self._reports: OrderedDict[str, MorphReport] = OrderedDict()
         self._complaints: OrderedDict[str, str] = OrderedDict()
         self._progress: OrderedDict[str, str] = OrderedDict()
+        self._heard: OrderedDict[str, int] = OrderedDict()
         self._sent: OrderedDict[str, int] = OrderedDict()
         self._settled_at_s = time.monotonic() + self._grace_s
         self._is_manual = False  # the policy that morphs
@@ -149,6 +150,7 @@ class Deployer:
         elif told.kind in ("profile_failed", "profile_progress"):
             book = self._complaints if told.kind == "profile_failed" else self._progress
             _remember(book, told.morph_id, told.reason)
+            _remember(self._heard, told.morph_id, time.time_ns() // 1_000_000)
             self._news.set()
 
     # ------------------------------------------------------------------------------------- one turn
@@ -202,6 +204,7 @@ class Deployer:
             reports=self._reports,
             complaints=self._complaints,
             progress=self._progress,
+            heard=self._heard,
             sent=self._sent,
             may_change=not self._is_manual and now_s >= self._pursued_s + PURSUE_S,
             is_load_known=now_s >= self._loads_known_s,
@@ -239,6 +242,8 @@ class Deployer:
                 batch.erase(decision.record)
             else:
                 batch.write(decision.record)
+        if decision.erased is not None:
+            batch.erase(decision.erased)
         for worker, command in decision.commands:
             batch.publish(self._bus.names.control(worker), command)
         if decision.told and decision.record is not None:
@@ -281,7 +286,13 @@ class Deployer:
         await self._observe()
         facts = await self._facts(order)
         outcome = carry_out(order, self._contents, facts)
-        await self._bus.catalogue.settle(entry, outcome.answer, write=outcome.write, remove=outcome.remove)
+        is_settled = await self._bus.catalogue.settle(
+            entry, outcome.answer, write=outcome.write, remove=outcome.remove
+        )
+        batch = self._bus.batch()
+        for worker, command in outcome.commands if is_settled else ():
+            batch.publish(self._bus.names.control(worker), command)
+        await batch.send()
 
     async def _facts(self, order: Order) -> Facts:
         picture, found, bad_intent = self._picture(), None, ""

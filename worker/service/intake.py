@@ -42,6 +42,7 @@ class Intake:
         self._ledger, self._thread, self._outbox = ledger, thread, outbox
         self._beginning: dict[str, asyncio.Task[None]] = {}  # Transforms whose peers are being read
         self.on_measure: Callable[[Measure], None] = lambda command: None
+        self.on_cancel_morph: Callable[[str], None] = lambda morph_id: None  # beside the engine's thread
         self.is_listening = asyncio.Event()  # from here on no command is missed
 
     # ----------------------------------------------------------------------------- requests
@@ -155,6 +156,7 @@ class Intake:
 
     def _cancel_morph(self, morph_id: str) -> None:
         """Behind its order, if that is still on its way to the engine."""
+        self.on_cancel_morph(morph_id)
         if task := self._beginning.get(morph_id):
             task.add_done_callback(lambda _: self._thread.cancel_morph(morph_id))
         else:

@@ -28,6 +28,7 @@ class Measures:
         self._bus, self._worker, self._thread, self._measurer = bus, worker, thread, measurer
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()
 
     def begin(self, command: Measure) -> None:
         """The same command again changes nothing."""
@@ -35,8 +36,9 @@ class Measures:
             self._tasks[command.id] = asyncio.create_task(self._run(command), name=f"measure {command.model}")
 
     def cancel(self, command_id: str) -> None:
-        """Of one that does not run nothing is said."""
-        self._thread.measure(lambda measuring: measuring.cancel(command_id))
+        """Where the engine's thread has it not yet, or no more; there `EngineThread.cancel_morph` does it."""
+        if (task := self._tasks.get(command_id)) and not task.done():
+            self._cancelled.add(command_id)
 
     def refuse(self, reason: str) -> None:
         """Those that run are given up."""
@@ -65,6 +67,7 @@ class Measures:
             log.info("%s was measured before: %.1f s of the device", command.model, found.device_seconds)
             return found
         profiler = await asyncio.to_thread(measurer.prepare, command)
+        self._check_wanted(command)
         news: asyncio.Queue[News] = asyncio.Queue()
 
         def tell(one: News) -> None:
@@ -73,6 +76,7 @@ class Measures:
         self._thread.measure(lambda measuring: measuring.begin(command.id, profiler, tell))
         await self._until_over(command, news)
         profile = await asyncio.to_thread(measurer.keep, command, profiler)
+        self._check_wanted(command)
         log.info(
             "measured %s in %.1f s of the device and at most %.1f MiB",
             command.model,
@@ -80,6 +84,10 @@ class Measures:
             profile.peak_bytes / 2**20,
         )
         return profile
+
+    def _check_wanted(self, command: Measure) -> None:
+        if command.id in self._cancelled:
+            raise CannotMeasure("cancelled")
 
     async def _until_over(self, command: Measure, news: asyncio.Queue[News]) -> None:
         """Raises CannotMeasure."""

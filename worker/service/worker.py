@@ -123,6 +123,7 @@ class Serving:
         measurer = measurer_of(loaded.site) if loaded.site else None
         self._measures = Measures(bus, worker, self._thread, measurer)
         self._intake.on_measure = self._measures.begin
+        self._intake.on_cancel_morph = self._measures.cancel
         self._residents = Residents(
             bus,
             self._intake,
