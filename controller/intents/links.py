@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bus.deployments import LinkKind, LinkSample
-from controller.intents.uncertain import Uncertain, between, exactly, repeated, within
+from controller.intents.uncertain import Uncertain, averaged, between, exactly, within
 
 
 class Links:
-    """From point to point by straight lines. What was not measured takes nothing, which is assumed."""
+    """From point to point by straight lines, of means: a token of a group takes dozens of sums, and a waking
+    thread that is late now and then is late in every one of them. What was not measured takes nothing, which
+    is assumed."""
 
     def __init__(self, samples: Iterable[LinkSample]) -> None:
         measured: dict[tuple[LinkKind, int], list[float]] = {}
@@ -18,7 +20,7 @@ class Links:
         self._points: dict[LinkKind, list[tuple[float, Uncertain]]] = {"all_reduce": [], "hop": []}
         for (kind, nbytes), seconds in sorted(measured.items()):
             if seconds:
-                self._points[kind].append((float(nbytes), repeated(seconds)))
+                self._points[kind].append((float(nbytes), averaged(seconds)))
 
     def hop(self, nbytes: float) -> Uncertain:
         """From one stage to the next. 0 bytes: less than anything that was measured."""

@@ -70,6 +70,15 @@ def repeated(values: Sequence[float]) -> Uncertain:
     return Uncertain(middle, middle - low, high - middle)
 
 
+def averaged(values: Sequence[float]) -> Uncertain:
+    """Mean and quartiles: of what one total has many of. Those that are slow now and then are in it, too."""
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Uncertain(mean)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Uncertain(mean, max(0.0, mean - low), max(0.0, high - mean))
+
+
 def weakest(bases: Iterable[Basis]) -> Basis:
     return max(bases, key=BASES.index, default="measured")
 

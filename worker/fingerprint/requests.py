@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -74,13 +74,13 @@ class Requests:
         return most
 
     def latency(self) -> Generator[bool, None, list[LatencySample]]:
-        """In rounds over all points that are not known well enough, in an order that is another each time."""
+        """In rounds over all points that are not known well enough."""
         found: dict[Point, Found] = {point: defaultdict(list) for point in self._grid.points}
         for number in itertools.count():
             points = [point for point in found if not self._is_known(point, found[point], number)]
             if not points or self._grid.is_over(number, self._seconds):
                 break
-            random.Random(number).shuffle(points)
+            points = _in_order(points, number)
             for done, point in enumerate(points):
                 self._say(f"round {number + 1}: {done} of {len(points)} points")
                 for num_layers in self._depths if number % 2 else reversed(self._depths):
@@ -158,6 +158,16 @@ class Requests:
         for output in self._instance.step():
             if output.delta.error:
                 raise Failed(f"a fingerprint's request failed: {output.delta.error}")
+
+
+def _in_order(points: Sequence[Point], number: int) -> list[Point]:
+    """Another one in each round, but one precision after the other: while nothing else is read, caches keep
+    of a small model what they would keep of the whole one."""
+    chance = random.Random(number)
+    precisions = sorted({point.precision for point in points})
+    chance.shuffle(precisions)
+    mixed = chance.sample(points, len(points))
+    return sorted(mixed, key=lambda point: precisions.index(point.precision))
 
 
 def _name(precision: Precision, tp: int) -> str:
