@@ -334,6 +334,11 @@ class WorkerCard:
     loading: list[str] = field(default_factory=list)  # models that it is about to serve beside the others
     device_kind: str = ""  # that a profile is of: "cpu", or a GPU's name; "": not known yet
 
+    @property
+    def kind(self) -> str:
+        """As profiles name its device: those of one kind measure alike."""
+        return self.device_kind or self.device.partition(":")[0]
+
 
 # --------------------------------------------------------------------------- telemetry and metrics
 

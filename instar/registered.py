@@ -71,7 +71,9 @@ def remove(client: httpx.Client, args: argparse.Namespace) -> int:
     card = ask_json(client, "DELETE", model_path(args.registered))
     if args.json:
         return tell_json(card)
-    sys.stdout.write(f"{card['name']} is registered no more; what was measured of it is kept beside it\n")
+    was_measured = card["state"] != "profiling"
+    rest = "what was measured of it is kept beside it" if was_measured else "its measurement is cancelled"
+    sys.stdout.write(f"{card['name']} is registered no more; {rest}\n")
     return 0
 
 

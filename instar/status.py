@@ -129,7 +129,9 @@ def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
 
 
 def _stage(stage: dict[str, Any]) -> str:
-    return f"layers {stage['first']} to {stage['end'] - 1} on {' + '.join(stage['workers'])}"
+    first, last = stage["first"], stage["end"] - 1
+    layers = f"layers {first} to {last}" if last > first else f"layer {first}"
+    return f"{layers} on {' + '.join(stage['workers'])}"
 
 
 def _shape(instance: dict[str, Any]) -> str:

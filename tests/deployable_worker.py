@@ -16,6 +16,7 @@ import httpx
 from bus.client import Bus, connect
 from bus.deployments import Measure, Profile
 from bus.messages import (
+    CancelMorph,
     Deploy,
     Event,
     Metrics,
@@ -38,6 +39,7 @@ FAST = Settings(controller=ControllerSettings(interval_s=0.05, grace_s=0.1))
 FREE_PAGES = 16_384  # of 64 KiB
 KV_BLOCKS = 64  # of what is deployed
 TRUTH = Truth(layers=4)
+COMMANDS = (Measure, CancelMorph, Deploy, Retire)
 
 
 class DeployableWorker(FakeWorker):
@@ -49,6 +51,7 @@ class DeployableWorker(FakeWorker):
         self.loads: bool | None = True
         self.deployed = ""
         self.measured: list[Measure] = []
+        self.given_up: list[str] = []
         self.deploys: list[Deploy] = []
         self.retires: list[Retire] = []
 
@@ -60,14 +63,16 @@ class DeployableWorker(FakeWorker):
 
     async def _obey(self) -> None:
         control = self.bus.names.control(self.id)
-        async with self.bus.reader(control, Measure, Deploy, Retire, start="0") as reader:
+        async with self.bus.reader(control, *COMMANDS, start="0") as reader:
             async for batch in reader:
                 for _, command in batch:
                     if command.epoch == self.epoch:
                         await self._follow(command)
 
-    async def _follow(self, command: Measure | Deploy | Retire) -> None:
-        if isinstance(command, Measure):
+    async def _follow(self, command: Measure | CancelMorph | Deploy | Retire) -> None:
+        if isinstance(command, CancelMorph):
+            self.given_up.append(command.morph_id)
+        elif isinstance(command, Measure):
             self.measured.append(command)
             if self.measures is not None:
                 await self._measure(command, self.measures)

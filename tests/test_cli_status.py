@@ -90,6 +90,9 @@ def test_status_shows_groups_and_layers_between_two_degrees(capsys: pytest.Captu
     assert shape_lines([instance("w0", "w1", "w2", "w3", stages=stages)]) == [
         "demo@w0: layers 0 to 2 on w0 + w1, then layers 3 to 7 on w2 + w3"
     ]
+    stages[1] |= {"end": 4}
+    (line,) = shape_lines([instance("w0", "w1", "w2", "w3", stages=stages)])
+    assert line.endswith("then layer 3 on w2 + w3")
 
 
 def test_status_says_who_is_joining_a_group_or_leaving_one(capsys: pytest.CaptureFixture[str]) -> None:

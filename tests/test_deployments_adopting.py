@@ -34,7 +34,7 @@ def forgotten(world: World) -> World:
 
 
 def found(world: World, path: str = "/m") -> list[Decision]:
-    picture = replace(world.picture, checkpoints={path: Checkpoint(NUM_LAYERS, "d")})
+    picture = replace(world.picture, checkpoints={path: Checkpoint(NUM_LAYERS, "d", context=512)})
     return list(adopted(world.contents, picture))
 
 
@@ -83,6 +83,7 @@ def test_what_no_record_tells_of_is_known_by_its_card_and_keeps_its_shape() -> N
     world.workers["w0"].instances = [replace(world.workers["w0"].instances[0], precision="int8")]
     model, deployment = (decision.record for decision in found(world))
     assert (model.name, model.path, model.digest, model.state) == ("m", "/m", "d", "registered")  # type: ignore[union-attr]
+    assert model.context == 512  # type: ignore[union-attr]
     assert (deployment.id, deployment.state, deployment.instance) == (name, "serving", "m@w0")  # type: ignore[union-attr]
     assert deployment.configuration == Configuration(precision="int8")  # type: ignore[union-attr]
     assert deployment.intent == Intent(tp=1, pp=1, precision="int8")  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import pytest
 from bus.settings import RedisSettings
 from gateway.operations import controller as orders
 from tests import tiny_model
-from tests.deployable_worker import KV_BLOCKS, Cluster, cluster_of, controlling
+from tests.deployable_worker import KV_BLOCKS, Cluster, cluster_of, controlling, profile
 from tests.known_truths import BLOCK_BYTES
 
 
@@ -79,6 +79,22 @@ async def test_a_model_is_registered_measured_planned_deployed_served_and_retire
     assert [one.instance for one in cluster.workers["w0"].retires] == ["m@w0"]
     assert (await http.delete("/admin/models/m")).status_code == 200
     assert (await http.get("/admin/models")).json() == {"models": []}
+
+
+async def test_a_model_that_is_removed_while_it_is_measured_leaves_nothing(cluster: Cluster) -> None:
+    worker, http = cluster.workers["w0"], cluster.http
+    worker.measures = None
+    await http.post("/admin/models", json={"name": "m", "path": str(cluster.gate.folder)})
+    async with asyncio.timeout(5):
+        while not worker.measured:
+            await asyncio.sleep(0.02)
+    (measure,) = worker.measured
+    removed = await http.delete("/admin/models/m")
+    assert (removed.status_code, removed.json()["state"]) == (200, "profiling")
+    await worker.bus.catalogue.write(profile("m", measure.digest))  # it was faster than the order
+    async with asyncio.timeout(5):
+        while worker.given_up != [measure.id] or (await worker.bus.catalogue.read()).records:
+            await asyncio.sleep(0.02)
 
 
 async def test_an_intent_may_be_one_word(cluster: Cluster) -> None:

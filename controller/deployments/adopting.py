@@ -127,4 +127,5 @@ def _model_of(card: InstanceCard, picture: Picture) -> ModelCard | None:
         state="registered",
         reason=f"{card.workers[0]} serves it; its record was lost",
         since_ms=picture.now_ms,
+        context=checkpoint.context,
     )

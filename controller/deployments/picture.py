@@ -26,8 +26,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """As profiles name it: devices of one kind measure alike."""
-        return self.card.device_kind or self.card.device.partition(":")[0]
+        return self.card.kind
 
     def instance(self, name: str) -> InstanceCard | None:
         return next((card for card in self.card.instances if card.id == name), None)

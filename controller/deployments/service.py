@@ -50,7 +50,7 @@ ORDERS = (RegisterModel, RemoveModel, PlanModel, DeployModel, RetireModel)
 KEPT = 4096  # reports, complaints and commands that are remembered
 LOOK_S = 0.5  # at what is deployed, at most
 PURSUE_S = 5.0  # between two looks for other ways to serve what serves
-REASK_S = 2.0  # a planner that refused is not asked the very same before: a plan takes 0.1 s
+REASK_S = 2.0  # the very same is not asked before, where nothing is loaded by the answer: a plan takes 0.1 s
 
 
 class Deployer:
@@ -78,7 +78,7 @@ class Deployer:
         self._is_manual = False  # the policy that morphs
         self._pursued_s = float("-inf")  # other ways for what serves were looked for last
         self._loads_known_s = time.monotonic() + chosen.load_window_s
-        self._refused: dict[Hashable, tuple[float, Refused]] = {}  # by question, and until when
+        self._answers: dict[Hashable, tuple[float, Chosen | Refused]] = {}  # by question, and until when
         self._is_lost = False  # what Redis had, and it is not written again yet
         self._turn = asyncio.Lock()
         self._news = asyncio.Event()
@@ -221,15 +221,15 @@ class Deployer:
 
     def _plan_for(self, picture: Picture) -> Any:
         room, now_s = self._room(picture), time.monotonic()
-        self._refused = {key: one for key, one in self._refused.items() if now_s < one[0]}
+        self._answers = {key: one for key, one in self._answers.items() if now_s < one[0]}
 
         def plan(question: Question) -> Chosen | Refused:
-            if known := self._refused.get(question.key):
+            if known := self._answers.get(question.key):
                 return known[1]
             found = planned(question, room, self._window, now_s, self._placing)
             answer = answer_of(found, question.current)
-            if isinstance(answer, Refused):
-                self._refused[question.key] = now_s + REASK_S, answer
+            if isinstance(answer, Refused) or question.gone:  # what if others went: nobody loads by that
+                self._answers[question.key] = now_s + REASK_S, answer
             return answer
 
         return plan

@@ -69,7 +69,7 @@ def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
     if found is None or metrics is None:
         return None
     worker, card = found
-    profile = _profile(deployment, gateway, worker.device)
+    profile = gateway.catalogue.profiles.get((deployment.model, worker.kind))
     is_whole = deployment.configuration is None or card.tp == deployment.configuration.tp
     is_told = is_whole and cluster.is_of_shape(Ready(card, worker.id, worker.epoch), metrics)
     if profile is None or not is_told:
@@ -77,10 +77,3 @@ def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
     blocks = metrics.last.kv_blocks
     block_bytes = profile.block_bytes_per_layer * profile.num_layers
     return {"blocks": blocks, "tokens": blocks * profile.block_tokens, "bytes": blocks * block_bytes}
-
-
-def _profile(deployment: Deployment, gateway: Gateway, device: str) -> Profile | None:
-    """Of the kind of its devices: the dtype, and so the size of a block, may be another elsewhere."""
-    of_model = [one for (model, _), one in gateway.catalogue.profiles.items() if model == deployment.model]
-    is_cpu = device.partition(":")[0] == "cpu"
-    return next((one for one in of_model if (one.device == "cpu") == is_cpu), None)

@@ -186,9 +186,8 @@ _TRAITS: Final = (
 
 def _traits(place: Place) -> tuple[str | int, ...]:
     worker, card = place.worker, place.card
-    kind = worker.device_kind or worker.device.partition(":")[0]
     return (
-        *(worker.host, kind, worker.page_bytes),
+        *(worker.host, worker.kind, worker.page_bytes),
         *(card.dtype, card.num_layers, card.vocab_size, card.block_tokens),
     )
 
