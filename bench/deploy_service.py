@@ -129,11 +129,14 @@ class DeployService(EmptyService):
 
     def weight_bytes(self) -> int:
         """Whole pages on all workers: what they tell twice holds."""
-        last, found = -1, self._page_bytes("weights")
-        while found != last or found < 0:
-            time.sleep(TELL_S)
-            last, found = found, self._page_bytes("weights")
-        return found
+        told = [-1]
+
+        def told_twice() -> bool:
+            told.append(self._page_bytes("weights"))
+            return told[-1] == told[-2] >= 0
+
+        wait_for("all workers to tell the same pages twice", told_twice, every_s=TELL_S)
+        return told[-1]
 
     def kv_bytes(self, intent: Intent) -> int:
         """Of the KV of the intent's batch at its end. All that is deployed must be one model."""

@@ -184,6 +184,9 @@ def test_what_had_no_other_worker_is_measured_when_there_is_one(folder: Path, po
     assert measured(measurer, command).links == []
     stages = Stages("127.0.0.1", 10.0, is_gpu=False)
     peer = Peer(worker="w1", door=stages.address, door_key=stages.key)
+    found = measurer.find(replace(command, peer=replace(peer, shares_host=False)))
+    assert found is not None
+    assert {one.kind for one in found.links} == {"hop"}
     found = measurer.find(replace(command, peer=peer))
     assert found is not None
     assert {one.kind for one in found.links} == {"hop", "all_reduce"}

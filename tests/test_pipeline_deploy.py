@@ -211,6 +211,22 @@ def test_stages_of_two_ranks_come_each_with_its_share_and_go_with_every_page(
     assert weights[2] == weights[3] < whole * 3 / 5
 
 
+def test_of_two_pipelines_that_come_at_once_a_worker_is_a_rank_of_one_alone(
+    first: Path, long: Path, tmp_path: Path
+) -> None:
+    hosts = RunningHosts(first, tmp_path, 4, memory_mb=4, max_tp=2)
+    ids = hosts.deploy(long, [0, 2, 5], tp=2)
+    late = hosts.deploy(long, [0, 2, 5], tp=2, instance="other@w0", model="other", wait_s=20.0)
+    assert [end.state for end in hosts.ends(ids)] == ["applied"] * 4, hosts.ends(ids)
+    refused = hosts.ends(late)
+    assert [end.state for end in refused] == ["conflict"] * 4, refused
+    assert all("crosswise" in end.reason for end in refused)
+    with hosts.at(hosts.leader):
+        hosts.leader.retire("long")
+    hosts.until(hosts.is_as_before)
+    hosts.close()
+
+
 def test_stages_in_few_bits_make_what_one_worker_makes(first: Path, long: Path, tmp_path: Path) -> None:
     hosts = Hosts(first, tmp_path, 3, variants=["int8", "int4"])
     prompt = [5, 6, 7, 8, 9, 10, 11]
@@ -279,6 +295,7 @@ def test_the_leader_that_does_not_get_all_stages_serves_nothing(hosts: Hosts, lo
             [Stage(workers=["w0", "w1"], first=0, end=2), Stage(workers=["w2", "w2"], first=2, end=5)],
             "places",
         ),
+        ([Stage(workers=[], first=0, end=2), Stage(workers=["w0"], first=2, end=5)], "stage 0 is for 0"),
         ([Stage(workers=["w0"], first=0, end=2), Stage(workers=["w1"], first=3, end=5)], "layer 2 is next"),
         ([Stage(workers=["w0"], first=0, end=2), Stage(workers=["w1"], first=2, end=4)], "the model has 5"),
         ([Stage(workers=["w0"], first=0, end=2), Stage(workers=["w0"], first=2, end=5)], "has two places"),

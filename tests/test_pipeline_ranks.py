@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
@@ -42,6 +43,15 @@ def test_ranks_add_up_once_they_have_met_and_a_sum_fails_when_one_has_left() -> 
     with pytest.raises(PeerLost):
         first.group.all_reduce(x)
     first.close()
+
+
+def test_nobody_listens_where_ranks_have_met_when_they_have_ended() -> None:
+    first = ranks_of(Shard(0, 2))
+    host, _, port = first.store.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=5.0).close()
+    first.close()
+    with pytest.raises(OSError):
+        socket.create_connection((host, int(port)), timeout=5.0)
 
 
 def test_a_rank_that_nobody_meets_says_so() -> None:

@@ -20,13 +20,13 @@ from bus.deployments import LinkKind, LinkSample, Peer
 from worker.parallel.communicator import PeerLost
 from worker.parallel.links import knock
 from worker.pipeline.hop import Hop, to_host
-from worker.pipeline.probe import PATIENCE_S, all_reduces, meet, tensors_for
+from worker.pipeline.probe import PATIENCE_S, all_reduces, meet, tensors_for, use_here
 from worker.pipeline.wire import Broken, Meet, Messages, Probe
 
 log = logging.getLogger(__name__)
 
 ROWS = (1, 8, 64, 512)
-ROUNDS, WARM_UP = 20, 2
+ROUNDS, WARM_UP = 100, 2
 LIMIT_S = 10.0  # of either kind, however slow the way between them is
 
 Clock = Callable[[], float]
@@ -47,20 +47,27 @@ def measure_links(
     rows: Sequence[int] = ROWS,
     clock: Clock = time.perf_counter,
 ) -> list[LinkSample]:
-    """What could be measured; nothing where the peer does not answer. Takes a second, and never more than
-    twice LIMIT_S: not for the engine's thread. host: of this worker for the other."""
+    """What could be measured; nothing where the peer does not answer. Takes a second, and for either kind
+    never more than LIMIT_S and what one answer may take: not for the engine's thread. host: of this worker
+    for the other."""
+    use_here(device)
     line = _Line(peer, device)
     sizes = [count * hidden_size for count in rows]
     found: list[LinkSample] = []
     try:
         found += _samples("hop", _measured(_hops(line, sizes, dtype, device), clock, per_turn=2))
-        if peer.shares_host:
+        if "all_reduce" in kinds_with(peer):
             found += _samples("all_reduce", _measured(_sums(line, sizes, dtype, device, host), clock))
     except (NoAnswer, PeerLost, RuntimeError) as error:
         log.warning("%s: what workers say to each other is measured in part, or not: %s", peer.worker, error)
     finally:
         line.close()
     return found
+
+
+def kinds_with(peer: Peer) -> set[LinkKind]:
+    """What can be measured with it: ranks share a host."""
+    return {"hop", "all_reduce"} if peer.shares_host else {"hop"}
 
 
 def _samples(kind: LinkKind, measured: Measured) -> list[LinkSample]:

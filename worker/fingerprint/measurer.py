@@ -21,7 +21,7 @@ from worker.deploy.site import Site
 from worker.fingerprint.caches import cache_bytes
 from worker.fingerprint.cut import CutPlan
 from worker.fingerprint.grid import MAX_ROUNDS, ROUNDS, Grid, Point
-from worker.fingerprint.links import measure_links
+from worker.fingerprint.links import kinds_with, measure_links
 from worker.fingerprint.profiler import Profiler
 from worker.fingerprint.room import Room, SiteRoom
 from worker.fingerprint.shapes import with_shapes
@@ -96,8 +96,10 @@ class Measurer:
 
     def _with_links(self, command: Measure, found: Profile, plan: CutPlan) -> Profile:
         """What had nobody to measure it with when the rest was, is measured now."""
-        probe = None if found.links else self._probe(command, plan)
-        if probe is None or not (links := probe()):
+        peer, told = command.peer, {one.kind for one in found.links}
+        probe = self._probe(command, plan) if peer and kinds_with(peer) - told else None
+        links = probe() if probe else []
+        if not {one.kind for one in links} > told:
             return found
         profile = replace(found, links=links)
         self._write(command, profile)

@@ -114,6 +114,7 @@ class Meetings:
         kept, self._kept = [each.communicator for each in self._kept.values()], {}
         for communicator in [*made, *kept]:
             communicator.close()
+        self._store = None  # listens no more: who still waits in it hears so
 
     @property
     def _timeout(self) -> timedelta:

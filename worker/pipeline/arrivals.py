@@ -54,6 +54,7 @@ class FollowerArrival(ArrivalRun):
 
     def _serve(self) -> Steps:
         command, newcomer = self._command, self._newcomer
+        _refuse_second_group(command, self._site)  # another may have come meanwhile
         yield from self._fill_cache()
         assert newcomer.cache
         newcomer.model.complete()
@@ -109,6 +110,7 @@ class LeaderArrival(ArrivalRun):
 
     def _open(self) -> Generator[bool, None, Target]:
         command, newcomer, site = self._command, self._newcomer, self._site
+        _refuse_second_group(command, site)  # another may have come meanwhile
         yield from self._fill_cache()
         cache = newcomer.cache
         assert cache

@@ -41,6 +41,7 @@ class Probed:
 
     def _and_back(self, behind: torch.Tensor) -> Payload:
         """By way of the device, as a stage's rows go."""
+        use_here(self._device)
         return to_host(behind.to(self._device, non_blocking=True))
 
     def _meet(self, hop: Hop, message: Meet) -> None:
@@ -59,10 +60,15 @@ class Probed:
             self._meets.release()
 
 
+def use_here(device: torch.device) -> None:
+    """In this thread: otherwise it would wait for what the first GPU has written, whichever is meant."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def meet(store: str, rank: int, host: str, device: torch.device) -> Communicator:
     """With the other one of two ranks, in the store at host:port. Raises PeerLost, RuntimeError."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
+    use_here(device)
     at, _, port = store.rpartition(":")
     reached = TCPStore(at, int(port), is_master=False, timeout=timedelta(seconds=PATIENCE_S))
     return connect(reached, rank, 2, timeout_s=PATIENCE_S, host=host, device=str(device))
