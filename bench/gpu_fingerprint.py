@@ -12,7 +12,6 @@ device has no pages for is left out.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -32,6 +31,7 @@ import torch
 from bench.estimate import INTENTS
 from bench.estimate_truth import Case, Found, OneDevice, Truth, limits_for
 from bench.gpu import LLAMA_8B
+from bench.gpu_alone import run_alone
 from bus.deployments import Intent, Profile
 from bus.messages import PRECISIONS, Precision
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
@@ -283,19 +283,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        sys.stdout.write("no CUDA device here: nothing was run\n")
-        return 0
-    is_gpu = args.device == "cuda"
-    found = measure(torch.device("cuda", 0) if is_gpu else torch.device("cpu"), GPU if is_gpu else CPU)
-    for line in (*lines(found), json.dumps(found)):
-        sys.stdout.write(line + "\n")
-    return 0
+    return run_alone(__doc__, lambda device, is_gpu: measure(device, GPU if is_gpu else CPU), lines)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ NCCL       the exchange again with a GPU for each rank, where there are two
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
@@ -28,6 +26,7 @@ import kernels  # before torch: it settles how torch's threads wait
 import torch
 
 from bench import gpu_transform_workers, transform_kv
+from bench.gpu_alone import run_alone
 from bench.gpu_transform_workers import Workers
 from bench.transform_ranks import run_ranks
 from kernels import reference
@@ -280,19 +279,7 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        sys.stdout.write("no CUDA device here: nothing was run\n")
-        return 0
-    is_gpu = args.device == "cuda"
-    found = measure(torch.device("cuda", 0) if is_gpu else torch.device("cpu"), GPU if is_gpu else CPU)
-    for line in (*lines(found), *(f"FAILED {problem}" for problem in found["problems"]), json.dumps(found)):
-        sys.stdout.write(line + "\n")
-    return 1 if found["problems"] else 0
+    return run_alone(__doc__, lambda device, is_gpu: measure(device, GPU if is_gpu else CPU), lines)
 
 
 if __name__ == "__main__":
