@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
 import httpx
+import pytest
 
 from bus.checkpoints import digest_of
 from bus.deployments import Configuration
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from tests.empty_service import EmptyService
 from tests.faults.load import PROMPT
-from tests.faults.morphs import NUM_LAYERS
+from tests.faults.morphs import NUM_LAYERS, QUICK_NUMBERS
 from tests.known_truths import BITS, Truth, profile_of
-from tests.service import wait_for
+from tests.service import DEMO_MODEL, wait_for
 from worker.fingerprint.stored import profile_path, program_version, write_stored
 
 NUM_TOKENS: Final = 24
+OF_DEMO_MODELS: Final = [
+    pytest.mark.faults,
+    pytest.mark.slow,
+    pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),
+]
 
 
 @dataclass
@@ -121,6 +129,30 @@ class Asking:
 
 def workers_of(deployment: dict[str, Any]) -> list[str]:
     return [worker for stage in deployment["stages"] for worker in stage["workers"]]
+
+
+@contextlib.contextmanager
+def deploying(
+    num_workers: int, settings: Mapping[str, str], temporary: pytest.TempPathFactory
+) -> Iterator[DeployingService]:
+    """It starts without a model, and explains itself where a test fails."""
+    host = str(temporary.mktemp("host"))
+    service = DeployingService(
+        num_workers=num_workers,
+        settings=QUICK_NUMBERS | dict(settings) | {"WORKER__HOST_DIR": host},
+        folders=temporary.mktemp("models"),
+    )
+    with service, service.explained():
+        yield service
+
+
+def demo(service: DeployingService, name: str, *, is_measured: bool = True) -> Path:
+    """A copy of the demo model in a folder of its own."""
+    folder = service.folders / name
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("instar"))
+    if is_measured:
+        pretend_measured(folder)
+    return folder
 
 
 def pretend_measured(folder: Path, degrees: tuple[int, ...] = (1, 2)) -> None:

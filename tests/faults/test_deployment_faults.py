@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,15 +14,17 @@ from typing import Any, Final
 import pytest
 
 from tests.faults.deployments import (
+    OF_DEMO_MODELS,
     Asking,
     DeployingService,
     assert_everything_is_given_back,
     assert_no_orphan,
+    demo,
+    deploying,
     pretend_measured,
     workers_of,
 )
-from tests.faults.morphs import QUICK_NUMBERS
-from tests.service import DEMO_MODEL, Process, wait_for
+from tests.service import Process, wait_for
 
 KEPT, ALONE = "kept", {"tp": 1, "pp": 1, "precision": "full", "prompt_tokens": 64, "output_tokens": 24}
 SETTINGS: Final = {
@@ -33,21 +34,13 @@ SETTINGS: Final = {
     "CONTROLLER__PLACEMENT": "least-loaded",
 }
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),
-]
+pytestmark = [*OF_DEMO_MODELS, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployingService]:
     """Two workers, on one of which a model serves."""
-    host = str(tmp_path_factory.mktemp("host"))
-    settings = QUICK_NUMBERS | SETTINGS | {"WORKER__HOST_DIR": host}
-    service = DeployingService(num_workers=2, settings=settings, folders=tmp_path_factory.mktemp("models"))
-    with service, service.explained():
+    with deploying(2, SETTINGS, tmp_path_factory) as service:
         service.ask("PUT", "policy", {"mode": "manual"})
         service.register(KEPT, demo(service, KEPT))
         service.reaches(service.deploy(KEPT, ALONE), "serving")
@@ -71,15 +64,6 @@ def service(running: DeployingService) -> Iterator[DeployingService]:
         (kept,) = running.deployments("serving")
         (other,) = {"w0", "w1"} - set(workers_of(kept))
         wait_for(f"the pages of {other}", lambda: is_free(running, other), 30, 0.2)
-
-
-def demo(service: DeployingService, name: str, *, is_measured: bool = True) -> Path:
-    """A copy of the demo model in a folder of its own."""
-    folder = service.folders / name
-    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("instar"))
-    if is_measured:
-        pretend_measured(folder)
-    return folder
 
 
 def other_images(folder: Path, eps: str) -> None:

@@ -21,16 +21,17 @@ import pytest
 
 from tests.faults.deployments import (
     NUM_TOKENS,
+    OF_DEMO_MODELS,
     DeployingService,
     assert_everything_is_given_back,
     assert_no_orphan,
-    pretend_measured,
+    demo,
+    deploying,
     workers_of,
 )
 from tests.faults.load import p99
-from tests.faults.morphs import QUICK_NUMBERS
 from tests.faults.storm import Job, Storm
-from tests.service import DEMO_MODEL, wait_for
+from tests.service import wait_for
 
 STORM_S = float(os.environ.get("STORM_S", "40"))
 KEPT, OTHERS = "kept", ("one", "two")
@@ -50,24 +51,14 @@ SETTINGS = {
     "GATEWAY__QUEUE_TIMEOUT_S": "60",
 }
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.slow,
-    pytest.mark.timeout(STORM_S + 600),
-    pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),
-]
+pytestmark = [*OF_DEMO_MODELS, pytest.mark.timeout(STORM_S + 600)]
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployingService]:
     """With three models, which are not measured again when they are registered again."""
-    host = str(tmp_path_factory.mktemp("host"))
-    settings = QUICK_NUMBERS | SETTINGS | {"WORKER__HOST_DIR": host}
-    running = DeployingService(num_workers=4, settings=settings, folders=tmp_path_factory.mktemp("models"))
-    with running, running.explained():
-        folder = running.folders / KEPT
-        shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("instar"))
-        pretend_measured(folder)
+    with deploying(4, SETTINGS, tmp_path_factory) as running:
+        folder = demo(running, KEPT)
         running.register(KEPT, folder)
         for name in OTHERS:  # weights and their times are alike, and so is what holds for them
             shutil.copytree(folder, running.folders / name)

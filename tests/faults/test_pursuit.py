@@ -3,7 +3,6 @@ it would be faster, and makes room for what waits where that costs nothing. Its 
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -12,15 +11,17 @@ import pytest
 
 from bus.messages import Event
 from tests.faults.deployments import (
+    OF_DEMO_MODELS,
     Asking,
     DeployingService,
     assert_everything_is_given_back,
     assert_no_orphan,
-    pretend_measured,
+    demo,
+    deploying,
     workers_of,
 )
-from tests.faults.morphs import QUICK_NUMBERS, told
-from tests.service import DEMO_MODEL, wait_for
+from tests.faults.morphs import told
+from tests.service import wait_for
 
 WINDOW_S, COOLDOWN_S = 3.0, 6.0
 FULL: Final = {"precision": "full", "prompt_tokens": 64, "output_tokens": 24}
@@ -38,26 +39,15 @@ SETTINGS: Final = {
     "WORKER__MORPH_SHARE": "0.5",
 }
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),
-]
+pytestmark = [*OF_DEMO_MODELS, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployingService]:
     """Three workers, and three models of which two workers are known to be faster than one."""
-    host = str(tmp_path_factory.mktemp("host"))
-    settings = QUICK_NUMBERS | SETTINGS | {"WORKER__HOST_DIR": host}
-    service = DeployingService(num_workers=3, settings=settings, folders=tmp_path_factory.mktemp("models"))
-    with service, service.explained():
+    with deploying(3, SETTINGS, tmp_path_factory) as service:
         for name in MODELS:
-            folder = service.folders / name
-            shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("instar"))
-            pretend_measured(folder)
-            service.register(name, folder)
+            service.register(name, demo(service, name))
         yield service
 
 
