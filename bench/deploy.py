@@ -36,7 +36,7 @@ from bench.deploy_service import DeployService, Placed, running
 from bench.offline import say
 from bench.serving_setup import model_folder
 from bus.deployments import Configuration, Intent
-from tests.service import DEMO_MODEL
+from tests.support.paths import DEMO_MODEL
 
 MODELS = ("demo", "30M", "60M")
 REQUEST = Intent(prompt_tokens=160, output_tokens=32)

@@ -16,8 +16,8 @@ import httpx
 from bench.deploy_report import MAX_TP
 from bench.service import CpuSeconds, cpu_seconds, noting_logs
 from bus.deployments import Configuration, Intent
-from tests.empty_service import EmptyService
-from tests.service import wait_for
+from tests.support.empty_service import EmptyService
+from tests.support.service import wait_for
 
 SETTINGS: Final = {
     "WORKER__PAGE_KIB": "64",

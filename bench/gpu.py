@@ -29,7 +29,11 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results") / "gpu"
-MEMORY_TESTS = ("tests/test_memory_pool.py", "tests/test_memory_sequences.py", "tests/test_kv_cache.py")
+MEMORY_TESTS = (
+    "tests/worker/memory/test_memory_pool.py",
+    "tests/worker/memory/test_memory_sequences.py",
+    "tests/worker/memory/test_kv_cache.py",
+)
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -62,7 +66,7 @@ def say(text: str = "") -> None:
 
 def check_kernels() -> list[str]:
     """What failed, by name."""
-    from tests.kernel_checks import checks, failures
+    from tests.support.kernel_checks import checks, failures
 
     say(f"kernels: {sum(1 for _ in checks('cuda', 'cuda'))} checks against the oracles")
     return [f"{name}: {problem}" for name, problem in failures("cuda", "cuda") if problem]
@@ -100,7 +104,7 @@ def check_memory() -> list[str]:
 
 def check_engine() -> list[str]:
     """Greedy output of tiny random models of every family, against transformers, token for token."""
-    from tests.model_folders import FAMILIES, make_oracle
+    from tests.support.model_folders import FAMILIES, make_oracle
 
     say(f"engine: greedy output of {len(FAMILIES)} tiny models against transformers")
     problems = []

@@ -30,7 +30,7 @@ from bench.gpu_alone import run_alone
 from bench.gpu_transform_workers import Workers
 from bench.transform_ranks import run_ranks
 from kernels import reference
-from tests.kernel_checks import AttentionCase, assert_close, plan_of
+from tests.support.kernel_checks import AttentionCase, assert_close, plan_of
 from worker.engine.build import make_pool
 from worker.memory import KVCache, PagePool, VirtualRange
 from worker.parallel.communicator import Communicator

@@ -21,7 +21,7 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 import torch
 
 from bench.transform_group import Change, Leader, Made, group
-from tests.model_folders import make_oracle
+from tests.support.model_folders import make_oracle
 
 WORKERS = 4
 # (degree, members in the order of their shards there): pairs, all, and back.

@@ -27,7 +27,7 @@ import torch
 
 from bench.quantized import quantized_products
 from kernels import reference
-from tests.kernel_checks import AttentionCase, plan_of
+from tests.support.kernel_checks import AttentionCase, plan_of
 
 RESULT = Path(__file__).with_name("results") / "kernels.json"
 SHAPES = ((512, 512), (512, 1408), (1408, 512), (512, 4096), (768, 2048), (2048, 768))  # inputs, outputs

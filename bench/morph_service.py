@@ -18,7 +18,7 @@ from bench.service import CpuSeconds, cpu_seconds, noting_logs
 from bus.codec import decode
 from bus.messages import Event, InstanceTelemetry, LayerShape, MorphReport, WorkerTelemetry
 from bus.names import Names
-from tests.service import Service, wait_for
+from tests.support.service import Service, wait_for
 
 # models/demo in float32 is 27.6 MB; what is left for the KV cache is little more than a third of that.
 BUDGET_MB: Final = 33

@@ -16,7 +16,7 @@ from typing import Final
 from bench.morph_service import BUDGET_MB, SETTINGS, Configuration, MorphService
 from bench.paper_plan import Plan
 from bench.service import noting_logs
-from tests.service import Service, wait_for
+from tests.support.service import Service, wait_for
 
 FULL, INT4 = "full precision", "static INT4"
 STATIC_4, STATIC_2 = "static 1/4", "static 1/2"

@@ -18,7 +18,7 @@ from bus.deployments import Measure, Profile
 from bus.messages import PRECISIONS, CancelMorph, Event, WorkerCard
 from bus.names import Names
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
-from tests.service import Service, wait_for
+from tests.support.service import Service, wait_for
 
 SETTINGS: Final = {
     "WORKER__MEMORY_MB": "320",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.service import Service
+from tests.support.service import Service
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from bench.service import CpuSeconds, cpu_seconds, noting_logs
 from bus.codec import decode
 from bus.messages import InstanceCard, MorphReport, WorkerCard, WorkerTelemetry
 from bus.names import Names
-from tests.service import Process, Service, wait_for
+from tests.support.service import Process, Service, wait_for
 
 SETTINGS: Final = {
     "WORKER__PAGE_KIB": "64",

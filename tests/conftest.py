@@ -12,7 +12,7 @@ import pytest
 
 from bus.client import Bus, connect
 from bus.settings import RedisSettings
-from tests.redis_process import RedisProcess
+from tests.support.redis_process import RedisProcess
 
 
 def pytest_collection_finish() -> None:

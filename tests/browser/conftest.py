@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.browser.fake import Fake
+from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+IMAGES = ROOT / "docs" / "images"
 WAIT_MS = 10_000
 
 # What a browser says of an answer that is no 2xx, or of a gateway that is gone: tests cause both on purpose.

@@ -9,7 +9,6 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -19,9 +18,10 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from tests.browser.picture import NUM_LAYERS, Instance, deployment, policy, worker
-from tests.service import free_port
+from tests.support.paths import ROOT
+from tests.support.service import free_port
 
-DASHBOARD = Path(__file__).resolve().parents[2] / "gateway" / "dashboard"
+DASHBOARD = ROOT / "gateway" / "dashboard"
 CSP = {"content-security-policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"}
 HISTORY_S = 900
 Handler = Callable[[Request], Awaitable[Response]]

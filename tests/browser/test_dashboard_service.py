@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.browser.conftest import OpenPage
-from tests.service import DEMO_MODEL, Service, wait_for
+from tests.support.paths import DEMO_MODEL
+from tests.support.service import Service, wait_for
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

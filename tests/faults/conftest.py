@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.service import ROOT, Service
+from tests.support.paths import ROOT
+from tests.support.service import Service
 
 if TYPE_CHECKING:
     from tests.faults.transforms import Shapes

@@ -16,11 +16,12 @@ import pytest
 from bus.checkpoints import digest_of
 from bus.deployments import Configuration
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
-from tests.empty_service import EmptyService
 from tests.faults.load import PROMPT
 from tests.faults.morphs import NUM_LAYERS, QUICK_NUMBERS
-from tests.known_truths import BITS, Truth, profile_of
-from tests.service import DEMO_MODEL, wait_for
+from tests.support.empty_service import EmptyService
+from tests.support.known_truths import BITS, Truth, profile_of
+from tests.support.paths import DEMO_MODEL
+from tests.support.service import wait_for
 from worker.fingerprint.stored import profile_path, program_version, write_stored
 
 NUM_TOKENS: Final = 24

@@ -16,7 +16,7 @@ import numpy as np
 from bus.messages import PARTS, PRECISIONS
 from tests.faults.morphs import NUM_LAYERS, Hand, assert_complete, assert_exact_while_full, stream
 from tests.faults.storm import Job, Storm
-from tests.service import Process, Service
+from tests.support.service import Process, Service
 
 MIB = 1024 * 1024
 STREAM_TOKENS = 200

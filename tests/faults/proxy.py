@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tests.service import free_port
+from tests.support.service import free_port
 
 
 @dataclass

@@ -17,7 +17,7 @@ import pytest
 
 from tests.faults.conftest import heal
 from tests.faults.load import LONG_STREAM, PROMPT, Load, Stream, client, complete, p99
-from tests.service import Service, wait_for
+from tests.support.service import Service, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 Report = Callable[[dict[str, Any]], None]

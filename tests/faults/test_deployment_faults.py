@@ -24,7 +24,7 @@ from tests.faults.deployments import (
     pretend_measured,
     workers_of,
 )
-from tests.service import Process, wait_for
+from tests.support.service import Process, wait_for
 
 KEPT, ALONE = "kept", {"tp": 1, "pp": 1, "precision": "full", "prompt_tokens": 64, "output_tokens": 24}
 SETTINGS: Final = {

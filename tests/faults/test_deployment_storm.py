@@ -31,7 +31,7 @@ from tests.faults.deployments import (
 )
 from tests.faults.load import p99
 from tests.faults.storm import Job, Storm
-from tests.service import wait_for
+from tests.support.service import wait_for
 
 STORM_S = float(os.environ.get("STORM_S", "40"))
 KEPT, OTHERS = "kept", ("one", "two")

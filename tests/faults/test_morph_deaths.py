@@ -27,7 +27,7 @@ from tests.faults.morphs import (
     stream,
     told,
 )
-from tests.service import Service, wait_for
+from tests.support.service import Service, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(240)]
 Report = Callable[[dict[str, Any]], None]

@@ -21,7 +21,7 @@ from tests.faults.morphs import (
     settings,
     stream,
 )
-from tests.service import Service, wait_for
+from tests.support.service import Service, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 

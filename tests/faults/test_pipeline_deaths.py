@@ -11,7 +11,8 @@ import pytest
 from bus.client import connect
 from bus.messages import Deploy, Stage
 from bus.settings import RedisSettings
-from tests.service import DEMO_MODEL, Service, wait_for
+from tests.support.paths import DEMO_MODEL
+from tests.support.service import Service, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

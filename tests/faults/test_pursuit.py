@@ -21,7 +21,7 @@ from tests.faults.deployments import (
     workers_of,
 )
 from tests.faults.morphs import told
-from tests.service import wait_for
+from tests.support.service import wait_for
 
 WINDOW_S, COOLDOWN_S = 3.0, 6.0
 FULL: Final = {"precision": "full", "prompt_tokens": 64, "output_tokens": 24}

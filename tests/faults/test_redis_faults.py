@@ -12,7 +12,7 @@ import pytest
 from tests.faults.conftest import heal
 from tests.faults.load import LONG_STREAM, Load, Stream, complete
 from tests.faults.proxy import FaultProxy
-from tests.service import LEASE_S, Service, free_port, wait_for
+from tests.support.service import LEASE_S, Service, free_port, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 Report = Callable[[dict[str, Any]], None]

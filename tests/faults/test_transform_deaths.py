@@ -11,7 +11,7 @@ import pytest
 from tests.faults.load import Load
 from tests.faults.morphs import NUM_LAYERS
 from tests.faults.transforms import FOLLOWER, LEADER, MEMBERS, ONLY_FULL, Order, Shapes, other, role, serving
-from tests.service import Service
+from tests.support.service import Service
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 Report = Callable[[dict[str, Any]], None]

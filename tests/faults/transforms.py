@@ -19,7 +19,7 @@ from bus.messages import MorphReport
 from bus.names import Names
 from tests.faults.conftest import heal
 from tests.faults.morphs import NUM_LAYERS, Hand, ShapedStream, assert_complete, settings, stream
-from tests.service import Service, wait_for
+from tests.support.service import Service, wait_for
 
 TOKENS = 400
 PROMPTS = (

@@ -1,0 +1,154 @@
+"""The command line: what it teaches, what it answers to slips, what it shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.settings import Settings
+from bus.settings_sources import fields_of
+from instar.cli import main
+from instar.flags import FLAGS
+from instar.redis_server import free_port
+from instar.settings_text import example
+from tests.support.paths import ROOT
+
+
+def test_the_example_file_is_what_the_settings_say() -> None:
+    written = (ROOT / "instar.example.toml").read_text()
+    assert written == example(), "write it anew: instar settings --example > instar.example.toml"
+
+
+def test_the_example_file_is_valid_and_changes_nothing(tmp_path: Path) -> None:
+    from bus.settings import load_settings
+
+    assert load_settings(ROOT / "instar.example.toml", environ={}) == Settings()
+
+
+def test_every_flag_is_a_setting() -> None:
+    assert {flag.setting for flag in FLAGS} <= fields_of(Settings).keys()
+
+
+def test_help_comes_at_once() -> None:
+    quickest = min(_seconds_of_help() for _ in range(3))
+    assert quickest < 0.3
+
+
+def _seconds_of_help() -> float:
+    """Of a processor: it waits for nothing, and other tests may run meanwhile."""
+    began = os.times()
+    done = subprocess.run([sys.executable, "-m", "instar", "--help"], capture_output=True, cwd=ROOT)
+    assert done.returncode == 0
+    ended = os.times()
+    return ended.children_user + ended.children_system - began.children_user - began.children_system
+
+
+def test_a_bad_flag_is_answered_with_what_it_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "70000"]) == 2
+    assert "--port: gateway.port = '70000': it must be 65535 or less" in _err(capsys)
+
+
+def test_a_bad_variable_ends_every_command_that_reads_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTAR_GATEWAY__PROT", "1")
+    for command in ("serve", "status", "settings"):
+        assert main([command]) == 2
+        assert "did you mean INSTAR_GATEWAY__PORT?" in _err(capsys)
+
+
+def test_settings_are_listed_with_who_set_them_and_without_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[gateway]\nport = 8123\napi_keys = ["hush"]\n')
+    monkeypatch.setenv("INSTAR_WORKERS", "3")
+    assert main(["settings", "--config", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert f"gateway.port = 8123  [{path}]" in out
+    assert "serve.workers = 3  [INSTAR_WORKERS]" in out
+    assert 'gateway.api_keys = "(not shown)"' in out
+    assert "hush" not in out
+
+
+def test_status_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert "no gateway answers at http://127.0.0.1" in (told := _err(capsys))
+    assert "instar serve" in told
+
+
+def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from instar.status import instances_table, shape_lines, workers_table
+
+    worker: dict[str, Any] = {"id": "w0", "host": "h", "device": "cpu", "epoch": 1, "state": "serving"}
+    worker |= {"pages": {"budget": 32, "weights": 16, "kv": 8, "free": 8}, "page_bytes": 1 << 20, "busy": 0.5}
+    layers = [{"attention": "full", "ffn": "full"}] * 5 + [{"attention": "full", "ffn": "int4"}] * 3
+    instance: dict[str, Any] = {"id": "demo@w0", "model": "demo", "workers": ["w0"], "tp": 1, "pp": 1}
+    instance |= {"state": "serving", "running": 2, "waiting": 1, "layers": layers}
+    instance |= {"kv": {"blocks": 100, "used": 25, "block_tokens": 16}}
+    console = Console(width=200)
+    console.print(workers_table([worker]), instances_table([instance]))
+    out = capsys.readouterr().out
+    for shown in ("50%", " 16  ", " 32", " 5/8 ", "25/100 25%", "demo@w0"):
+        assert shown in out
+    assert shape_lines([instance]) == ["demo@w0: 5 full, 3 int4 ffn (5-7)"]
+    assert shape_lines([instance | {"layers": layers[:5]}, {"id": "new", "layers": None}]) == []
+    units, counts = (line for line in out.splitlines() if "of time" in line or "used/all" in line)
+    assert (units.count("MiB"), counts.count("reqs")) == (4, 2)
+
+
+def test_status_does_not_take_an_absent_number_for_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from instar.status import workers_table
+
+    Console(width=200).print(workers_table([{"id": "w0", "state": "loading", "pages": None, "busy": None}]))
+    assert "0%" not in capsys.readouterr().out
+
+
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("instar ")
+
+
+def _err(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err
+
+
+def test_json_status_is_what_the_gateway_said(capsys: pytest.CaptureFixture[str]) -> None:
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    state = {"workers": [], "instances": [], "more": 1}
+
+    class Gateway(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_known = self.headers["Authorization"] == "Bearer k" and self.path == "/admin/state"
+            self.send_response(200 if is_known else 401)
+            self.end_headers()
+            self.wfile.write(json.dumps(state).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert main(["status", "--json", "--url", url, "--api-key", "k"]) == 0
+        assert json.loads(capsys.readouterr().out) == state
+        assert main(["status", "--url", url]) == 1
+        assert "401" in (told := _err(capsys))
+        assert "gateway.admin_keys with --api-key KEY or INSTAR_GATEWAY__ADMIN_KEYS=KEY" in told
+        assert main(["complete", "text", "--url", url]) == 1
+        assert "gateway.api_keys with --api-key KEY or INSTAR_GATEWAY__API_KEYS=KEY" in _err(capsys)
+        for same in (f"{url}/", f"{url}/v1", f"{url}/v1/"):  # /v1 as the ready line prints it
+            assert main(["status", "--json", "--url", same, "--api-key", "k"]) == 0
+        server.shutdown()

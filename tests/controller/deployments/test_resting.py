@@ -1,0 +1,59 @@
+"""What a deployment's configuration means to the policy that morphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bus.catalogue import Contents
+from bus.deployments import Configuration, Deployment, Intent, ModelCard, Stage
+from bus.messages import Precision
+from controller.deployments.resting import rests_of
+from controller.rest import Rest
+from tests.support.deployment_world import World, profile
+
+SERVING = Deployment(
+    id="d1",
+    model="m",
+    intent=Intent(),
+    state="serving",
+    configuration=Configuration(precision="int4"),
+    stages=[Stage(workers=["w0"], first=0, end=4)],
+)
+
+
+def contents(*deployments: Deployment, loss: dict[Precision, float] | None = None) -> Contents:
+    card = ModelCard(name="m", path="/m", digest="d", num_layers=4, state="profiled")
+    measured = replace(profile(), loss=loss or {})
+    return Contents({"m": card}, {one.id: one for one in deployments}, {("m", "cpu"): measured})
+
+
+def test_only_what_serves_rests() -> None:
+    assert rests_of(contents(SERVING)) == {"m@w0": Rest(precision="int4")}
+    assert rests_of(contents(replace(SERVING, state="loading"))) == {}
+    assert rests_of(contents(replace(SERVING, state="retiring"))) == {}
+
+
+def test_every_member_of_a_group_rests_in_its_degree() -> None:
+    pair = replace(
+        SERVING,
+        configuration=Configuration(tp=2),
+        stages=[Stage(workers=["w0", "w1"], first=0, end=4)],
+    )
+    assert rests_of(contents(pair)) == {"m@w0": Rest(tp=2), "m@w1": Rest(tp=2)}
+
+
+def test_a_limit_of_loss_bounds_what_layers_are_swapped_to() -> None:
+    lost: dict[Precision, float] = {"int8": 0.0, "int4": 0.01, "int3": 0.06}
+    floor = replace(SERVING, intent=Intent(max_loss=0.02))
+    assert rests_of(contents(floor, loss=lost))["m@w0"].coarsest == "int4"
+    full = replace(floor, configuration=Configuration())
+    assert rests_of(contents(full, loss=lost))["m@w0"].coarsest == "int4"
+    assert rests_of(contents(full))["m@w0"].coarsest == "full"  # nobody knows what the others lose
+
+
+def test_a_world_that_serves_rests_as_it_was_deployed() -> None:
+    world = World("w0")
+    world.register()
+    world.deploy()
+    world.settle(5)
+    assert list(rests_of(world.contents)) == ["m@w0"]

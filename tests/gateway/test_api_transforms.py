@@ -1,0 +1,262 @@
+"""Tensor parallelism by hand: /admin/instances/transform, and what clients and operators see of groups."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bus.messages import Transform
+from bus.settings import RedisSettings
+from tests.support.fake_worker import FakeWorker
+from tests.support.gateway_harness import ANSWER, BODY, Gate, metrics_of, running
+
+pytest_plugins = ["tests.support.gateway_fixtures"]
+
+ORDER = {"workers": ["w1", "w0"], "tp": 2}
+TRANSFORM = "/admin/instances/transform"
+
+
+@pytest.fixture
+async def pair(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[Gate]:
+    """Two workers, of which each is an instance."""
+    async with running(redis_settings, folder, workers=2) as gate:
+        yield gate
+
+
+@pytest.fixture
+async def http(pair: Gate) -> AsyncIterator[httpx.AsyncClient]:
+    async with pair.http() as http:
+        yield http
+
+
+async def instances(gate: Gate, count: int) -> list[dict[str, Any]]:
+    """As soon as there are so many."""
+    for _ in range(200):
+        found: list[dict[str, Any]] = (await gate.state())["instances"]
+        if len(found) == count:
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"there are {[one['id'] for one in found]}")
+
+
+async def join(gate: Gate, *group: str) -> None:
+    """The workers' cards say that they are one group now, and the one that leads reports it."""
+    members = {worker.id: worker for worker in gate.workers if worker.id in group}
+    for worker in members.values():
+        await worker.join(*group)
+    leader, epochs = members[group[0]], {name: worker.epoch for name, worker in members.items()}
+    command = Transform(
+        id=uuid.uuid4().hex,
+        epoch=leader.epoch,
+        instance=leader.instance,
+        workers=list(group),
+        epochs=epochs,
+        tp=len(group),
+    )
+    await leader.report(command, "applied")
+
+
+async def test_an_order_goes_to_the_worker_that_leads(pair: Gate, http: httpx.AsyncClient) -> None:
+    w0, w1 = pair.workers
+    body = ORDER | {"layers_per_step": 2, "wait_s": 1.5}
+    answer = await http.post(TRANSFORM, params={"wait": "true"}, json=body)
+    morph = answer.json()
+    assert (answer.status_code, morph["state"], morph["kind"]) == (200, "applied", "transform")
+    assert (morph["target"], morph["worker"], morph["workers"]) == ("demo@w1", "w1", ["w1", "w0"])
+    assert morph["decided"] == "ordered by hand: tp 2 on w1, w0"
+    (command,) = w1.morphs
+    assert w0.morphs == [] and command == Transform(
+        id=morph["id"],
+        epoch=w1.epoch,
+        instance="demo@w1",
+        workers=["w1", "w0"],
+        epochs={"w0": w0.epoch, "w1": w1.epoch},
+        tp=2,
+        layers_per_step=2,
+        wait_s=1.5,
+    )
+
+
+async def test_what_is_under_way_is_told_layer_by_layer(pair: Gate, http: httpx.AsyncClient) -> None:
+    worker = pair.workers[1]
+    worker.morph_gate.clear()
+    answer = await http.post(TRANSFORM, json=ORDER)
+    assert (answer.status_code, answer.json()["state"]) == (202, "running")
+    await pair.until("the order", lambda: worker.morphs)
+    for done, degrees in ((0, [1, 1]), (1, [1, 2]), (2, [2, 2])):
+        numbers = {"layers_done": done, "layers": 2, "tp_before": 1, "tp_after": 2}
+        await worker.report(worker.morphs[0], "running", **numbers)
+        for _ in range(100):
+            found = (await http.get(f"/admin/morphs/{answer.json()['id']}")).json()
+            if found["numbers"] == numbers:
+                break
+            await asyncio.sleep(0.02)
+        assert (found["numbers"], found["state"]) == (numbers, "running")
+        # of each that takes part, not of the leader alone
+        assert [one["layer_tp"] for one in (await pair.state())["instances"]] == [degrees, degrees]
+    worker.morph_gate.set()
+    assert (await http.get(f"/admin/morphs/{found['id']}?wait=true")).json()["state"] == "applied"
+
+
+async def test_a_transform_can_be_given_up(pair: Gate, http: httpx.AsyncClient) -> None:
+    worker = pair.workers[1]
+    worker.morph_gate.clear()
+    morph = (await http.post(TRANSFORM, json=ORDER)).json()
+    await pair.until("the order", lambda: worker.morphs)
+    answer = await http.delete(f"/admin/morphs/{morph['id']}?wait=true")
+    assert (answer.status_code, answer.json()["state"]) == (200, "failed")
+    assert worker.cancelled_morphs == [morph["id"]]
+
+
+async def test_a_worker_that_leads_and_dies_fails_its_transform(pair: Gate, http: httpx.AsyncClient) -> None:
+    worker = pair.workers[1]
+    worker.outcome = None
+    morph = (await http.post(TRANSFORM, json=ORDER)).json()
+    await worker.die()
+    await pair.bus.event("worker_lost", "w1", "test", epoch=worker.epoch)
+    found = (await http.get(f"/admin/morphs/{morph['id']}?wait=true")).json()
+    assert found["state"] == "failed" and "died before it answered" in found["reason"]
+
+
+async def test_a_wrong_order_is_refused_and_nothing_is_ordered(pair: Gate, http: httpx.AsyncClient) -> None:
+    for body, status, code in (
+        ({"workers": ["w0", "w9"], "tp": 2}, 404, "worker_not_found"),
+        ({"workers": ["w0"], "tp": 2}, 400, "invalid_value"),
+        ({"workers": ["w0", "w1"], "tp": 3}, 400, "invalid_value"),
+        ({"workers": ["w0", "w1"]}, 400, "missing_parameter"),
+    ):
+        answer = await http.post(TRANSFORM, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert (await http.get(TRANSFORM)).status_code == 405
+    await pair.workers[1].bus.update_card(pair.workers[1].card("draining"))
+    for _ in range(200):
+        answer = await http.post(TRANSFORM, json=ORDER | {"tp": 3})
+        if answer.status_code == 409:
+            break
+        await asyncio.sleep(0.02)
+    assert answer.json()["error"]["code"] == "worker_draining"
+    assert not any(worker.morphs for worker in pair.workers) and (await pair.state())["morphs"] == []
+
+
+async def test_a_group_is_one_instance_with_its_workers_in_the_order_of_their_shards(pair: Gate) -> None:
+    await join(pair, "w1", "w0")
+    (group,) = await instances(pair, 1)
+    assert (group["id"], group["tp"], group["workers"]) == ("demo@w1", 2, ["w1", "w0"])
+    assert (group["layer_tp"], group["degrees"], group["kv_heads"]) == ([2, 2], [1, 2, 4], 8)
+    assert [worker["id"] for worker in (await pair.state())["workers"]] == ["w0", "w1"]
+
+
+async def measured(gate: Gate, *workers: FakeWorker) -> None:
+    """The monitor tells of each: one request runs, 16 of 64 blocks are in use."""
+    pictures = [metrics_of(worker, running=1, waiting=2, kv_used=16) for worker in workers]
+    all_workers = [one for picture in pictures for one in picture.workers]
+    all_instances = [one for picture in pictures for one in picture.instances]
+    both = replace(pictures[0], workers=all_workers, instances=all_instances)
+    await gate.bus.publish(gate.bus.names.metrics, both)
+
+
+async def test_a_groups_requests_are_those_of_all_and_its_cache_is_one(
+    pair: Gate, http: httpx.AsyncClient
+) -> None:
+    w0, w1 = pair.workers
+    await join(pair, "w1", "w0")
+    await instances(pair, 1)
+    await measured(pair, w1)
+    for _ in range(100):
+        (group,) = (await pair.state())["instances"]
+        if group["kv"]["used"] is not None:
+            break
+        await asyncio.sleep(0.02)
+    assert (group["kv"]["used"], group["running"]) == (16, None)  # w0 did not tell: absent is not zero
+    await measured(pair, w0, w1)
+    for _ in range(100):
+        (group,) = (await pair.state())["instances"]
+        if group["running"] is not None:
+            break
+        await asyncio.sleep(0.02)
+    assert (group["running"], group["waiting"], group["recomputed_tokens"]) == (2, 4, 0)
+    assert group["kv"] == {"blocks": 64, "used": 16, "block_tokens": 16}
+    text = (await http.get("/metrics")).text
+    for worker in ("w0", "w1"):
+        assert f'instar_num_requests_running{{engine="demo@{worker}",model_name="demo"}} 1.0' in text
+        assert f'instar_recomputed_tokens_total{{engine="demo@{worker}",model_name="demo"}} 0.0' in text
+    assert 'instar_tensor_parallel_size{engine="demo@w1",model_name="demo"} 2.0' in text
+    assert 'instar_kv_blocks_total{engine="demo@w1",model_name="demo"} 64.0' in text
+    assert 'instar_kv_blocks_total{engine="demo@w0"' not in text
+
+
+async def test_the_key_of_a_workers_link_is_shown_to_nobody(pair: Gate, http: httpx.AsyncClient) -> None:
+    shown = (await http.get("/admin/state")).text
+    key = pair.worker.card().link_key
+    assert key and not any(written in shown for written in (key.decode(), b64encode(key).decode()))
+
+
+# --------------------------------------------------------------------------- requests of members
+
+
+@pytest.mark.parametrize("leader", ["w0", "w1"])
+async def test_a_stream_goes_on_untouched_at_whatever_place_its_worker_has_in_a_group(
+    pair: Gate, leader: str
+) -> None:
+    """Through joining and parting: no replay, no cancel, every token once."""
+    for worker in pair.workers:
+        worker.stop_at = 4
+    async with pair.client() as client:
+        streams = [await client.completions.create(**BODY, stream=True) for _ in range(2)]
+        await pair.until("one each", lambda: all(worker.num_running == 1 for worker in pair.workers))
+        texts = [asyncio.create_task(text_of(stream)) for stream in streams]
+        await join(pair, leader, "w1" if leader == "w0" else "w0")
+        await instances(pair, 1)
+        for worker in pair.workers:
+            worker.stop_at = 8  # of 12
+        await asyncio.sleep(0.2)  # tokens of both came from within the group
+        await join(pair, "w0")
+        await join(pair, "w1")
+        await instances(pair, 2)
+        for worker in pair.workers:
+            worker.stop_at = None
+        assert not any(text.done() for text in texts)
+        assert await asyncio.gather(*texts) == [ANSWER, ANSWER]
+    for worker in pair.workers:
+        assert [submit.attempt for submit in worker.submits] == [1] and worker.cancelled == set()
+
+
+async def text_of(stream: Any) -> str:
+    return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+
+
+async def test_new_requests_go_to_all_members(pair: Gate) -> None:
+    await join(pair, "w1", "w0")
+    await instances(pair, 1)
+    async with pair.client() as client:
+        answers = await asyncio.gather(*(client.completions.create(**BODY) for _ in range(4)))
+    assert {answer.choices[0].text for answer in answers} == {ANSWER}
+    assert [len(worker.submits) for worker in pair.workers] == [2, 2]
+
+
+async def test_requests_of_a_member_that_dies_are_replayed_and_those_of_the_others_are_not(
+    pair: Gate,
+) -> None:
+    w0, w1 = pair.workers
+    for worker in pair.workers:
+        worker.stop_at = 4
+    async with pair.client() as client:
+        streams = [await client.completions.create(**BODY, stream=True) for _ in range(2)]
+        await pair.until("one each", lambda: w0.num_running == w1.num_running == 1)
+        texts = [asyncio.create_task(text_of(stream)) for stream in streams]
+        await join(pair, "w1", "w0")
+        await instances(pair, 1)
+        await w0.die()
+        await w1.join("w1")
+        w1.stop_at = None
+        await pair.bus.event("worker_lost", "w0", "test", epoch=w0.epoch)
+        assert await asyncio.gather(*texts) == [ANSWER, ANSWER]
+    assert [submit.attempt for submit in w1.submits] == [1, 2]

@@ -1,0 +1,144 @@
+"""What a client does to its connection harms nobody else, and holds no place for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from unittest.mock import Mock
+
+from bus.settings import RedisSettings
+from gateway.http.connection import Link
+from gateway.http.sse import EventStream
+from tests.support.gateway_harness import ANSWER, BODY, running
+
+pytest_plugins = ["tests.support.gateway_fixtures"]
+
+
+def head_of_post(num_bytes: int) -> bytes:
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % num_bytes
+
+
+async def test_a_slow_reader_is_cut_off_and_the_others_do_not_notice(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    async with running(redis_settings, folder, stream_buffer_tokens=16) as gate:
+        gate.worker.max_model_len = 1_000_000
+        await gate.bus.update_card(gate.worker.card())
+        await gate.bus.event("worker_joined", "w0", "longer")
+        tokens = gate.ids("fox") * 20_000
+        gate.worker.tokens_per_step = 50
+        gate.worker.reply = lambda submit: tokens if submit.sampling.logprobs else gate.ids(ANSWER)
+        slow = socket.create_connection(("127.0.0.1", gate.settings.gateway.port))
+        body = json.dumps(BODY | {"max_tokens": 20_000, "stream": True, "logprobs": 20}).encode()
+        while (await gate.state())["instances"][0]["max_model_len"] < 1000:
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(slow.sendall, head_of_post(len(body)) + body)
+        await gate.until("the slow stream", lambda: gate.worker.num_running == 1)
+        async with gate.client() as client:
+            while not gate.worker.cancelled:
+                start = time.perf_counter()
+                answer = await client.completions.create(**BODY)
+                assert answer.choices[0].text == ANSWER
+                assert time.perf_counter() - start < 2.0
+        slow.setblocking(True)
+        slow.settimeout(5)
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):
+            piece = await asyncio.to_thread(slow.recv, 1 << 20)
+            assert piece, "the stream was closed without an end"
+            received = (received + piece)[-4000:]
+        slow.close()
+        assert b'"code":"slow_reader"' in received and b"data: [DONE]" in received
+        await gate.settled()
+
+
+async def test_connections_that_send_nothing_are_closed_and_make_room(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    async with (
+        running(redis_settings, folder, header_timeout_s=1.0, max_connections=50) as gate,
+        AsyncExitStack() as sockets,
+    ):
+        idle = [await sockets.enter_async_context(gate.connection()) for _ in range(120)]
+        idle[-1][1].write(b"POST /v1/completions HTTP/1.1\r\nhost:")
+        async with gate.client() as client:
+            assert (await client.completions.create(**BODY)).choices[0].text == ANSWER
+        start = time.monotonic()
+        reads = asyncio.gather(*(reader.read() for reader, _ in idle), return_exceptions=True)
+        await asyncio.wait_for(reads, 5)
+        assert time.monotonic() - start < 3
+
+
+async def test_when_all_connections_work_a_further_one_is_refused(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    async with running(redis_settings, folder, max_connections=3) as gate, gate.http() as http:
+        gate.worker.gate.clear()
+        tasks = [asyncio.create_task(http.post("/v1/completions", json=BODY)) for _ in range(3)]
+        await gate.until("all", lambda: gate.worker.num_running == 3)
+        async with gate.connection() as (reader, _):
+            assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 503")
+        gate.worker.gate.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_a_body_that_does_not_come_is_given_up(redis_settings: RedisSettings, folder: Path) -> None:
+    async with running(redis_settings, folder, header_timeout_s=0.3) as gate:
+        async with gate.connection() as (reader, writer):
+            writer.write(head_of_post(100) + b"{")
+            answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
+        await gate.settled()
+
+
+async def test_a_body_that_drips_is_given_up_too(redis_settings: RedisSettings, folder: Path) -> None:
+    async with running(redis_settings, folder, header_timeout_s=0.4) as gate:
+        async with gate.connection() as (reader, writer):
+            writer.write(head_of_post(100) + b"{")
+            answer = asyncio.create_task(reader.read())
+            for _ in range(12):
+                await asyncio.sleep(0.1)
+                writer.write(b" ")
+            assert answer.done() and (await answer).startswith(b"HTTP/1.1 408")
+        await gate.settled()
+
+
+async def test_a_request_in_the_pipeline_is_not_timed_by_the_answer_before_it(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    header_timeout_s = 0.4
+    async with running(redis_settings, folder, header_timeout_s=header_timeout_s) as gate:
+        gate.worker.gate.clear()
+        async with gate.connection() as (reader, writer):
+            body = json.dumps(BODY).encode()
+            first = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+            writer.write(first + head_of_post(len(body)) + body[:5])  # at once, or it is no pipeline
+            assert b"200" in await asyncio.wait_for(reader.readuntil(b'"ok"}'), 5)
+            writer.write(body[5:])
+            await gate.until("the second request", lambda: gate.worker.num_running == 1)
+            await asyncio.sleep(2 * header_timeout_s)
+            gate.worker.gate.set()
+            status = await asyncio.wait_for(reader.readline(), 5)
+            assert status.startswith(b"HTTP/1.1 200"), f"cut off by the first answer: {status!r}"
+
+
+async def test_the_rest_of_a_stream_is_waited_for_until_the_socket_took_it_or_the_client_left() -> None:
+    transport = Mock()
+    for leaves in (True, False):
+        link = Link(transport)
+        stream = EventStream(link, 100)
+        stream.open()
+        link.is_paused = True
+        stream.push(b"x")
+        drained = asyncio.create_task(stream.drained(5))
+        await asyncio.sleep(0)
+        assert not drained.done()
+        link.is_lost, link.is_paused = leaves, leaves
+        (stream.on_lost if leaves else link.on_writable)()
+        assert await asyncio.wait_for(drained, 1) is not leaves
+    link.is_paused = True  # all is written, the socket's buffer is full
+    assert await stream.drained(0.01) is False

@@ -1,0 +1,112 @@
+"""Models that come and go, as clients and their requests see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.delivery.inflight import Flight
+from gateway.errors import ApiError
+from tests.support.gateway_core import Core, Ear
+from tests.support.metrics_samples import metrics_of
+
+
+def core_of(*workers: str) -> Core:
+    core = Core()
+    for name in workers:
+        core.worker(name)
+    core.poll()
+    return core
+
+
+def retire(core: Core, worker: str = "w0") -> None:
+    core.cards[worker] = replace(core.cards[worker], instances=[])
+
+
+def refusal(core: Core, model: str) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        core.gateway.models.card(model)
+    return caught.value
+
+
+def error_of(flight: Flight) -> ApiError | None:
+    assert isinstance(flight.sink, Ear)
+    return flight.sink.error
+
+
+def test_a_model_that_was_retired_does_not_exist_any_more() -> None:
+    core = core_of("w0", "w1")
+    retire(core)
+    core.poll()
+    assert core.gateway.models.card("m").id == "m@w0" or core.cluster.ready("m")
+    retire(core, "w1")
+    core.poll()
+    error = refusal(core, "m")
+    assert (error.status, error.code) == (404, "model_not_found") and "served are: none" in error.message
+    core.worker("w0")
+    core.poll()
+    assert core.gateway.models.card("m").model == "m"
+
+
+def test_a_model_whose_worker_died_is_still_waited_for() -> None:
+    core = core_of("w0")
+    del core.cards["w0"]
+    core.poll()
+    assert core.gateway.models.card("m").model == "m"
+
+
+def test_a_model_that_a_serving_worker_loads_is_said_to_come() -> None:
+    core = core_of("w0")
+    core.cards["w0"] = replace(core.cards["w0"], loading=["new"])
+    core.poll()
+    error = refusal(core, "new")
+    assert (error.status, error.message) == (503, "new is being loaded")
+    assert refusal(core, "other").status == 404
+
+
+def test_workers_without_models_make_no_model_wait() -> None:
+    core = Core()
+    core.worker("w0")
+    retire(core)
+    core.poll()
+    assert refusal(core, "m").status == 404
+    assert refusal(Core(), "m").status == 503
+
+
+def test_what_a_retired_instance_did_not_finish_goes_on_elsewhere_with_its_tokens() -> None:
+    core = core_of("w0", "w1")
+    (flight,) = core.submit("r")
+    assert flight.target
+    first = flight.target
+    core.deliver(flight, [5, 6])
+    core.deliver(flight, [], finish="error", error="retired: it goes")
+    assert flight.target and flight.target.worker != first.worker
+    assert (flight.attempt, flight.strikes, flight.received) == (2, 0, [5, 6])
+    core.gateway.check_integrity()
+
+
+def test_what_finds_no_other_instance_ends_with_404_once_the_model_is_gone() -> None:
+    core = core_of("w0")
+    (flight,) = core.submit("r")
+    core.deliver(flight, [], finish="error", error="retired: it goes")
+    assert error_of(flight) is None
+    retire(core)
+    core.poll()
+    error = error_of(flight)
+    assert error and error.status == 404
+    core.gateway.check_integrity()
+
+
+def test_what_is_sent_to_an_instance_that_is_gone_comes_back() -> None:
+    core = core_of("w0", "w1")
+    (flight,) = core.submit("r", begun=False)
+    assert flight.target
+    first = flight.target.worker
+    retire(core, first)
+    core.poll()
+    core.poll(after_s=4.0)
+    metrics = metrics_of(f"m@{first}")
+    core.report(replace(metrics, instances=[]))
+    core.watch.tick()
+    assert flight.target and flight.target.worker != first and flight.attempt == 2

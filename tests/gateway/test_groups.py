@@ -1,0 +1,122 @@
+"""Requests at the members of a group: what takes no new ones any more still ends what it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bus.messages import Submit
+from gateway.delivery.inflight import Flight
+from tests.support.gateway_core import Core, Ear
+from tests.support.metrics_samples import metrics_of
+
+
+def core_of(*workers: str) -> Core:
+    core = Core()
+    for name in workers:
+        core.worker(name)
+    core.poll()
+    return core
+
+
+def join(core: Core, *group: str) -> None:
+    """The members' cards tell of the group, in the order of its shards, and are read."""
+    for name in group:
+        (instance,) = core.cards[name].instances
+        joined = replace(instance, workers=list(group), tp=len(group))
+        core.cards[name] = replace(core.cards[name], instances=[joined])
+    core.poll()
+
+
+def at(flight: Flight) -> str:
+    assert flight.target is not None
+    return flight.target.worker
+
+
+def by_worker(flights: list[Flight]) -> dict[str, Flight]:
+    return {at(flight): flight for flight in flights}
+
+
+def test_members_end_what_they_have_and_nothing_of_it_is_submitted_or_cancelled_again() -> None:
+    core = core_of("w0", "w1")
+    flights = by_worker(core.submit("a", "b"))
+    for flight in flights.values():
+        core.deliver(flight, [1, 2])
+    core.written()
+    for group in (("w1", "w0"), ("w0", "w1"), ("w0",), ("w1",)):
+        join(core, *group)
+        for flight in flights.values():
+            core.deliver(flight, [3])
+        core.watch.tick()
+    for flight in flights.values():
+        core.deliver(flight, [4], finish="length")
+        assert isinstance(flight.sink, Ear)
+        assert (flight.attempt, flight.sink.tokens, flight.sink.error) == (1, [1, 2, 3, 3, 3, 3, 4], None)
+        assert flight.sink.has_ended
+    assert core.written() == [] and not core.delivery.table.flights
+    core.gateway.check_integrity()
+
+
+def test_what_a_member_has_not_begun_stays_in_its_queue() -> None:
+    core = core_of("w0", "w1")
+    flights = by_worker(core.submit("a", "b", begun=False))
+    core.written()
+    join(core, "w0", "w1")
+    for _ in range(8):
+        core.report(metrics_of("m@w1", waiting=1))
+        core.poll(after_s=1.0)
+        core.watch.tick()
+    assert (at(flights["w1"]), flights["w1"].attempt) == ("w1", 1)
+    core.deliver(flights["w1"], [1], finish="length")
+    assert isinstance(flights["w1"].sink, Ear) and flights["w1"].sink.has_ended
+
+
+def test_a_member_that_works_may_be_silent_and_one_that_is_idle_has_lost_its_request() -> None:
+    core = core_of("w0", "w1")
+    flights = by_worker(core.submit("a", "b"))
+    join(core, "w0", "w1")
+    for steps in range(1, 9):
+        core.now += 1.0
+        core.report(metrics_of("m@w1", running=1, steps=steps))
+        core.watch.tick()
+    assert flights["w1"].attempt == 1
+    core.now += 1.0
+    core.report(metrics_of("m@w1", running=0, steps=9))
+    core.watch.tick()
+    assert flights["w1"].attempt == 2 and flights["w0"].attempt == 1
+
+
+def test_new_requests_go_to_all_members_in_turn() -> None:
+    core = core_of("w0", "w1")
+    join(core, "w1", "w0")
+    assert [at(flight) for flight in core.submit(*"abcdef")] == ["w0", "w1"] * 3
+    submits = [message for message in core.written() if isinstance(message, Submit)]
+    assert [message.epoch for message in submits] == [1] * 6
+    join(core, "w0")
+    join(core, "w1")
+    assert {at(flight) for flight in core.submit(*"ghi")} == {"w0", "w1"}
+
+
+def test_when_a_member_dies_its_requests_go_to_the_group_and_the_others_stay() -> None:
+    core = core_of("w0", "w1")
+    flights = by_worker(core.submit("a", "b"))
+    for flight in flights.values():
+        core.deliver(flight, [1, 2])
+    join(core, "w0", "w1")
+    core.watch.on_worker_gone("w1", 1, "worker_lost")
+    assert (at(flights["w1"]), flights["w1"].attempt) == ("w0", 2)
+    assert (at(flights["w0"]), flights["w0"].attempt) == ("w0", 1)
+    again = [message for message in core.written() if isinstance(message, Submit) and message.attempt == 2]
+    assert [message.sent_token_ids for message in again] == [[1, 2]]
+
+
+def test_when_the_leader_dies_only_its_own_requests_are_replayed() -> None:
+    core = core_of("w0", "w1")
+    flights = by_worker(core.submit("a", "b"))
+    join(core, "w0", "w1")
+    core.watch.on_worker_gone("w0", 1, "worker_lost")
+    del core.cards["w0"]
+    assert flights["w0"].target is None and flights["w1"].attempt == 1  # nobody leads: it waits
+    join(core, "w1")
+    assert (at(flights["w0"]), flights["w0"].attempt) == ("w1", 2)
+    core.deliver(flights["w1"], [1], finish="length")
+    assert isinstance(flights["w1"].sink, Ear) and flights["w1"].sink.has_ended

@@ -1,0 +1,241 @@
+"""A request's floor of precision: where it goes, when it waits or is refused; which tokens were below."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from bus.messages import PRECISION_FLOOR, LayerShape, Precision
+from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, choose
+from gateway.delivery.inflight import Flight
+from gateway.delivery.precision import keeps, layers_below_full, lowest
+from gateway.errors import ApiError
+from tests.support.gateway_core import Core, Ear
+from tests.support.gateway_harness import ANSWER, BODY, Gate, metrics_of
+from tests.support.metrics_samples import metrics_of as sample_of
+
+pytest_plugins = ["tests.support.gateway_fixtures"]
+
+INT4 = LayerShape(ffn="int4")
+REFUSAL = f"{PRECISION_FLOOR} a layer is at int4"
+
+
+def candidate(name: str, precision: Precision | None, load: float = 0.0, **changes: Any) -> Candidate:
+    base: dict[str, Any] = {"worker": name, "epoch": 1, "max_tokens": 100, "num_own": 0, "num_own_since": 0}
+    return Candidate(**(base | {"instance": name, "num_measured": load, "precision": precision} | changes))
+
+
+# --------------------------------------------------------------------------- pure
+
+
+def test_the_lowest_half_of_a_layer_is_what_an_instance_keeps() -> None:
+    assert lowest([LayerShape(), LayerShape(attention="int8", ffn="int3"), INT4]) == "int3"
+    assert lowest([]) == "full" and layers_below_full([LayerShape(), INT4, INT4]) == 2
+    assert keeps("int8", "int8") and keeps("full", "int3") and not keeps("int4", "int8")
+
+
+def test_a_floor_is_kept_however_loaded_its_keeper_is() -> None:
+    there = [candidate("a", "int4"), candidate("b", "full", load=9.0)]
+    assert choose(there, 10, "int8") == there[1]
+    assert choose(there, 10, "int4") == choose(there, 10) == there[0]
+
+
+def test_an_instance_of_unknown_precision_is_asked_after_those_that_are_known() -> None:
+    there = [candidate("a", None), candidate("b", "full", load=9.0)]
+    assert choose(there, 10, "full") == there[1]
+    assert choose(there[:1], 10, "full") == there[0]
+
+
+def test_without_an_instance_that_keeps_the_floor_there_is_none_for_now() -> None:
+    there = [candidate("a", "int4"), candidate("b", "full", is_below=True)]
+    assert choose(there, 10, "full") == BelowFloor()
+    assert choose(there, 300, "full") == NoneFits(100)  # that will not change
+
+
+# --------------------------------------------------------------------------- the core
+
+
+def core_of(*workers: str) -> Core:
+    core = Core()
+    for name in workers:
+        core.worker(name)
+    core.poll()
+    return core
+
+
+def floored(core: Core, name: str = "r", *, waits: bool = True) -> Flight:
+    flight = core.flight(name)
+    flight.min_precision, flight.waits_for_precision = "full", waits
+    core.delivery.submit(flight)
+    return flight
+
+
+def swapped(core: Core, *layers: LayerShape) -> None:
+    core.report(sample_of(layers=list(layers)))
+
+
+def test_a_request_waits_for_its_precision_and_goes_when_it_is_back() -> None:
+    core = core_of("w0")
+    swapped(core, INT4)
+    flight = floored(core)
+    assert flight.target is None and core.written() == []
+    swapped(core, LayerShape())
+    core.delivery.attempts.place_waiting()
+    (submit,) = core.written()
+    assert (submit.min_precision, submit.attempt) == ("full", 1)  # type: ignore[union-attr]
+    core.gateway.check_integrity()
+
+
+def test_a_worker_that_swapped_meanwhile_refuses_and_another_takes_the_request() -> None:
+    core = core_of("w0", "w1")
+    flight = floored(core)
+    assert flight.target is not None
+    first = flight.target
+    core.sent(flight, begun=False)
+    core.deliver(flight, [], finish="error", error=REFUSAL)
+    assert flight.target is not None and flight.target != first
+    assert (flight.attempt, flight.strikes, flight.was_admitted) == (2, 0, False)
+    core.gateway.check_integrity()
+
+
+def test_two_instances_that_both_refuse_are_not_asked_again_before_the_next_look() -> None:
+    core = core_of("w0", "w1")
+    flight = floored(core)
+    for _ in range(2):
+        core.sent(flight, begun=False)
+        core.deliver(flight, [], finish="error", error=REFUSAL)
+    assert (flight.target, flight.attempt) == (None, 2)
+    core.poll()
+    assert flight.attempt == 3
+
+
+def test_a_refused_request_that_waits_is_not_sent_back_at_once() -> None:
+    core = core_of("w0")
+    flight = floored(core)
+    core.sent(flight, begun=False)
+    core.deliver(flight, [], finish="error", error=REFUSAL)
+    assert flight.target is None
+    core.poll()
+    assert flight.target is not None and flight.attempt == 2
+
+
+def test_a_request_that_will_not_wait_is_refused_before_and_after_it_was_sent() -> None:
+    core = core_of("w0")
+    flight = floored(core, waits=False)
+    core.sent(flight, begun=False)
+    core.deliver(flight, [], finish="error", error=REFUSAL)
+    assert isinstance(flight.sink, Ear) and flight.sink.error is not None
+    assert (flight.sink.error.status, flight.sink.error.code) == (503, "precision_unavailable")
+    swapped(core, INT4)
+    with pytest.raises(ApiError, match="'full' or better"):
+        floored(core, "r2", waits=False)
+    core.gateway.check_integrity()
+
+
+def test_a_deadline_in_the_wait_for_a_precision_says_so() -> None:
+    core = core_of("w0")
+    swapped(core, INT4)
+    flight = floored(core)
+    core.now += 100
+    core.watch.tick()
+    assert isinstance(flight.sink, Ear) and flight.sink.error is not None
+    assert flight.sink.error.status == 504 and "every layer at 'full' or better" in flight.sink.error.message
+
+
+def test_a_stream_that_lost_its_worker_waits_for_its_precision_though_it_would_not_have_at_first() -> None:
+    core = core_of("w0")
+    flight = floored(core, waits=False)
+    core.sent(flight)
+    core.deliver(flight, [7])
+    core.worker("w0", epoch=2, pid=2)
+    core.report(sample_of(epoch=2, layers=[INT4]))
+    core.poll()
+    assert flight.target is None and core.delivery.table.has(flight)
+    deadline = flight.deadline
+    core.poll()
+    assert flight.deadline == deadline  # it does not wait for ever
+    core.report(sample_of(epoch=2, layers=[LayerShape()]))
+    core.poll()
+    assert flight.target is not None and flight.received == [7]
+
+
+# --------------------------------------------------------------------------- over HTTP
+
+
+async def report(gate: Gate) -> None:
+    await gate.bus.publish(gate.bus.names.metrics, metrics_of(gate.worker))
+
+
+async def test_a_floor_holds_a_request_back_until_its_precision_returns(gate: Gate) -> None:
+    gate.worker.shape.layers[0] = INT4
+    await report(gate)
+    async with gate.client() as client:
+        enough = await client.completions.create(**BODY, extra_body={"min_precision": "int4"})
+        assert enough.choices[0].text == ANSWER
+        body = {"min_precision": "int8"}
+        waiting = asyncio.create_task(client.completions.create(**BODY, extra_body=body))
+        await asyncio.sleep(0.6)
+        assert not waiting.done() and gate.worker.num_running == 0
+        gate.worker.shape.layers[0] = LayerShape(ffn="int8")
+        await report(gate)
+        assert (await asyncio.wait_for(waiting, 5)).choices[0].text == ANSWER
+    assert gate.worker.submits[-1].min_precision == "int8"
+
+
+async def test_a_floor_without_a_wait_is_a_503_that_says_what_to_do(gate: Gate) -> None:
+    gate.worker.shape.layers[0] = INT4  # the worker refuses, before metrics told
+    async with gate.http() as http:
+        body = BODY | {"min_precision": "full", "min_precision_wait": False}
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 503 and "retry-after" in answer.headers
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("precision_unavailable", "min_precision")
+        for wrong, told in (
+            ({"min_precision": "int5"}, "allowed is 'full', 'int8', 'int4' or 'int3'"),
+            ({"min_precision_wait": False}, "needs min_precision"),
+            ({"return_precision": 1}, "true or false"),
+        ):
+            answer = await http.post("/v1/completions", json=BODY | wrong)
+            assert answer.status_code == 400 and told in answer.json()["error"]["message"]
+    await gate.settled()
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": "you cannot meet this"}, {"logprobs": 0}])
+async def test_an_answer_tells_which_tokens_were_made_below_full_precision(
+    gate: Gate, options: dict[str, Any]
+) -> None:
+    num = len(gate.ids(ANSWER)) + 1
+
+    def change(step: Any) -> list[Any]:
+        if step.deltas[0].token_ids and step.deltas[0].index == 3:
+            gate.worker.shape.layers[1] = INT4
+            gate.worker.fingerprint = "tp1-int4x1"
+        return [step]
+
+    wanted = [
+        {"start": 0, "end": 4, "layers_below_full": 0, "fingerprint": "fp-full-tp1"},
+        {"start": 4, "end": num, "layers_below_full": 1, "fingerprint": "tp1-int4x1"},
+    ]
+    gate.worker.mangle = change
+    async with gate.http() as http:
+        body = BODY | options | {"return_precision": True}
+        whole = (await http.post("/v1/completions", json=body)).json()
+        assert whole["choices"][0]["precision"] == wanted
+        assert whole["system_fingerprint"] == "tp1-int4x1"
+        gate.worker.shape.layers[1] = LayerShape()
+        gate.worker.fingerprint = "fp-full-tp1"
+        text = (await http.post("/v1/completions", json=body | {"stream": True})).text
+    lines = [line for line in text.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    told = [chunk["choices"][0] for chunk in chunks if "precision" in chunk["choices"][0]]
+    assert len(told) == 1 and told[0]["finish_reason"] == "stop" and told[0]["precision"] == wanted
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {"fp-full-tp1", "tp1-int4x1"}
+
+
+async def test_an_answer_is_as_before_for_who_does_not_ask(gate: Gate) -> None:
+    async with gate.http() as http:
+        whole = (await http.post("/v1/completions", json=BODY)).json()
+    assert set(whole["choices"][0]) == {"index", "text", "logprobs", "finish_reason"}

@@ -1,0 +1,72 @@
+"""The CPU's kernels against their oracles, and the calls themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import kernels
+from kernels.gpu.attention import MAX_SPLITS, num_splits
+from tests.support.kernel_checks import checks
+
+
+@pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in checks("cpu", "cpu")])
+def test_a_cpu_kernel_agrees_with_its_oracle(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize("part", ["dense", "quantized"])
+def test_triton_kernels_agree_with_their_oracles_in_the_interpreter(part: str) -> None:
+    # The interpreter is chosen when triton is imported, so it needs a process of its own.
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.kernel_checks", "cuda", "cpu", part],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_an_unknown_face_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="no face 'tpu' of the kernels; there are reference, cpu, cuda"):
+        kernels.use_face("tpu").__enter__()
+
+
+def test_one_number_sizes_the_team_of_products_and_kernels() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert kernels.configure(1) == 1 == torch.get_num_threads()
+        assert kernels.configure() == len(os.sched_getaffinity(0))
+        with pytest.raises(ValueError, match="-1 threads"):
+            kernels.configure(-1)
+    finally:
+        kernels.configure(before)
+
+
+def test_warm_up_runs_every_kernel_of_a_model() -> None:
+    kernels.warm_up(
+        torch.float32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        block_tokens=16,
+        hidden_size=128,
+        intermediate_size=352,
+        bits=(8, 4, 3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys", "processors", "splits"),
+    [(8, 8192, 132, 32), (512, 8192, 132, 1), (64, 8192, 132, 5), (8, 300, 132, 2), (1, 10, 132, 1)],
+)
+def test_a_context_is_split_only_as_far_as_processors_and_keys_go(
+    programs: int, keys: int, processors: int, splits: int
+) -> None:
+    assert num_splits(programs, keys, processors) == splits <= MAX_SPLITS

@@ -1,0 +1,138 @@
+"""Packing, rounding to nearest and the shape of a quantised weight."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import kernels
+from kernels.packing import BITS
+from kernels.quantized import QuantizedWeight
+from tests.support.quantized_weights import quantized
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_unpacking_gives_back_every_code(bits: int) -> None:
+    codes = torch.randint(0, 2**bits, (3, 5, 192), dtype=torch.uint8)
+    packed = kernels.pack(codes, bits)
+    assert packed.shape == (3, 5, 192 * bits // 8)
+    assert torch.equal(kernels.unpack(packed, bits), codes)
+    wide = torch.zeros(3, 9, packed.shape[2], dtype=torch.uint8)
+    wide[:, ::2] = packed
+    assert torch.equal(kernels.unpack(wide[:, ::2], bits), codes)  # any outer strides
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_packing_gives_back_every_byte(bits: int) -> None:
+    packed = torch.randint(0, 256, (7, 64 * bits // 8 * 3), dtype=torch.uint8)
+    assert torch.equal(kernels.pack(kernels.unpack(packed, bits), bits), packed)
+
+
+@pytest.mark.parametrize(("bits", "inputs", "group"), [*itertools.product(BITS, (64, 96, 200), (32, 64, 96))])
+def test_a_rounded_weight_is_within_half_a_step(bits: int, inputs: int, group: int) -> None:
+    w = torch.randn(5, inputs) * torch.logspace(-3, 1, 5)[:, None]
+    codes, scales, zeros = kernels.quantize_rtn(w, bits, group)
+    groups = -(-inputs // group)
+    assert codes.shape == w.shape and scales.shape == zeros.shape == (5, groups)
+    assert int(codes.max()) < 2**bits
+    steps = scales.float().repeat_interleave(group, 1)[:, :inputs]
+    values = (codes.float() - zeros.float().repeat_interleave(group, 1)[:, :inputs]) * steps
+    # Half a step for the code, half for the zero that clamps the ends, and what float16 took off the scale.
+    assert bool(((values - w).abs() <= steps * (1.0 + 2**bits * 2**-11)).all())
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_zeros_stay_exactly_zero(bits: int) -> None:
+    w = torch.randn(4, 256)
+    w[1] = 0.0  # a padding row
+    w[2, 64:128] = 0.0  # a padding group
+    w[3, 130:] = 0.0  # padding inside a group
+    w[0].abs_()  # zero outside the range of the values
+    codes, scales, zeros = kernels.quantize_rtn(w, bits, 64)
+    weight = QuantizedWeight(kernels.pack(codes, bits)[None], scales[None], zeros[None], bits, 64)
+    assert bool((kernels.dequantize(weight)[w == 0] == 0).all())
+    assert not codes[1].any() and not scales[1].any() and not zeros[1].any()
+    assert torch.equal(kernels.quantized_linear(torch.randn(3, 256), weight)[:, 1], torch.zeros(3))
+
+
+def test_weights_that_no_float16_scale_holds_are_refused() -> None:
+    for bad in (float("inf"), float("nan"), 3e38):
+        w = torch.zeros(2, 64)
+        w[1, 3] = bad
+        with pytest.raises(
+            ValueError, match="cannot be quantised to 4 bits: a float16 scale holds 982560 at"
+        ):
+            kernels.quantize_rtn(w, 4, 64)
+
+
+@pytest.mark.parametrize("split", ["outputs", "inputs"])
+def test_units_are_put_together_in_order(split: Any) -> None:
+    weight, w = quantized(units=3, unit_outputs=5, unit_inputs=128, bits=8, group=64, split=split)
+    assert (
+        (weight.num_outputs, weight.num_inputs) == w.shape == ((15, 128) if split == "outputs" else (5, 384))
+    )
+    assert float((kernels.dequantize(weight) - w).abs().max()) < 0.05
+    run = QuantizedWeight(weight.codes[1:], weight.scales[1:], weight.zeros[1:], 8, 64, split)
+    part = w[5:] if split == "outputs" else w[:, 128:]
+    assert float((kernels.dequantize(run) - part).abs().max()) < 0.05  # a run of units is a shard
+
+
+U8, F16 = torch.uint8, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 5}, "codes of 5 bits cannot be packed; use one of 8, 4, 3"),
+        ({"split": "rows"}, "a weight split by 'rows'; it is split by 'outputs' or 'inputs'"),
+        ({"group": 48}, "groups of 48 do not fit 128 inputs of a unit; a group is a multiple of 32"),
+        ({"group": 96}, "groups of 96 do not fit 128 inputs"),
+        ({"group": 0}, "groups of 0 do not fit 128 inputs"),
+        ({"codes": torch.zeros(2, 6, 60, dtype=U8)}, "60 bytes of codes to an output are no whole tiles"),
+        ({"codes": torch.zeros(6, 64, dtype=U8)}, "codes are torch.uint8 [6, 64] with strides (64, 1)"),
+        ({"codes": torch.zeros(2, 6, 64)}, "codes are torch.float32 [2, 6, 64]"),
+        ({"scales": torch.zeros(2, 6, 2)}, "scales are torch.float32 [2, 6, 2]"),
+        (
+            {"scales": torch.zeros(2, 6, 4, dtype=F16)},
+            "scales are [2, 6, 4]; codes in groups of 64 need [2, 6, 2]",
+        ),
+        (
+            {"zeros": torch.zeros(2, 5, 2, dtype=U8)},
+            "zeros are [2, 5, 2]; codes in groups of 64 need [2, 6, 2]",
+        ),
+        ({"zeros": torch.zeros(2, 6, 4, dtype=U8)[..., ::2]}, "with strides (24, 4, 2)"),
+        ({"input_scale": torch.ones(3)}, "input_scale is [3]; the weight has 128 inputs"),
+    ],
+)
+def test_a_weight_that_does_not_fit_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {
+        "codes": torch.zeros(2, 6, 64, dtype=U8),
+        "scales": torch.zeros(2, 6, 2, dtype=F16),
+        "zeros": torch.zeros(2, 6, 2, dtype=U8),
+        "bits": 4,
+        "group": 64,
+    }
+    QuantizedWeight(**fields)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        QuantizedWeight(**fields | change)
+
+
+def test_what_cannot_be_packed_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="100 codes do not fill tiles of 64; pad them"):
+        kernels.pack(torch.zeros(100, dtype=U8), 4)
+    with pytest.raises(ValueError, match="code 8 does not fit 3 bits; the largest is 7"):
+        kernels.pack(torch.full((64,), 8, dtype=U8), 3)
+    with pytest.raises(ValueError, match="100 bytes are no whole tiles of 3-bit codes, which have 24 bytes"):
+        kernels.unpack(torch.zeros(100, dtype=U8), 3)
+
+
+def test_a_product_with_unfit_tensors_is_refused_by_name() -> None:
+    weight, _ = quantized(units=2, unit_outputs=6, unit_inputs=128, bits=4, group=64, split="inputs")
+    with pytest.raises(ValueError, match=re.escape("x is [3, 128]; the weight takes [tokens, 256]")):
+        kernels.quantized_linear(torch.zeros(3, 128), weight)
+    with pytest.raises(ValueError, match=re.escape("bias is [12]; the weight has 6 outputs")):
+        kernels.quantized_linear(torch.zeros(3, 256), weight, torch.zeros(12))

@@ -1,0 +1,152 @@
+"""A worker process with the demo model is morphed over Redis while its streams run."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.client import Bus
+from bus.messages import MorphReport, Resize, SamplingParams, StepOutput, Submit, Swap, WorkerTelemetry
+from bus.settings import RedisSettings
+from tests.service.test_worker_process import DEMO, start
+
+pytestmark = pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="models/demo is not built")
+
+INSTANCE = "demo@w0"
+PROMPTS = {str(i): [(i * 37 + j * 11) % 4000 for j in range(n)] for i, n in enumerate((5, 90, 33, 200))}
+
+
+@dataclass
+class Hands:
+    """A gateway's ears and an operator's hands."""
+
+    bus: Bus
+    epoch: int
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ended: dict[str, str | None] = field(default_factory=dict)
+    shapes: list[tuple[str, int]] = field(default_factory=list)
+    morphs: dict[str, MorphReport] = field(default_factory=dict)
+    last: WorkerTelemetry | None = None
+    is_over: bool = False
+
+    async def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        submit = Submit(
+            request_id=name,
+            attempt=1,
+            gateway="g0",
+            epoch=self.epoch,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0),
+        )
+        await self.bus.publish(self.bus.names.requests(INSTANCE), submit)
+
+    async def morph(self, kind: Any, name: str, **fields: Any) -> MorphReport:
+        command = kind(id=name, epoch=self.epoch, instance=INSTANCE, wait_s=10.0, **fields)
+        await self.bus.publish(self.bus.names.control("w0"), command)
+        while name not in self.morphs:
+            await asyncio.sleep(0.01)
+        return self.morphs[name]
+
+    async def streams(self, prefix: str, max_tokens: int) -> dict[str, list[int]]:
+        """One for each prompt, to their ends."""
+        for name, prompt in PROMPTS.items():
+            await self.submit(prefix + name, prompt, max_tokens)
+        while not all(prefix + name in self.ended for name in PROMPTS):
+            await asyncio.sleep(0.01)
+        return {name: self.tokens[prefix + name] for name in PROMPTS}
+
+    async def keep_busy(self) -> None:
+        """Streams after streams, until it is over."""
+        turn = 0
+        while not self.is_over:
+            await self.streams(f"busy {turn} ", 100)
+            turn += 1
+
+    async def listen(self) -> None:
+        names = self.bus.names
+        await asyncio.gather(
+            self._read(names.tokens("g0"), StepOutput, self._take_tokens),
+            self._read(names.events, MorphReport, self._take_report),
+            self._read(names.telemetry, WorkerTelemetry, lambda report: setattr(self, "last", report)),
+        )
+
+    async def _read(self, stream: str, kind: Any, take: Any) -> None:
+        async with self.bus.reader(stream, kind, start="0") as reader:
+            async for batch in reader:
+                for _, message in batch:
+                    take(message)
+
+    def _take_tokens(self, output: StepOutput) -> None:
+        self.shapes.append((output.fingerprint, output.layers_below_full))
+        for delta in output.deltas:
+            received = self.tokens.setdefault(delta.request_id, [])
+            assert delta.index == len(received) and delta.error is None, delta
+            received += delta.token_ids
+            if delta.finish_reason:
+                self.ended[delta.request_id] = delta.finish_reason
+
+    def _take_report(self, report: MorphReport) -> None:
+        if report.state != "running":
+            assert report.id not in self.morphs
+            self.morphs[report.id] = report
+
+
+@asynccontextmanager
+async def hands(bus: Bus, process: subprocess.Popen[bytes], log: Path) -> AsyncIterator[Hands]:
+    while not (live := [w for w in await bus.workers() if w.card.state == "serving"]):
+        assert process.poll() is None, log.read_text()
+        await asyncio.sleep(0.05)
+    await bus.renew_gateway("g0", 60.0)
+    made = Hands(bus, live[0].epoch)
+    listener = asyncio.create_task(made.listen())
+    try:
+        yield made
+    finally:
+        listener.cancel()
+
+
+async def test_streams_run_through_swaps_and_resizes_to_their_ends(
+    bus: Bus, redis_settings: RedisSettings, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    process = start(
+        redis_settings, log, f'["demo={DEMO}"]', memory_mb="64", host_dir=str(tmp_path), quantization="rtn"
+    )
+    try:
+        async with asyncio.timeout(100), hands(bus, process, log) as hand:
+            (live,) = await bus.workers()
+            (card,) = live.card.instances
+            assert card.variants == ["full", "int8", "int4", "int3"] and sorted(card.order) == list(range(8))
+            assert card.layer_pages["full"] > card.layer_pages["int8"] > card.layer_pages["int4"]
+            expected = await hand.streams("before ", 60)
+            busy = asyncio.create_task(hand.keep_busy())
+            while "busy 0 0" not in hand.tokens:
+                await asyncio.sleep(0.01)
+            assert (await hand.morph(Swap, "down", precision="int4", count=6)).state == "applied"
+            report = await hand.morph(Swap, "half", precision="int8", layers=[0, 7], parts=["ffn"])
+            assert report.numbers["halves_applied"] == 2
+            blocks = int(report.numbers["blocks_after"])
+            report = await hand.morph(Resize, "shrink", blocks=blocks - 100)
+            assert report.state == "applied" and report.numbers["blocks_after"] < blocks
+            assert (await hand.morph(Swap, "up", precision="full", count=8)).state == "applied"
+            hand.is_over = True
+            await busy
+            assert set(hand.ended.values()) == {"length"}
+            assert len(set(hand.shapes)) > 3, (hand.shapes[::50], hand.morphs, log.read_text())
+            assert await hand.streams("after ", 60) == expected
+            assert hand.shapes[-1] == ("tp1-full", 0)
+            pages = hand.last.pages if hand.last else None
+            assert pages and pages.budget == pages.weights + pages.kv + pages.free
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 30) == 0, log.read_text()
+        assert not list(tmp_path.glob("*.images")), "the last worker takes the host images with it"
+    finally:
+        process.kill()
+        process.wait(10)

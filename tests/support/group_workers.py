@@ -1,0 +1,227 @@
+"""Workers of one process, an engine's thread each, without a bus: what they publish is kept in lists.
+
+Everything between them is real: links over sockets, gloo, pages, the layers. `page_bytes` is small, so
+that a tiny model's FFN has many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bus.messages import MorphReport, Precision, Resize, SamplingParams, Swap, Transform
+from tests.support.model_folders import make_oracle
+from tests.support.threaded_worker import ThreadedWorker
+from worker.core import Limits, Request
+from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
+from worker.engine.engine import Engine, StepResult
+from worker.engine.instance import Output
+from worker.memory import CpuBackend, PagePool
+from worker.model import load_model
+from worker.morph.copier import Copier
+from worker.morph.executor import MorphExecutor
+from worker.morph.reshard import make_resharder
+from worker.morph.resizer import KVResizer
+from worker.morph.target import Target
+from worker.morph.variants import LayerVariants
+from worker.morph.verbs import NoVariants, Variants
+from worker.parallel.grouping import Grouping
+from worker.parallel.morphs import GroupMorphs
+from worker.parallel.place import Place
+from worker.parallel.wire import Peer
+from worker.service.engine_thread import EngineThread
+
+BLOCK_TOKENS = 4
+
+
+def model_fixtures(**changes: Any) -> tuple[Any, Any]:
+    """`model, folder = model_fixtures(num_hidden_layers=3)` in a test module: a transformers model, which is
+    the oracle, and the folder of it that workers serve."""
+
+    @pytest.fixture(scope="module")
+    def model() -> Any:
+        return make_oracle("llama", max_position_embeddings=1024, **changes)
+
+    @pytest.fixture(scope="module")
+    def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        made = tmp_path_factory.mktemp("model")
+        model.save_pretrained(made)
+        return made
+
+    return model, folder
+
+
+class GroupWorker(ThreadedWorker):
+    """`reports` of morphs."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        megabytes: float = 4,
+        max_tp: int = 4,
+        page_bytes: int = 4096,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 60,
+        timeout_s: float = 20.0,
+        stage_bytes: int = 1 << 14,
+        host_dir: Path | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.pool = PagePool(CpuBackend(page_bytes), int(megabytes * 1024 * 1024))
+        self.model = load_model(folder, self.pool, dtype=torch.float32, max_tp=max_tp)
+        limits: Limits = Shape(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_tokens=BLOCK_TOKENS,
+        ).limits(self.model)
+        cache = make_cache(self.pool, self.model, limits, "model")
+        fill_caches(self.pool, [(cache, self.model, limits)])
+        self.instance = make_instance(f"model@{name}", self.model, cache, limits)
+        resizer = KVResizer(
+            self.instance, cache, reserve_pages=0, useful_pages=useful_pages(cache, self.model, limits)
+        )
+        variants: Variants = NoVariants()
+        if host_dir:
+            variants = LayerVariants(self.model, self.pool, precisions=["int8", "int4"], host_dir=host_dir)
+        target = Target(self.instance, variants, resizer)
+        self.grouping = Grouping(
+            name,
+            Place(
+                name="model",
+                target=target,
+                model=self.model,
+                weights=make_resharder(self.model, self.pool, variants),
+                copier=Copier(lambda: self.executor.wake()),
+                stage_bytes=stage_bytes,
+            ),
+            timeout_s=timeout_s,
+        )
+        self.regrouped: list[tuple[tuple[str, ...], str]] = []
+        self.grouping.on_regrouped = lambda members, why: self.regrouped.append((members, why))
+        self.executor = MorphExecutor(
+            name,
+            {self.instance.id: target},
+            step_share=1.0,
+            groups=GroupMorphs(self.grouping),
+        )
+        engine = Engine()
+        engine.add_instance(self.instance)
+        self.engine = engine
+        self.fingerprints: set[str] = set()
+        self.reports: list[MorphReport] = []
+        self.thread = EngineThread(
+            engine,
+            self.pool.counts,
+            self.executor,
+            self.grouping,
+            snapshot_s=1.0,
+            on_results=self._results,
+            on_snapshot=lambda snapshot: None,
+            on_reports=self._reports,
+            on_death=self._died,
+        )
+        self.thread.fence(self.epoch)
+        self.thread.start()
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.name, self.epoch, self.grouping.address, self.grouping.link_key)
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
+        self.tokens[name] = []
+        self.thread.submit(self.instance.id, Request(id=name, prompt_token_ids=prompt, sampling=sampling))
+
+    def wait_degree(self, tp: int) -> None:
+        self.wait(lambda: self.instance.tp == tp, f"degree {tp}")
+
+    def end_of(self, morph: str) -> MorphReport:
+        def ended() -> list[MorphReport]:
+            return [report for report in self.reports if report.id == morph and report.state != "running"]
+
+        self.wait(lambda: bool(ended()), f"the end of morph {morph}")
+        return ended()[0]
+
+    def check(self) -> None:
+        """Nothing is lost or owned twice."""
+        self.call(self._check)
+
+    def stop(self) -> None:
+        self.thread.stop()
+
+    def _check(self) -> None:
+        self.engine.check_integrity()
+        self.pool.check_integrity()
+        if self.grouping.party:
+            self.grouping.party.check_integrity()
+        else:
+            self.grouping.place.cache.check_integrity()
+
+    def take(self, result: StepResult, output: Output) -> None:
+        if output.delta.token_ids:
+            self.fingerprints.add(result.fingerprint)
+
+    def _reports(self, reports: list[MorphReport]) -> None:
+        with self._changed:
+            self.reports += reports
+            self._changed.notify_all()
+
+
+@contextmanager
+def workers(folder: Path, number: int, *, first: int = 0, **options: object) -> Iterator[list[GroupWorker]]:
+    """w0, w1, ... (or from w`first` on); at the end they have lost nothing."""
+    names = [f"w{i}" for i in range(first, first + number)]
+    made = [GroupWorker(name, folder, **options) for name in names]  # type: ignore[arg-type]
+    try:
+        yield made
+        for worker in made:
+            assert worker.death is None, worker.death
+            worker.check()
+    finally:
+        for worker in made:
+            worker.stop()
+
+
+def swap(leader: GroupWorker, precision: Precision, *, count: int = 99) -> str:
+    command = Swap(
+        id=f"morph-{next(_ids)}",
+        epoch=leader.epoch,
+        instance=leader.instance.id,
+        precision=precision,
+        count=count,
+        wait_s=20.0,
+    )
+    leader.thread.morph(command)
+    return command.id
+
+
+def resize(leader: GroupWorker, blocks: int) -> str:
+    command = Resize(id=f"morph-{next(_ids)}", epoch=leader.epoch, instance=leader.instance.id, blocks=blocks)
+    leader.thread.morph(command)
+    return command.id
+
+
+_ids = iter(range(1_000_000))
+
+
+def transform(members: list[GroupWorker], tp: int, *, layers_per_step: int = 1) -> str:
+    """Order it of the first one; returns the morph's id."""
+    leader = members[0]
+    command = Transform(
+        id=f"morph-{next(_ids)}",
+        epoch=leader.epoch,
+        instance=leader.instance.id,
+        workers=[worker.name for worker in members],
+        epochs={worker.name: worker.epoch for worker in members},
+        tp=tp,
+        layers_per_step=layers_per_step,
+    )
+    leader.thread.morph(command, {worker.name: worker.peer for worker in members})
+    return command.id

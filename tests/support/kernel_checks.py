@@ -1,0 +1,297 @@
+"""Every kernel against its oracle, over a sweep: plain functions, so that a machine with a GPU and nothing
+but torch and triton can run them too (`bench/gpu.py`).
+
+    python -m tests.support.kernel_checks FACE DEVICE [PART]
+
+FACE: cpu, cuda (Triton; with TRITON_INTERPRET=1 on cpu). PART: one of PARTS.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+import kernels
+from kernels import AttentionPlan, reference
+from tests.support.quantized_checks import quantized_checks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Two roundings of the last bit of values around 1; the interpreter truncates to bfloat16 instead of rounding.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+# A GPU's 2^x and division are off by up to 2^-22 of the result (PTX ISA: ex2.approx, div.full). In attention
+# the weights, their sum and the quotient are, each times values of up to 4: 3 * 2^-20 beside the roundings.
+GPU_TOLERANCE = TOLERANCE | {torch.float32: 2e-6 + 3 * 2**-20}
+
+Check = tuple[str, Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """lengths: (new tokens, context) of each sequence."""
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_tokens: int = 16
+    window: int = 0
+    is_raw: bool = False  # the cache is [B, 2, bt, H, D], seen through a permuted view
+
+
+MIXED = ((1, 7), (9, 9), (1, 130), (20, 53), (3, 3), (1, 1))
+CASES = (
+    AttentionCase("decodes and chunks in one call", MIXED),
+    AttentionCase("the first token of a sequence", ((1, 1),)),
+    AttentionCase("one decode over a split context", ((1, 700),), head_dim=128),
+    AttentionCase("a chunk that continues a long context", ((33, 300),), num_heads=2, num_kv_heads=1),
+    AttentionCase("eight heads to a KV head", MIXED, num_heads=8, num_kv_heads=1, head_dim=32),
+    AttentionCase("seven heads to a KV head", MIXED, num_heads=14, num_kv_heads=2),
+    AttentionCase("a KV head each", MIXED, num_heads=3, num_kv_heads=3, head_dim=32),
+    AttentionCase("heads of 128, blocks of 32", MIXED, head_dim=128, block_tokens=32),
+    AttentionCase("heads of 80, no power of two", MIXED, head_dim=80, block_tokens=8),
+    AttentionCase("blocks of 5 tokens", MIXED, block_tokens=5),
+    AttentionCase("a sliding window", MIXED, window=20),
+    AttentionCase("a window of one token", MIXED, window=1),
+    AttentionCase("a window over blocks of 8", ((1, 90), (40, 90), (5, 6)), block_tokens=8, window=17),
+    AttentionCase("another order of the cache", MIXED, is_raw=True, window=30),
+    AttentionCase("heads too small for vectors", MIXED, head_dim=8),
+)
+
+
+PARTS = ("all", "dense", "quantized")
+
+
+def checks(face: str, device: str, part: str = "all") -> Iterator[Check]:
+    """(what should hold, a call that raises AssertionError when it does not)."""
+    if part != "quantized":
+        yield from dense_checks(face, device)
+    if part != "dense":
+        yield from quantized_checks(face, device, assert_close)
+
+
+def dense_checks(face: str, device: str) -> Iterator[Check]:
+    for case, dtype in itertools.product(CASES, DTYPES):
+        if case is not CASES[0] and dtype == torch.float16:
+            continue  # bfloat16 takes the same ways; this keeps the interpreter's run short
+        yield f"attention: {case.name}, {dtype}", partial(check_attention, face, device, case, dtype)
+    for check, dtype in itertools.product(ROW_CHECKS, DTYPES):
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        yield f"{name}, {dtype}", partial(check, face, device, dtype)
+
+
+def check_attention(face: str, device: str, case: AttentionCase, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(1)
+    plan, num_blocks = plan_of(case, random)
+    shape = (num_blocks, case.num_kv_heads, 2, case.block_tokens, case.head_dim)
+    if case.is_raw:
+        shape = (num_blocks, 2, case.block_tokens, case.num_kv_heads, case.head_dim)
+    # What no sequence owns is NaN: reading past a context shows.
+    kv = torch.randn(shape, generator=random)
+    kv = kv.permute(0, 3, 1, 2, 4) if case.is_raw else kv
+    _hide_unowned(kv, plan)
+    tokens = int(plan.cu_seqlens_q[-1])
+    # Rows of a wider buffer, as in the output of one fused projection.
+    q = torch.randn(tokens, case.num_heads + 1, case.head_dim, generator=random)[:, 1:].to(dtype)
+    kv, scale = kv.to(dtype), case.head_dim**-0.5
+    expected = reference.paged_attention(q, kv, plan, scale, sliding_window=case.window)
+    out = torch.empty(q.shape, dtype=dtype, device=device)
+    with kernels.use_face(face):
+        result = kernels.paged_attention(
+            q.to(device),
+            _moved(kv, device),
+            plan.to(device),
+            scale,
+            out=out,
+            sliding_window=case.window,
+        )
+    assert result is out
+    assert_close(result, expected)
+
+
+def plan_of(case: AttentionCase, random: torch.Generator) -> tuple[AttentionPlan, int]:
+    """Blocks in shuffled order, a few of them nobody's."""
+    new = torch.tensor([length for length, _ in case.lengths])
+    contexts = torch.tensor([context for _, context in case.lengths])
+    blocks = -(-contexts // case.block_tokens)
+    num_blocks = int(blocks.sum()) + 3
+    ids = torch.randperm(num_blocks, generator=random).int()
+    table = torch.full((len(new), int(blocks.max())), -1, dtype=torch.int32)
+    for seq, part in enumerate(ids[: int(blocks.sum())].split(blocks.tolist())):
+        table[seq, : len(part)] = part
+    positions = torch.cat(
+        [torch.arange(c - n, c) for n, c in zip(new.tolist(), contexts.tolist(), strict=True)]
+    )
+    owners = torch.repeat_interleave(torch.arange(len(new)), new)
+    slots = table[owners, positions // case.block_tokens].long() * case.block_tokens
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), new.cumsum(0).int()])
+    plan = AttentionPlan(
+        bounds,
+        contexts.int(),
+        table,
+        slots + positions % case.block_tokens,
+        positions,
+        int(new.max()),
+        int(contexts.max()),
+    )
+    return plan, num_blocks
+
+
+def _hide_unowned(kv: torch.Tensor, plan: AttentionPlan) -> None:
+    block_tokens = kv.shape[3]
+    owned = torch.zeros(kv.shape[0], block_tokens, dtype=torch.bool)
+    for row, context in zip(plan.block_table, plan.context_lens.tolist(), strict=True):
+        places = torch.arange(context)
+        owned[row[places // block_tokens].long(), places % block_tokens] = True
+    kv.masked_fill_(~owned[:, None, None, :, None], float("nan"))
+
+
+def check_rms_norm(face: str, device: str, dtype: torch.dtype) -> None:
+    for shape in ((5, 512), (1, 64), (40, 6, 64), (3, 100)):
+        x, weight = _randn(*shape, dtype=dtype), _randn(shape[-1], dtype=dtype)
+        wide = _randn(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        wide[..., : shape[-1]] = x  # a strided view holds the same
+        expected = reference.rms_norm(x, weight, 1e-5)
+        with kernels.use_face(face):
+            moved = wide.to(device)[..., : shape[-1]]
+            assert_close(kernels.rms_norm(moved, weight.to(device), 1e-5), expected)
+
+
+def check_add_rms_norm(face: str, device: str, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 64), (70, 512), (3, 100)):
+        x, residual, weight = (
+            _randn(*size, dtype=dtype) for size in ((rows, width), (rows, width), (width,))
+        )
+        sums = residual.to(device, copy=True)
+        expected = reference.add_rms_norm(x, residual, weight, 1e-5)
+        with kernels.use_face(face):
+            assert_close(kernels.add_rms_norm(x.to(device), sums, weight.to(device), 1e-5), expected)
+        assert_close(sums, residual)
+
+
+def check_rotary(face: str, device: str, dtype: torch.dtype) -> None:
+    for tokens, q_heads, k_heads, head_dim in ((1, 2, 1, 32), (50, 8, 4, 64), (3, 6, 2, 128), (4, 3, 3, 80)):
+        both = _randn(tokens, q_heads + k_heads, head_dim, dtype=dtype)
+        moved = both.to(device, copy=True)
+        positions = torch.randint(0, 90, (tokens,), generator=torch.Generator().manual_seed(2))
+        angles = torch.randn(90, head_dim // 2, generator=torch.Generator().manual_seed(3))
+        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+        reference.rotary(both[:, :q_heads], both[:, q_heads:], positions, cos_sin)
+        with kernels.use_face(face):
+            kernels.rotary(moved[:, :q_heads], moved[:, q_heads:], positions.to(device), cos_sin.to(device))
+        assert_close(moved, both)
+
+
+def check_silu_mul(face: str, device: str, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 16), (40, 1408), (3, 100)):
+        both = 4 * _randn(rows, 2 * width, dtype=dtype)
+        both[0, 0] = -100.0  # e^100 overflows float32
+        expected = reference.silu_mul(both[:, :width], both[:, width:])
+        moved = both.to(device)
+        with kernels.use_face(face):
+            assert_close(kernels.silu_mul(moved[:, :width], moved[:, width:]), expected)
+
+
+def check_store_kv(face: str, device: str, dtype: torch.dtype) -> None:
+    for tokens, heads, head_dim, block_tokens in (
+        (1, 1, 32, 16),
+        (90, 3, 64, 8),
+        (7, 2, 80, 5),
+        (4, 2, 8, 4),
+    ):
+        k, v = _randn(tokens, heads, head_dim, dtype=dtype), _randn(tokens, heads, head_dim, dtype=dtype)
+        slots = torch.randperm(20 * block_tokens, generator=torch.Generator().manual_seed(4))[:tokens]
+        expected = torch.zeros(20, heads, 2, block_tokens, head_dim, dtype=dtype)
+        kv = _moved(expected.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4), device)
+        reference.store_kv(k, v, expected, slots)
+        with kernels.use_face(face):
+            kernels.store_kv(k.to(device), v.to(device), kv, slots.to(device))
+        assert torch.equal(kv.cpu(), expected)
+
+
+def check_copy_blocks(face: str, device: str, dtype: torch.dtype) -> None:
+    expected = _randn(9, 2, 2, 5, 80, dtype=dtype)
+    kv = expected.to(device, copy=True)
+    source, target = torch.tensor([1, 7, 3]), torch.tensor([0, 8, 4])
+    reference.copy_blocks(expected, source, target)
+    with kernels.use_face(face):
+        kernels.copy_blocks(kv, source.to(device), target.to(device))
+    assert torch.equal(kv.cpu(), expected)
+
+
+def check_products(face: str, device: str, dtype: torch.dtype) -> None:
+    for rows, inputs, outputs in itertools.product((1, 2, 5, 16, 64, 100), (48, 512), (16, 33, 200)):
+        x, weight = _randn(rows, inputs, dtype=dtype), _randn(outputs, inputs, dtype=dtype)
+        bias = _randn(outputs, dtype=dtype)
+        expected = x.double() @ weight.double().t()
+        x, weight, bias = x.to(device), weight.to(device), bias.to(device)
+        with kernels.use_face(face):
+            assert_close(kernels.linear(x, weight), expected)
+            assert_close(kernels.linear(x, weight, bias), expected + bias.cpu().double())
+            assert_close(kernels.linear_t(x, weight.t().contiguous()), expected)
+
+
+def check_stacked_products(face: str, device: str, dtype: torch.dtype) -> None:
+    for tokens, inputs, outputs in itertools.product((1, 2, 16, 64, 100), (48, 512), (16, 33, 200)):
+        x, stored = _randn(tokens, inputs, dtype=dtype), _randn(3, outputs + 7, inputs + 16, dtype=dtype)
+        stored[:, outputs:], stored[..., inputs:] = torch.nan, torch.nan  # what lies between is not read
+        weights = stored[:, :outputs, :inputs]
+        expected = torch.einsum("tk,mnk->tmn", x.double(), weights.double())
+        x, weights = x.to(device), stored.to(device)[:, :outputs, :inputs]
+        with kernels.use_face(face):
+            assert_close(kernels.stacked_linear(x, weights), expected)
+
+
+ROW_CHECKS = (
+    check_rms_norm,
+    check_add_rms_norm,
+    check_rotary,
+    check_silu_mul,
+    check_store_kv,
+    check_copy_blocks,
+    check_products,
+    check_stacked_products,
+)
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within the dtype's tolerance, relative to the largest expected value of the row."""
+    tolerance = (GPU_TOLERANCE if result.is_cuda else TOLERANCE)[result.dtype]
+    bound = tolerance * expected.double().abs().amax(-1, keepdim=True).clamp(min=1.0)
+    error = (result.cpu().double() - expected.double()).abs()
+    assert bool((error <= bound).all()), f"off by {error.max():.3g}, at most {bound.max():.3g} allowed"
+
+
+def _randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """To the device with its strides, which `to` may not keep."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def failures(face: str, device: str, part: str = "all") -> Iterator[tuple[str, str | None]]:
+    """Each check and what went wrong with it, or None."""
+    for name, check in checks(face, device, part):
+        try:
+            check()
+        except Exception as problem:  # noqa: BLE001 a kernel that a compiler refuses must not hide the others
+            yield name, f"{type(problem).__name__}: {problem}"
+        else:
+            yield name, None
+
+
+def main() -> int:
+    problems = [f"{name}: {problem}" for name, problem in failures(*sys.argv[1:]) if problem]
+    sys.stdout.write("\n".join([*problems, f"{len(problems)} failed", ""]))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

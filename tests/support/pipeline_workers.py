@@ -1,0 +1,235 @@
+"""Workers of one process that are stages of a pipeline: an engine's thread each, real sockets between
+them."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bus.messages import RETIRED, PageCounts, SamplingParams, TokenLogprobs
+from tests.support.threaded_worker import ThreadedWorker
+from worker.core import Limits, Request
+from worker.engine.build import fill_caches, make_cache
+from worker.engine.engine import Engine, StepResult
+from worker.engine.instance import Output
+from worker.memory import CpuBackend, KVCache, PagePool
+from worker.model import Model, load_model
+from worker.model.shard import ALONE, Shard
+from worker.morph.executor import MorphExecutor
+from worker.morph.reshard import make_resharder
+from worker.morph.verbs import NoVariants
+from worker.pipeline.build import start_leading
+from worker.pipeline.follower import Part
+from worker.pipeline.instance import PipelinedInstance
+from worker.pipeline.pipeline import Behind, Seat
+from worker.pipeline.stages import Stages
+from worker.service.engine_thread import EngineThread, Snapshot
+
+WAIT_S = 30.0
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, block_tokens=4)
+
+
+class StageWorker(ThreadedWorker):
+    """`ended` pipelines, and why."""
+
+    def __init__(self, name: str, *, megabytes: float = 8, timeout_s: float = 20.0) -> None:
+        super().__init__(name)
+        self.pool = PagePool(CpuBackend(4096), int(megabytes * 1024 * 1024))
+        self.stages = Stages("127.0.0.1", timeout_s, is_gpu=False)
+        self.engine = Engine()
+        self.engine.parts = self.stages
+        self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self.ended: dict[str, str] = {}
+        self.told_pages: PageCounts | None = None  # in the last snapshot
+        self.thread = EngineThread(
+            self.engine,
+            self.pool.counts,
+            MorphExecutor(name, {}),
+            snapshot_s=1.0,
+            on_results=self._results,
+            on_snapshot=self._told,
+            on_reports=lambda reports: None,
+            on_death=self._died,
+        )
+        self.stages.wake = self.wake
+        self.stages.on_ended = self._ended
+        self.thread.fence(self.epoch)
+        self.thread.start()
+
+    def _told(self, snapshot: Snapshot) -> None:
+        self.told_pages = snapshot.pages
+
+    def wake(self) -> None:
+        self.thread._inbox.put(lambda: None)
+
+    def submit(self, instance: str, name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
+        params = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, **sampling})
+        self.tokens[name] = []
+        self.thread.submit(instance, Request(id=name, prompt_token_ids=prompt, sampling=params))
+
+    def is_empty(self) -> bool:
+        return bool(self.call(lambda: self.pool.num_free == self.pool.num_pages))
+
+    def stop(self) -> None:
+        if self.thread._thread.is_alive():
+            self.call(self.stages.close)
+            self.thread.stop()
+
+    def take(self, result: StepResult, output: Output) -> None:
+        delta, known = output.delta, self.logprobs.setdefault(output.request.id, [])
+        known += delta.prompt_logprobs or []
+        known += delta.logprobs or []
+
+    def _ended(self, pipeline: str, reason: str) -> None:
+        with self._changed:
+            self.ended[pipeline] = reason
+            self._changed.notify_all()
+
+
+def load(
+    folder: Path,
+    pool: PagePool,
+    layers: tuple[int, int],
+    limits: Limits,
+    dtype: torch.dtype,
+    shard: Shard = ALONE,
+) -> tuple[Model, KVCache]:
+    """With as much KV as there is room for."""
+    model = load_model(folder, pool, dtype=dtype, layers=layers, max_tp=shard.size)
+    if shard != ALONE:
+        resharder = make_resharder(model, pool, NoVariants())
+        for layer in range(len(model.layers)):
+            resharder.narrow(layer, shard)
+    cache = make_cache(pool, model, limits, "m", shard=shard)
+    fill_caches(pool, [(cache, model, limits)])
+    return model, cache
+
+
+def release(model: Model, cache: KVCache) -> None:
+    cache.release()
+    model.release()
+
+
+def follow(
+    folder: Path,
+    worker: StageWorker,
+    pipeline: str,
+    layers: tuple[int, int],
+    *,
+    stage: int = 1,
+    epoch: int = 1,
+    limits: Limits = LIMITS,
+    dtype: torch.dtype = torch.float32,
+    join_within_s: float = WAIT_S,
+    shard: Shard = ALONE,
+) -> None:
+    model, cache = load(folder, worker.pool, layers, limits, dtype, shard)
+    part = Part(pipeline, stage, epoch, model, cache, partial(release, model, cache), shard=shard)
+    worker.stages.add(part, join_within_s)
+
+
+class Line:
+    """One instance over workers: layers [bounds[i], bounds[i + 1]) at each `tp` of them in turn. `with` gives
+    everything back."""
+
+    def __init__(
+        self,
+        folder: Path,
+        bounds: list[int],
+        *,
+        tp: int = 1,
+        blocks: int = 60,
+        max_blocks: int = 0,
+        workers: list[StageWorker] | None = None,
+        timeout_s: float = 20.0,
+        limits: Limits = LIMITS,
+        name: str = "m",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        parts = list(pairwise(bounds))
+        self.workers = workers or [StageWorker(f"w{i}", timeout_s=timeout_s) for i in range(len(parts) * tp)]
+        self.leader, self.id = self.workers[0], f"{name}@{self.workers[0].name}"
+        for i, worker in enumerate(self.workers[1:], start=1):
+            stage, shard = i // tp, Shard(i % tp, tp)
+            worker.call(partial(self._follow, folder, worker, parts[stage], stage, limits, dtype, shard))
+        seats = [
+            Seat(worker.name, worker.epoch, worker.stages.address, worker.stages.key)
+            for worker in self.workers
+        ]
+        behind = []
+        for stage, layers in enumerate(parts[1:], start=1):
+            first, *others = seats[stage * tp : (stage + 1) * tp]
+            behind.append(Behind(first.worker, first.epoch, first.address, first.key, *layers, tuple(others)))
+        model, cache = self.leader.call(
+            partial(load, folder, self.leader.pool, parts[0], limits, dtype, Shard(0, tp))
+        )
+        self._release = partial(release, model, cache)
+        if max_blocks:
+            self.leader.call(partial(cache.limit, max_blocks))
+        steps = start_leading(
+            self.id,
+            self.leader.name,
+            model,
+            cache,
+            limits,
+            behind,
+            beside=seats[1:tp],
+            blocks=blocks,
+            timeout_s=timeout_s,
+            wake=self.leader.wake,
+        )
+        self.instance: PipelinedInstance = self.leader.call(lambda: _run(steps))
+        self.leader.call(lambda: self.leader.engine.add_instance(self.instance))
+
+    def _follow(
+        self,
+        folder: Path,
+        worker: StageWorker,
+        layers: tuple[int, int],
+        stage: int,
+        limits: Limits,
+        dtype: Any,
+        shard: Shard,
+    ) -> None:
+        follow(folder, worker, self.id, layers, stage=stage, limits=limits, dtype=dtype, shard=shard)
+
+    def release(self) -> None:
+        """The leader's own pages."""
+        self._release()
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
+        self.leader.submit(self.id, name, prompt, max_tokens, **sampling)
+
+    def end(self, reason: str = "retired") -> None:
+        """As a Retire does."""
+
+        def release() -> None:
+            self.leader.engine.send_away(self.id, f"{RETIRED} {reason}")
+            self.leader.engine.remove_instance(self.id)
+            self.instance.close()
+            self.release()
+
+        self.leader.call(release)
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self.workers:
+            worker.stop()
+
+
+def _run(steps: Any) -> Any:
+    ends_at = time.monotonic() + WAIT_S
+    while True:
+        try:
+            next(steps)
+            assert time.monotonic() < ends_at
+            time.sleep(0.005)
+        except StopIteration as end:
+            return end.value

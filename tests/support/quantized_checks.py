@@ -1,0 +1,131 @@
+"""Products with quantised weights against their oracle: every number of bits, group, split, dtype and a few
+numbers of units and tokens. Plain functions, as in `tests.support.kernel_checks`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import get_args
+from unittest import mock
+
+import torch
+
+import kernels
+from kernels.packing import BITS
+from kernels.quantized import QuantizedWeight, Split
+from tests.support.quantized_weights import quantized
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GROUPS = (32, 64, 96, 192)  # half a tile, a tile, no whole tiles, all inputs of a unit
+INPUTS = 192
+OUTPUTS = (48, 50, 3)  # of a unit; whole vectors on the CPU, and what is none
+TOKENS = (0, 1, 3, 6, 15, 16, 70)
+
+AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def quantized_checks(
+    face: str, device: str, assert_close: AssertClose
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(what should hold, a call that raises AssertionError when it does not)."""
+    is_slow = is_interpreted(face, device)  # thousands of times slower: every corner once
+    for bits, group, split in itertools.product(BITS, GROUPS, get_args(Split)):
+        for dtype in DTYPES:
+            is_corner = (dtype, group) in ((torch.float32, 96), (torch.bfloat16, 64))
+            if is_slow and not is_corner:
+                continue
+            tokens = (1, 17) if is_slow else TOKENS
+            check = partial(check_quantized, face, device, assert_close, bits, group, split, dtype, tokens)
+            yield f"product with {bits} bits in groups of {group}, split by {split}, {dtype}", check
+    for tokens_of_all in (5,) if is_slow else (5, 33, 300):
+        check = partial(check_many_inputs, face, device, assert_close, tokens_of_all)
+        yield f"product with bits of many inputs, {tokens_of_all} tokens", check
+    if face == "cuda":
+        yield "product with bits in pieces", partial(check_pieces, device, assert_close)
+
+
+def is_interpreted(face: str, device: str) -> bool:
+    return face == "cuda" and device == "cpu"
+
+
+def check_quantized(
+    face: str,
+    device: str,
+    assert_close: AssertClose,
+    bits: int,
+    group: int,
+    split: Split,
+    dtype: torch.dtype,
+    tokens: tuple[int, ...],
+) -> None:
+    for units, outputs in ((1, OUTPUTS[0]), (3, OUTPUTS[1]), (2, OUTPUTS[2])):
+        weight, _ = quantized(
+            units=units,
+            unit_outputs=outputs,
+            unit_inputs=INPUTS,
+            bits=bits,
+            group=group,
+            split=split,
+            is_scaled=units != 1,
+        )
+        # In the interpreter, where every call counts, one of the three is with biases.
+        biases = (units == 3,) if is_interpreted(face, device) else (False, True)
+        for count in tokens:
+            check_product(face, device, assert_close, weight, dtype, count, biases)
+
+
+def check_product(
+    face: str,
+    device: str,
+    assert_close: AssertClose,
+    weight: QuantizedWeight,
+    dtype: torch.dtype,
+    tokens: int,
+    biases: tuple[bool, ...] = (False, True),
+    size: float = 0.5,
+) -> None:
+    """biases: with and without them. size: of most results; the tolerance is that of 1."""
+    random = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, weight.num_inputs + 8, generator=random)[:, 8:]  # rows lie apart
+    x = (x * size / weight.num_inputs**0.5).to(dtype)
+    bias = torch.randn(weight.num_outputs, generator=random).to(dtype)
+    scaled = x.double() if weight.input_scale is None else x.double() * weight.input_scale.double()
+    expected = scaled @ kernels.dequantize(weight).double().t()
+    there = _moved(weight, device)
+    for has_bias in biases:
+        with kernels.use_face(face):
+            added = bias.to(device) if has_bias else None
+            result = kernels.quantized_linear(x.to(device), there, added)
+        assert result.dtype == dtype and result.shape == expected.shape
+        if tokens:
+            assert_close(result, expected + bias.double() if has_bias else expected)
+
+
+def check_many_inputs(face: str, device: str, assert_close: AssertClose, tokens: int) -> None:
+    """Several pieces of the inputs on the CPU, several splits on a GPU; 300 tokens are several blocks."""
+    for bits, split in zip(BITS, itertools.cycle(get_args(Split)), strict=False):
+        weight, _ = quantized(
+            units=2, unit_outputs=80, unit_inputs=1088, bits=bits, group=64, split=split, is_scaled=True
+        )
+        # A sum of 2000 products in float32 is off by 50 roundings or so, not by two.
+        check_product(face, device, assert_close, weight, torch.float32, tokens, size=0.1)
+
+
+def check_pieces(device: str, assert_close: AssertClose) -> None:
+    """A matrix that does not fit the scratch."""
+    from kernels.gpu import quantized as gpu
+
+    weight, _ = quantized(units=3, unit_outputs=50, unit_inputs=64, bits=4, group=32)
+    with mock.patch.object(gpu, "SCRATCH_BYTES", 70 * 64 * 4):
+        check_product("cuda", device, assert_close, weight, torch.float32, 33)
+
+
+def _moved(weight: QuantizedWeight, device: str) -> QuantizedWeight:
+    """To the device with its strides."""
+    codes, scales, zeros = (
+        torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=device).copy_(part)
+        for part in (weight.codes, weight.scales, weight.zeros)
+    )
+    input_scale = None if weight.input_scale is None else weight.input_scale.to(device)
+    return QuantizedWeight(codes, scales, zeros, weight.bits, weight.group, weight.split, input_scale)

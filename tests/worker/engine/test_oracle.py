@@ -1,0 +1,203 @@
+"""Greedy output of the engine equals transformers' generate, token for token, however it is batched.
+
+Runs on the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engine_toys import Client, request, run
+from tests.support.model_folders import FAMILIES, make_oracle
+from tests.support.paths import DEMO_MODEL
+from worker.core import Limits
+from worker.engine.build import fill_caches, make_cache, make_instance, make_pool, run_canary
+from worker.engine.engine import Engine
+from worker.engine.instance import Instance
+from worker.memory import PagePool
+from worker.model import Model, ModelError, load_model
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+NUM_NEW = 24
+LENGTHS = (1, 3, 17, 40, 65)
+VOCAB = 211
+# One of each family where all options would only take time.
+SOME = pytest.mark.parametrize(
+    "saved", ["llama", "mistral with a sliding window", "qwen2", "qwen3"], indirect=True
+)
+
+
+@dataclass
+class Saved:
+    """A transformers model, its folder, and what it generates for each of the prompts."""
+
+    oracle: Any
+    folder: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+class Case:
+    """An engine with one model, whose parts are given back at the end."""
+
+    def __init__(self, folder: Path, *, num_blocks: int = 0, **limits: int) -> None:
+        self.pool: PagePool = make_pool(DEVICE, 64 * 1024 * 1024)
+        self.model: Model = load_model(folder, self.pool, dtype=torch.float32, max_tp=2)
+        self.limits = Limits(
+            **{
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 32,
+                "max_model_len": 256,
+                "block_tokens": 4,
+                **limits,
+            }
+        )
+        self.cache = make_cache(self.pool, self.model, self.limits, "test")
+        fill_caches(self.pool, [(self.cache, self.model, self.limits)])
+        if num_blocks:
+            self.cache.allocator.truncate(num_blocks)
+        self.instance: Instance = make_instance("m@w0", self.model, self.cache, self.limits)
+        self.engine = Engine(DEVICE)
+        self.engine.add_instance(self.instance)
+
+    def close(self) -> None:
+        assert self.cache.allocator.num_used == 0
+        self.cache.release()
+        self.model.release()
+        self.pool.check_integrity()
+        self.pool.close()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    oracle = make_oracle(request.param, seed=3)
+    folder = tmp_path_factory.mktemp("model")
+    oracle.save_pretrained(folder)
+    prompts = [
+        torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS
+    ]
+    return Saved(oracle, folder, prompts, [generate(oracle, prompt, NUM_NEW) for prompt in prompts])
+
+
+def generate(oracle: Any, prompt: list[int], n: int) -> list[int]:
+    oracle = oracle.to(DEVICE)
+    ids = torch.tensor([prompt], device=DEVICE)
+    output: list[int] = oracle.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=n,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0].tolist()
+    return output[len(prompt) :]
+
+
+@pytest.fixture
+def case(saved: Saved) -> Iterator[Case]:
+    made = Case(saved.folder)
+    yield made
+    made.close()
+
+
+def submit_all(case: Case, saved: Saved) -> None:
+    for i, prompt in enumerate(saved.prompts):
+        case.engine.submit("m@w0", request(str(i), prompt, NUM_NEW))
+
+
+def assert_as_expected(client: Client, saved: Saved) -> None:
+    assert client.tokens == {str(i): tokens for i, tokens in enumerate(saved.expected)}
+
+
+def test_prompts_chunked_and_batched_give_what_generate_gives(case: Case, saved: Saved) -> None:
+    submit_all(case, saved)
+    assert_as_expected(run(case.engine, Client()), saved)
+
+
+def test_mixed_arrivals_give_what_generate_gives(case: Case, saved: Saved) -> None:
+    client = Client()
+    for i, prompt in enumerate(saved.prompts):
+        case.engine.submit("m@w0", request(str(i), prompt, NUM_NEW))
+        for _ in range(i + 1):
+            client.take(case.engine.step())
+    assert_as_expected(run(case.engine, client), saved)
+
+
+def test_preemption_by_a_tiny_cache_changes_no_token(saved: Saved) -> None:
+    case = Case(saved.folder, num_blocks=30)
+    submit_all(case, saved)
+    client = run(case.engine, Client())
+    assert case.instance.scheduler.num_preemptions > 0
+    assert_as_expected(client, saved)
+    case.close()
+
+
+@SOME
+def test_replays_cut_at_every_position_go_on_with_the_same_tokens(case: Case, saved: Saved) -> None:
+    prompt, whole = saved.prompts[2], saved.expected[2]
+    for cut in range(NUM_NEW):
+        case.engine.submit("m@w0", request(str(cut), prompt, NUM_NEW, sent=whole[:cut]))
+    client = run(case.engine, Client())
+    assert list(client.tokens.values()) == [whole] * NUM_NEW
+
+
+@SOME
+def test_sampled_text_survives_a_replay_at_every_position(case: Case, saved: Saved) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 5, "presence_penalty": 0.3}
+    case.engine.submit("m@w0", request("whole", saved.prompts[1], NUM_NEW, **sampling))
+    whole = run(case.engine, Client()).tokens["whole"]
+    assert whole != saved.expected[1]
+    for cut in range(NUM_NEW):
+        case.engine.submit("m@w0", request(str(cut), saved.prompts[1], NUM_NEW, sent=whole[:cut], **sampling))
+    assert list(run(case.engine, Client()).tokens.values()) == [whole] * NUM_NEW
+
+
+@SOME
+def test_logprobs_and_prompt_logprobs_are_those_of_the_model(case: Case, saved: Saved) -> None:
+    prompt = saved.prompts[3]
+    case.engine.submit("m@w0", request("a", prompt, 4, logprobs=2, prompt_logprobs=1))
+    client = run(case.engine, Client())
+    with torch.no_grad():
+        ids = torch.tensor([prompt + saved.expected[3][:4]], device=DEVICE)
+        expected = saved.oracle.to(DEVICE)(ids).logits[0].float().log_softmax(-1).cpu()
+    own = [delta.logprobs[0] for delta in client.deltas if delta.logprobs]
+    rows = expected[len(prompt) - 1 : len(prompt) + 3]
+    assert [each.logprob for each in own] == pytest.approx(
+        [float(row[each.token_id]) for row, each in zip(rows, own, strict=True)], abs=1e-3
+    )
+    assert [each.top_ids for each in own] == rows.topk(2).indices.tolist()
+    (of_prompt,) = [delta.prompt_logprobs for delta in client.deltas if delta.prompt_logprobs]
+    assert [each.logprob for each in of_prompt[1:] if each] == pytest.approx(
+        expected[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])].tolist(), abs=1e-3
+    )
+
+
+@SOME
+def test_the_canary_finds_weights_that_are_not_numbers(saved: Saved) -> None:
+    case = Case(saved.folder)
+    run_canary(case.instance)
+    assert case.instance.stats.generation_tokens == 0
+    case.model.weights[1].attention.tensors["o"].fill_(float("nan"))
+    with pytest.raises(ModelError, match="weights are damaged"):
+        run_canary(case.instance)
+    case.close()
+
+
+@pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built")
+def test_the_demo_model_gives_what_generate_gives() -> None:
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    prompts = [[(i * 37 + j * 11) % 4000 for j in range(n)] for i, n in enumerate((5, 90, 33))]
+    case = Case(DEMO_MODEL, max_num_batched_tokens=64, block_tokens=16)
+    for i, prompt in enumerate(prompts):
+        case.engine.submit("m@w0", request(str(i), prompt, 40))
+    client = run(case.engine, Client())
+    assert client.tokens == {str(i): generate(oracle, prompt, 40) for i, prompt in enumerate(prompts)}
+    case.close()

@@ -1,0 +1,172 @@
+"""The scheduler alone, on a pool of numbers: order, fairness, blocks, progress."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus.messages import SamplingParams
+from tests.support.engine_toys import ToyBlocks
+from worker.core import Limits, Request, Sequence, StepPlan
+from worker.engine.scheduler import Scheduler
+
+
+def make(capacity: int, num_seqs: int = 4, tokens: int = 16, block_tokens: int = 4) -> Scheduler:
+    return Scheduler(Limits(num_seqs, tokens, 1000, block_tokens), ToyBlocks(capacity))
+
+
+def sequence(name: str, prompt: int, max_tokens: int = 8) -> Sequence:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0)
+    return Sequence(Request(id=name, prompt_token_ids=list(range(prompt)), sampling=sampling))
+
+
+def step(scheduler: Scheduler) -> tuple[StepPlan, list[Sequence]]:
+    """Plan, run and finish what is due, the way the engine does."""
+    plan = scheduler.plan()
+    sampling = [chunk.seq for chunk in plan.chunks if chunk.samples]
+    scheduler.commit(plan)
+    done = []
+    for seq in sampling:
+        seq.token_ids.append(1000 + seq.num_output)
+        if seq.num_output == seq.request.sampling.max_tokens:
+            scheduler.remove(seq)
+            done.append(seq)
+    scheduler.check_integrity()
+    return plan, done
+
+
+def names(plan: StepPlan) -> dict[str, int]:
+    return {chunk.seq.request.id: chunk.num_tokens for chunk in plan.chunks}
+
+
+def test_planners_that_share_a_step_let_their_sequences_decode_in_turn() -> None:
+    scheduler = make(capacity=100)
+    for name in "abc":
+        scheduler.add(sequence(name, 3))
+    step(scheduler)
+    ran = []
+    for _ in range(3):
+        plan = scheduler.plan(2)
+        scheduler.commit(plan)
+        for chunk in plan.chunks:
+            chunk.seq.token_ids.append(1)
+        ran.append("".join(names(plan)))
+    assert ran == ["ab", "ca", "bc"]
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
+    scheduler = make(capacity=100)
+    scheduler.add(sequence("short", 3))
+    step(scheduler)
+    scheduler.add(sequence("long", 40))
+    assert [names(step(scheduler)[0]) for _ in range(4)] == [
+        {"short": 1, "long": 15},
+        {"short": 1, "long": 15},
+        {"short": 1, "long": 10},
+        {"short": 1, "long": 1},
+    ]
+
+
+def test_nobody_overtakes_a_head_that_does_not_fit() -> None:
+    scheduler = make(capacity=8)
+    for seq in (sequence("first", 15), sequence("big", 20), sequence("small", 1)):
+        scheduler.add(seq)
+    plan, _ = step(scheduler)
+    assert names(plan) == {"first": 15}
+    assert [seq.request.id for seq in scheduler.waiting] == ["big", "small"]
+
+
+def test_the_youngest_is_preempted_and_recomputed_first_when_blocks_run_out() -> None:
+    scheduler = make(capacity=6, block_tokens=2)
+    for name in ("a", "b"):
+        scheduler.add(sequence(name, 3, max_tokens=6))
+    scheduler.add(sequence("c", 1))
+    seen: list[str] = []
+    for _ in range(40):
+        plan, done = step(scheduler)
+        seen += [seq.request.id for seq in done]
+        assert all(seq.request.id != "a" for seq in plan.preempted), "the oldest is never preempted"
+    assert seen == ["a", "b", "c"]
+    assert scheduler.num_preemptions > 0
+
+
+def test_a_sequence_too_long_for_the_cache_even_alone_leaves_with_the_numbers() -> None:
+    scheduler = make(capacity=3)
+    scheduler.add(sequence("prompt", 13))
+    ((_, reason),) = scheduler.plan().rejected
+    assert "13 tokens need 4 KV blocks of 4 tokens and this instance has 3" in reason
+    scheduler.add(sequence("grows", 11, max_tokens=100))
+    rejected = [item for _ in range(5) for item in step(scheduler)[0].rejected]
+    assert [seq.request.id for seq, _ in rejected] == ["grows"]
+    assert rejected[0][0].num_output == 2
+    scheduler.check_integrity()
+
+
+def test_limits_that_make_no_sense_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        Limits(0, 1, 1, 1)
+
+
+def test_more_sequences_than_batched_tokens_still_leave_no_decode_out() -> None:
+    scheduler = make(capacity=100, num_seqs=8, tokens=3)
+    for i in range(8):
+        scheduler.add(sequence(str(i), 1, max_tokens=4))
+    finished = [seq.request.id for _ in range(30) for seq in step(scheduler)[1]]
+    assert finished == [str(i) for i in range(8)]
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 30), st.integers(1, 12)),
+        st.tuples(st.just("cancel"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 4), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions, st.integers(3, 12), st.integers(1, 5), st.integers(1, 12))
+def test_any_history_leaks_no_block_keeps_fifo_and_ends(
+    history: list[tuple[str, int, int]], capacity: int, num_seqs: int, tokens: int
+) -> None:
+    scheduler = make(capacity, num_seqs, tokens)
+    alive: list[Sequence] = []
+    order: list[Sequence] = []
+    first_admissions: list[Sequence] = []
+
+    def one_step() -> None:
+        decoding = [seq for seq in scheduler.running if seq.num_remaining == 1]
+        plan, done = step(scheduler)
+        for seq in plan.admitted:
+            if seq not in first_admissions:
+                first_admissions.append(seq)
+        assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks) <= tokens
+        left_out = set(decoding) - {chunk.seq for chunk in plan.chunks} - set(plan.preempted)
+        assert left_out <= {seq for seq, _ in plan.rejected}, "a decode runs in every step"
+        for seq in [*done, *(seq for seq, _ in plan.rejected)]:
+            alive.remove(seq)
+        for seq in done:
+            assert seq.token_ids[seq.num_prompt :] == [1000 + i for i in range(seq.num_output)]
+
+    for kind, number, max_tokens in history:
+        if kind == "submit":
+            seq = sequence(str(len(order)), number, max_tokens)
+            scheduler.add(seq)
+            alive.append(seq)
+            order.append(seq)
+        elif kind == "cancel" and alive:
+            scheduler.remove(alive.pop(number % len(alive)))
+            scheduler.check_integrity()
+        else:
+            for _ in range(number):
+                one_step()
+    bound = 50 + sum(len(seq.token_ids) + seq.request.sampling.max_tokens for seq in alive) * 20
+    while alive and bound:
+        one_step()
+        bound -= 1
+    assert not alive, "the scheduler must come to an end"
+    assert scheduler.blocks.num_free == capacity
+    ranks = [order.index(seq) for seq in first_admissions]
+    assert ranks == sorted(ranks), "first admissions follow the order of arrival"

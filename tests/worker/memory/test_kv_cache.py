@@ -1,0 +1,251 @@
+"""The KV cache over the pool, and its block allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.memory_backends import BACKENDS, checked_pool
+from worker.memory import (
+    BlockAllocator,
+    BlocksInUse,
+    BrokenInvariant,
+    KVCache,
+    OutOfBlocks,
+    OutOfPages,
+    PagePool,
+)
+
+LAYERS = 3
+PAGES = 30
+
+
+@pytest.fixture(params=BACKENDS)
+def pool(request: pytest.FixtureRequest) -> Iterator[PagePool]:
+    with checked_pool(request.param, PAGES) as made:
+        yield made
+
+
+def cache(pool: PagePool, *, block_share: float = 0.3, max_blocks: int = 100) -> KVCache:
+    """A cache whose block takes about `block_share` of a page: it straddles pages."""
+    block_tokens = int(pool.page_bytes * block_share) // (2 * 2 * 8 * 4)
+    return KVCache(
+        pool,
+        num_layers=LAYERS,
+        num_kv_heads=2,
+        head_dim=8,
+        block_tokens=block_tokens,
+        dtype=torch.float32,
+        max_blocks=max_blocks,
+        owner="demo",
+    )
+
+
+def test_it_grows_and_shrinks_by_pages_in_every_layer(pool: PagePool) -> None:
+    kv = cache(pool)
+    assert (kv.num_blocks, kv.pages_per_layer, kv.layers) == (0, 0, [])
+    kv.grow(4)
+    assert pool.counts().kv == 4 * LAYERS
+    assert kv.num_blocks == 4 * pool.page_bytes // kv.block_bytes == kv.allocator.num_free
+    kv.shrink(3)
+    assert pool.counts().kv == LAYERS and kv.num_blocks == pool.page_bytes // kv.block_bytes
+    kv.grow(kv.growable_pages)
+    assert pool.num_free == 0 and kv.pages_per_layer == PAGES // LAYERS
+    kv.check_integrity()
+    kv.release()
+    assert pool.num_free == PAGES
+
+
+def test_views_keep_their_address_and_live_blocks_their_data(pool: PagePool) -> None:
+    kv = cache(pool)
+    kv.grow(2)
+    assert [tuple(layer.shape) for layer in kv.layers] == [(100, 2, 2, kv.block_tokens, 8)] * LAYERS
+    addresses = [layer.data_ptr() for layer in kv.layers]
+    for i, layer in enumerate(kv.layers):
+        for block in range(kv.num_blocks):
+            layer[block] = 100 * i + block
+    had = kv.num_blocks
+    kv.grow(5)
+    kv.shrink(5)
+    kv.grow(1)
+    assert [layer.data_ptr() for layer in kv.layers] == addresses
+    for i, layer in enumerate(kv.layers):
+        assert all(layer[block].eq(100 * i + block).all() for block in range(had))
+        assert not layer[had + 1 : kv.num_blocks].any()  # block `had` straddles the page that was kept
+
+
+def test_a_block_larger_than_a_page_needs_several(pool: PagePool) -> None:
+    kv = cache(pool, block_share=2.5)
+    kv.grow(2)
+    assert kv.num_blocks == 0
+    kv.grow(3)
+    assert kv.num_blocks == 5 * pool.page_bytes // kv.block_bytes == 2
+    kv.layers[1][1] = 5
+    assert kv.layers[1][1].eq(5).all()
+
+
+def test_a_block_of_heads_is_two_blocks_of_half_the_heads_in_place(pool: PagePool) -> None:
+    kv = cache(pool)
+    kv.grow(2)
+    whole = kv.layers[0]
+    whole[1, 0], whole[1, 1] = 10, 11
+    halves = whole.view(2 * kv.max_blocks, 1, 2, kv.block_tokens, 8)
+    assert halves[2].eq(10).all() and halves[3].eq(11).all()
+    assert halves.data_ptr() == whole.data_ptr()
+
+
+def test_growing_past_the_free_pages_changes_nothing(pool: PagePool) -> None:
+    kv = cache(pool)
+    kv.grow(5)
+    with pytest.raises(OutOfPages, match="demo KV cache needs 18 pages; 15 of the device's 30 are free"):
+        kv.grow(6)
+    assert kv.pages_per_layer == 5 and pool.counts().kv == 15
+
+
+def test_growing_past_the_reserved_blocks_changes_nothing(pool: PagePool) -> None:
+    kv = cache(pool, max_blocks=6)  # two pages
+    kv.grow(1)
+    assert kv.growable_pages == 1
+    with pytest.raises(ValueError, match="of a range of 2"):
+        kv.grow(2)
+    kv.grow(1)
+    assert kv.num_blocks == 6 and kv.growable_pages == 0
+
+
+@pytest.mark.parametrize("broken_layer", range(LAYERS))
+def test_a_half_done_growth_rolls_back(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch, broken_layer: int
+) -> None:
+    kv = cache(pool)
+    kv.grow(1)
+    kv.layers[0][0] = 3
+
+    def refuse(first_page: int, num_pages: int, *, zeroed: bool) -> None:
+        raise OutOfPages(num_pages, 0, PAGES, "somebody was quicker")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv._ranges[broken_layer], "map", refuse)
+        with pytest.raises(OutOfPages, match="somebody was quicker"):
+            kv.grow(4)
+    assert pool.counts().kv == LAYERS and kv.num_blocks == pool.page_bytes // kv.block_bytes
+    kv.check_integrity()
+    pool.check_integrity()
+    kv.grow(4)
+    assert kv.layers[0][0].eq(3).all()
+
+
+def test_a_half_done_shrink_rolls_back(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = cache(pool)
+    kv.grow(3)
+    blocks = kv.num_blocks
+
+    def refuse(first_page: int, num_pages: int) -> None:
+        raise RuntimeError("driver says no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv._ranges[2], "unmap", refuse)
+        with pytest.raises(RuntimeError, match="driver says no"):
+            kv.shrink(1)
+    assert kv.num_blocks == blocks and pool.counts().kv == 3 * LAYERS
+    kv.check_integrity()
+
+
+def test_shrinking_never_takes_a_live_block(pool: PagePool) -> None:
+    kv = cache(pool)
+    kv.grow(3)
+    taken = kv.allocator.allocate(kv.num_blocks)
+    kv.allocator.free(taken[:-1])
+    with pytest.raises(BlocksInUse) as caught:
+        kv.shrink(2)
+    assert caught.value.blocks == [taken[-1]] and caught.value.capacity == pool.page_bytes // kv.block_bytes
+    assert kv.pages_per_layer == 3
+    [target] = kv.allocator.allocate(1)  # what a resizer does: move the live block below, then shrink
+    for layer in kv.layers:
+        layer[target].copy_(layer[taken[-1]])
+    kv.allocator.free([taken[-1]])
+    kv.shrink(2)
+    with pytest.raises(ValueError, match="has 1 pages per layer"):
+        kv.shrink(2)
+
+
+def test_uneven_layers_are_noticed(pool: PagePool) -> None:
+    kv = cache(pool)
+    kv.grow(2)
+    kv._ranges[1].unmap(1, 1)
+    with pytest.raises(BrokenInvariant, match=r"layers have \[1, 2\] pages"):
+        kv.check_integrity()
+
+
+def test_the_lowest_free_block_goes_first_so_that_the_tail_empties() -> None:
+    blocks = BlockAllocator(8)
+    assert blocks.allocate(5) == [0, 1, 2, 3, 4]
+    blocks.free([3, 0])
+    assert blocks.allocate(3) == [0, 3, 5]
+    blocks.free([4, 5])
+    assert blocks.live_from(4) == []
+    blocks.truncate(4)
+    assert (blocks.capacity, blocks.num_free, blocks.num_used) == (4, 0, 4)
+    blocks.extend(6)
+    assert blocks.allocate(2) == [4, 5]
+
+
+def test_wrong_requests_to_the_allocator_change_nothing() -> None:
+    blocks = BlockAllocator(4)
+    taken = blocks.allocate(3)
+    with pytest.raises(OutOfBlocks, match="2 KV blocks needed; 1 of 4 are free"):
+        blocks.allocate(2)
+    for wrong in ([3], [0, 0], [4], [-1], [1, 3]):
+        with pytest.raises(ValueError, match="not in use, or freed twice"):
+            blocks.free(wrong)
+    with pytest.raises(BlocksInUse):
+        blocks.truncate(2)
+    with pytest.raises(ValueError, match="cannot extend"):
+        blocks.extend(3)
+    assert blocks.num_free == 1 and blocks.allocate(1) == [3]
+    blocks.free(taken)
+    blocks.check_integrity()
+
+
+def test_integrity_notices_a_block_that_is_free_twice() -> None:
+    blocks = BlockAllocator(4)
+    blocks._free.append(2)
+    with pytest.raises(BrokenInvariant):
+        blocks.check_integrity()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "free", "extend", "truncate"]), st.integers(0, 12))))
+def test_any_sequence_of_calls_keeps_blocks_apart(calls: list[tuple[str, int]]) -> None:
+    blocks, live = BlockAllocator(10), list[int]()
+    for verb, n in calls:
+        if verb == "allocate" and n <= blocks.num_free:
+            taken = blocks.allocate(n)
+            assert not set(taken) & set(live)
+            live += taken
+        elif verb == "free":
+            blocks.free(live[:n])
+            live = live[n:]
+        elif verb == "extend":
+            blocks.extend(blocks.capacity + n)
+        elif verb == "truncate" and all(block < n for block in live) and n <= blocks.capacity:
+            blocks.truncate(n)
+        blocks.check_integrity()
+        assert blocks.num_used == len(live)
+
+
+def test_heads_are_outermost_so_a_block_is_several_of_fewer_heads(pool: PagePool) -> None:
+    kv = cache(pool)
+    assert kv.layers_at(2) == []
+    kv.grow(2)
+    for layer, halves in zip(kv.layers, kv.layers_at(2), strict=True):
+        assert halves.shape == (200, 1, 2, kv.block_tokens, 8) and halves.data_ptr() == layer.data_ptr()
+        for block in range(kv.num_blocks):
+            halves[2 * block], halves[2 * block + 1] = block, -block
+            assert bool((layer[block, 0] == block).all()) and bool((layer[block, 1] == -block).all())
+    for degree in (0, 3, 4):
+        with pytest.raises(ValueError, match=f"2 KV heads cannot be split over {degree} ranks"):
+            kv.layers_at(degree)

@@ -1,0 +1,371 @@
+"""Model folders: what loads, what it costs, and what every broken one is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.model_folders import FAMILIES, TINY, Runner, make_oracle, make_pool
+from worker.memory import MappingFailed, PagePool
+from worker.model import ModelError, load_model, read_config
+from worker.model.layout import Padded, degrees, pad_ffn, plan_model
+from worker.model.sources import DUMMY_STD
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    make_oracle("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    make_oracle("llama").save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "copied"))
+
+
+def config_folder(folder: Path, **changes: Any) -> Path:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **TINY, **changes}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def refused(folder: Path, match: str, pool: PagePool | None = None, **load: Any) -> None:
+    """Loading raises a ModelError that says so, and leaves every page free."""
+    pool = pool or make_pool()
+    with pytest.raises(ModelError, match=match):
+        load_model(folder, pool, **load)
+    pool.check_integrity()
+    assert pool.num_free == pool.num_pages
+    pool.close()
+
+
+# ---------------------------------------------------------------------------- what loads
+
+
+def test_one_file_and_many_shards_load_the_same_weights(whole: Path, sharded: Path) -> None:
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    runners = [Runner(whole), Runner(sharded)]
+    prompt = list(range(30))
+    assert runners[0].step({0: prompt}).equal(runners[1].step({0: prompt}))
+    for runner in runners:
+        runner.close()
+
+
+def test_progress_counts_every_byte_once(sharded: Path) -> None:
+    pool, seen = make_pool(), list[tuple[int, int]]()
+    model = load_model(
+        sharded, pool, dtype=torch.bfloat16, progress=lambda done, total: seen.append((done, total))
+    )
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert {total for _, total in seen} == {model.size.weights} and seen[-1][0] == model.size.weights
+    assert (
+        model.size.weights
+        == sum(t.numel() for f in sharded.glob("*.safetensors") for t in load_file(f).values()) * 2
+    )
+    pool.close()
+
+
+def test_the_dtype_is_the_checkpoints_unless_another_is_asked_for(copied: Path) -> None:
+    tensors = {
+        name: tensor.to(torch.float16) for name, tensor in load_file(copied / "model.safetensors").items()
+    }
+    save_file(tensors, copied / "model.safetensors")
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    pool = make_pool()
+    as_stored, widened = load_model(copied, pool), load_model(copied, pool, dtype=torch.float32)
+    assert (as_stored.dtype, widened.dtype) == (torch.float16, torch.float32)
+    name = "model.layers.1.mlp.down_proj.weight"
+    stored = widened._weights.layers[1].feed_forward.tensors["down"][: TINY["intermediate_size"]]
+    assert stored.equal(tensors[name].float().T)
+    pool.close()
+
+
+def test_pages_of_a_model_are_weights_until_it_is_released(whole: Path) -> None:
+    pool = make_pool()
+    first, second = load_model(whole, pool, max_tp=4), load_model(whole, pool)
+    counts = pool.counts()
+    assert counts.weights * pool.page_bytes == first.size.mapped + second.size.mapped
+    assert first.size.mapped >= first.size.weights + first.size.padding
+    first.release()
+    assert pool.counts().weights * pool.page_bytes == second.size.mapped
+    second.release()
+    assert pool.counts().free == pool.num_pages
+    pool.close()
+
+
+def test_padding_is_reported_and_is_zeros(whole: Path) -> None:
+    pool = make_pool()
+    model = load_model(whole, pool, max_tp=4)
+    width, padded = TINY["intermediate_size"], 192  # 16 rows of 256 bytes to a page, 4 shards: 64 rows
+    assert model.size.padding == TINY["num_hidden_layers"] * 3 * (padded - width) * TINY["hidden_size"] * 4
+    assert model.size.padding_share == model.size.padding / model.size.weights
+    ffn = model._weights.layers[0].feed_forward.tensors
+    assert ffn["gate_up"].shape == (2, padded, TINY["hidden_size"])
+    assert not ffn["gate_up"][:, width:].any() and not ffn["down"][width:].any()
+    assert ffn["down"][:width].any(1).all()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "max_tp", "rows", "row_size"),
+    [
+        (4096, 11008, 4, 11264, 4096),  # Llama 2 7B: 256 rows to a page
+        (4096, 14336, 4, 14336, 4096),  # Llama 3 8B: needs none
+        (4096, 11008, 1, 11008, 4096),
+        (3584, 18944, 4, 19456, 4096),  # Qwen2 7B: longer rows cost less than the 24576 rows of 3584
+        (3584, 18944, 1, 18944, 3584),  # one rank needs none
+    ],
+)
+def test_padding_is_the_least_that_every_shard_needs(
+    tmp_path: Path, hidden: int, intermediate: int, max_tp: int, rows: int, row_size: int
+) -> None:
+    heads = hidden // 128
+    folder = config_folder(
+        tmp_path / "m",
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+    )
+    assert pad_ffn(read_config(folder), torch.bfloat16, 2 << 20, max_tp) == Padded(rows, row_size)
+
+
+def test_degrees_are_those_that_divide_the_kv_heads(tmp_path: Path) -> None:
+    config = read_config(config_folder(tmp_path / "m", num_key_value_heads=2))
+    assert degrees(config, 8) == [1, 2] and degrees(config, 1) == [1]
+
+
+def test_loading_needs_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+    folder = config_folder(
+        tmp_path / "m", vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=3
+    )
+    plan = plan_model(read_config(folder), torch.float32, 4096, 1)
+    sources = [source for part in plan.ranges() for source in part.sources]
+    save_file({s.tensor: torch.ones(s.shape) for s in sources}, folder / "model.safetensors")
+    code = f"""
+import re, torch
+from pathlib import Path
+from worker.memory import CpuBackend, PagePool
+from worker.model import load_model
+def kib(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+small = PagePool(CpuBackend(), 300 << 20)
+load_model({str(folder)!r}, small, load_format="dummy", dtype=torch.float16).release()
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+before = kib("VmRSS")
+model = load_model({str(folder)!r}, PagePool(CpuBackend(), 300 << 20))
+print(model.size.weights // 1024, kib("VmHWM") - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=100, capture_output=True, text=True
+    )
+    weights, peak = map(int, done.stdout.split())
+    largest = 8192 * 768 * 4 // 1024  # one tensor is in the page cache's mapping while it is copied
+    assert weights > 90_000
+    assert peak < weights + largest + 8_000, f"{peak} KiB at the peak for {weights} KiB of weights"
+
+
+# ---------------------------------------------------------------------------- dummy weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dummy_weights_need_only_a_config(tmp_path: Path, family: str) -> None:
+    make_oracle(family).config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    name, _ = FAMILIES[family]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [f"{name}ForCausalLM"]}))
+    runner = Runner(tmp_path, load_format="dummy", max_tp=2)
+    assert runner.step({0: list(range(20))}).isfinite().all()
+    runner.close()
+
+
+def test_dummy_weights_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "m")
+    prompt = list(range(40))
+    a, b = Runner(folder, load_format="dummy", seed=3), Runner(folder, load_format="dummy", seed=3, max_tp=4)
+    other = Runner(folder, load_format="dummy", seed=4)
+    logits = a.step({0: prompt})
+    torch.testing.assert_close(logits, b.step({0: prompt}), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits, other.step({0: prompt}), atol=0.1)
+    for runner in (a, b, other):
+        runner.close()
+
+
+def test_dummy_weights_have_the_deviation_that_keeps_greedy_text_alive(tmp_path: Path) -> None:
+    pool = make_pool()
+    model = load_model(config_folder(tmp_path / "m"), pool, dtype=torch.float32, load_format="dummy")
+    layer, embedding, head = model._weights.layers[0], model._weights.embedding, model._weights.head
+    assert embedding and head
+    for weight in (layer.attention.tensors["qkv"], embedding.tensors["embedding"]):
+        assert weight.std().item() == pytest.approx(DUMMY_STD, rel=0.05)
+        assert weight.mean().abs().item() < 0.005
+    assert layer.attention.tensors["input_norm"].eq(1).all() and head.tensors["norm"].eq(1).all()
+    pool.close()
+
+
+# ---------------------------------------------------------------------------- what is refused
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "nowhere: there is no such model folder")
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    refused(tmp_path, "no config.json in it")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "cannot be read as JSON"), ("[1]", "holds a list, not an object")]
+)
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    refused(tmp_path, reason)
+
+
+def test_an_unsupported_architecture_is_named_with_the_supported_ones(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "m", architectures=["GPTJForCausalLM"])
+    refused(folder, "GPTJForCausalLM is not supported; these are: LlamaForCausalLM, .*Qwen3ForCausalLM")
+    folder = config_folder(tmp_path / "m", architectures=None, model_type="bloom")
+    refused(folder, "architecture bloom is not supported")
+
+
+def test_an_architecture_is_known_by_its_model_type_too(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "m", architectures=None, model_type="qwen2")
+    assert read_config(folder).architecture == "Qwen2ForCausalLM"
+
+
+def test_quantised_checkpoints_are_refused_by_their_method(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "m", quantization_config={"quant_method": "awq", "bits": 4})
+    refused(folder, r"quantised weights \(awq\) are not supported")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"num_key_value_heads": 3}, "8 heads are not a multiple of 3 KV heads"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"head_dim": 5}, "even"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "config.json"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "low_freq_factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_served_says_why(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    refused(config_folder(tmp_path / "m", **changes), reason)
+
+
+def test_a_dtype_that_no_kernel_has_is_refused(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "m", dtype="float64")
+    refused(folder, r"dtype torch\.float64 is not supported; these are: torch\.float32", load_format="dummy")
+
+
+def test_a_folder_without_safetensors_is_refused(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    refused(copied, "neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_a_missing_shard_is_named(sharded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "m"))
+    gone = sorted(folder.glob("*.safetensors"))[2]
+    gone.unlink()
+    refused(folder, f"shard {gone.name} is missing")
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_missing_tensor_is_named(copied: Path) -> None:
+    change_tensors(copied, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    refused(copied, r"no tensor model\.layers\.1\.mlp\.up_proj\.weight")
+
+
+def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(copied: Path) -> None:
+    name = "model.layers.2.self_attn.k_proj.weight"
+    change_tensors(copied, lambda tensors: tensors.update({name: torch.zeros(16, 64)}))
+    refused(copied, rf"model\.safetensors: tensor {name} has shape \[16, 64\]; config.json says \[32, 64\]")
+
+
+def test_a_tensor_that_is_not_floating_point_is_refused(copied: Path) -> None:
+    name = "model.norm.weight"
+    change_tensors(copied, lambda tensors: tensors.update({name: torch.zeros(64, dtype=torch.int8)}))
+    refused(copied, f"tensor {name} is I8; supported: F32, BF16, F16")
+
+
+def test_a_damaged_file_is_named(copied: Path) -> None:
+    whole = (copied / "model.safetensors").read_bytes()
+    (copied / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    refused(copied, r"model\.safetensors: not a readable safetensors file")
+
+
+def test_an_index_that_is_none_is_named(sharded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "m"))
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weights": {}}')
+    refused(folder, "not an index of shards")
+    index.write_text(
+        json.dumps({"weight_map": {"model.norm.weight": min(folder.glob("*.safetensors")).name}})
+    )
+    refused(folder, r"no tensor model\.embed_tokens\.weight, .* and \d+ more")
+
+
+def test_a_model_too_big_for_the_budget_is_refused_before_it_is_loaded(whole: Path) -> None:
+    seen: list[int] = []
+    pool = make_pool(megabytes=1)
+    size = load_model(whole, make_pool()).size
+    refused(
+        whole,
+        rf"too big for the device's budget: it needs {size.mapped / 2**20:.1f} MiB .* 0\.5 of 0\.5 MiB",
+        pool=PagePool(pool.backend, 1 << 19),
+        progress=lambda done, _: seen.append(done),
+    )
+    assert not seen
+
+
+def test_a_load_that_fails_half_way_gives_every_page_back(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool()
+    real, calls = pool.backend.map, []
+
+    def fails_late(*args: Any, zeroed: bool) -> None:
+        calls.append(args)
+        if len(calls) == 5:
+            raise MappingFailed("mmap: no")
+        real(*args, zeroed=zeroed)
+
+    monkeypatch.setattr(pool.backend, "map", fails_late)
+    with pytest.raises(MappingFailed):
+        load_model(whole, pool)
+    pool.check_integrity()
+    assert pool.num_free == pool.num_pages
+    pool.close()

@@ -1,0 +1,277 @@
+"""Host images: made once, shared, gone with the last of their users, never used half-made."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.paths import ROOT
+from worker.model import ModelError
+from worker.morph import host_file
+from worker.morph.host import HostStore, Images
+from worker.morph.host_file import HEADER_BYTES, Progress, remove_abandoned
+
+SIZES = {"a": 5000, "b": 1, "c": 70000}
+
+
+class Maker:
+    """Writes what can be known again, and counts how often it was asked to."""
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self.times, self._pause_s = 0, pause_s
+
+    def __call__(self, images: Images[str], progress: Progress) -> None:
+        self.times += 1
+        for i, (name, image) in enumerate(images.items()):
+            assert not image.any()
+            image.copy_(expected(name))
+            progress(i + 1, len(images))
+            time.sleep(self._pause_s)
+
+
+def expected(name: str) -> torch.Tensor:
+    return torch.arange(SIZES[name]).mul_(ord(name)).remainder_(251).to(torch.uint8)
+
+
+def opened(folder: Path, maker: Maker | None = None, key: str = "key") -> HostStore[str]:
+    return HostStore(folder, key, SIZES, maker or Maker())
+
+
+def check(store: HostStore[str]) -> None:
+    for name in SIZES:
+        assert store.image(name).equal(expected(name))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def run_maker(folder: Path, body: str) -> subprocess.Popen[str]:
+    """A process that opens the same store; `body` is what its maker does with `images` and `progress`."""
+    code = f"""
+import kernels, os, sys, time, torch
+from pathlib import Path
+from tests.worker.morph.test_host_store import SIZES, Maker
+from worker.morph.host import HostStore
+def make(images, progress):
+{body}
+store = HostStore(Path({str(folder)!r}), "key", SIZES, make)
+print("open", flush=True)
+sys.stdin.readline()
+"""
+    root = ROOT
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=root, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def test_the_second_user_finds_what_the_first_one_made(tmp_path: Path) -> None:
+    first, second = Maker(), Maker()
+    a, b = opened(tmp_path, first), opened(tmp_path, second)
+    check(a)
+    check(b)
+    assert (first.times, second.times) == (1, 0) and a.path == b.path
+    a.close()
+    b.close()
+
+
+def test_the_last_user_takes_the_file_with_it(tmp_path: Path) -> None:
+    a, b = opened(tmp_path), opened(tmp_path)
+    a.close()
+    assert files(tmp_path) == [b.path]
+    kept = b.image("c")
+    b.close()
+    b.close()
+    assert files(tmp_path) == [] and kept.equal(expected("c"))  # views stay readable
+
+
+def test_a_store_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    assert files(tmp_path)
+    del store
+    assert files(tmp_path) == []
+
+
+def test_images_begin_on_pages_of_their_own(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    assert all(store.image(name).data_ptr() % 4096 == 0 for name in SIZES)
+    assert store.nbytes == HEADER_BYTES + 8192 + 4096 + 18 * 4096 == store.path.stat().st_size
+    store.close()
+
+
+def test_other_contents_have_another_file(tmp_path: Path) -> None:
+    a, b = opened(tmp_path, key="one"), opened(tmp_path, key="two")
+    assert len(files(tmp_path)) == 2
+    a.close()
+    b.close()
+
+
+def test_nobody_can_write_to_an_image(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    address = f"{store.image('a').data_ptr() - HEADER_BYTES:x}-"
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(address)]
+    assert mapped and mapped[0].split()[1] == "r--s"
+    store.close()
+
+
+def test_of_many_that_come_at_once_one_makes_and_all_have_it(tmp_path: Path) -> None:
+    maker, stores = Maker(pause_s=0.05), list[HostStore[str]]()
+    threads = [threading.Thread(target=lambda: stores.append(opened(tmp_path, maker))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert maker.times == 1 and len(stores) == 6
+    for store in stores:
+        check(store)
+        store.close()
+    assert files(tmp_path) == []
+
+
+def test_who_waits_is_told_how_far_the_maker_is(tmp_path: Path) -> None:
+    seen, unused = list[tuple[int, int]](), Maker()
+    with run_maker(tmp_path, "    Maker(0.4)(images, progress)"):
+        wait_for_maker(tmp_path)
+        store = HostStore(tmp_path, "key", SIZES, unused, progress=lambda *told: seen.append(told))
+        assert (2, 3) in seen and unused.times == 0
+        check(store)
+    store.close()
+    assert files(tmp_path) == []
+
+
+def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
+    def give_up(done: int, total: int) -> None:
+        raise KeyError("enough")
+
+    with run_maker(tmp_path, "    Maker(1.0)(images, progress)") as process:
+        wait_for_maker(tmp_path)
+        with pytest.raises(KeyError, match="enough"):
+            HostStore(tmp_path, "key", SIZES, Maker(), progress=give_up)
+        process.kill()
+
+
+def test_what_a_killed_maker_left_is_made_anew(tmp_path: Path) -> None:
+    with run_maker(tmp_path, "    images['a'].fill_(7); progress(1, 3); os.kill(os.getpid(), 9)") as process:
+        assert process.wait(30) == -signal.SIGKILL
+    assert files(tmp_path)[0].stat().st_size > HEADER_BYTES
+    maker = Maker()
+    store = opened(tmp_path, maker)
+    assert maker.times == 1
+    check(store)
+    store.close()
+
+
+def test_what_a_killed_user_left_whole_is_used_again(tmp_path: Path) -> None:
+    with run_maker(tmp_path, "    Maker()(images, progress)") as process:
+        assert process.stdout and process.stdout.readline() == "open\n"
+        process.kill()
+    maker = Maker()
+    store = opened(tmp_path, maker)
+    assert maker.times == 0
+    check(store)
+    store.close()
+
+
+def test_a_file_with_a_foreign_or_cut_header_is_made_anew(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    path = store.path
+    whole = path.read_bytes()
+    store.close()
+    for damaged in (b"", b"x" * 4096, whole[:-1], whole[:100], b"other" + whole[5:]):
+        path.write_bytes(damaged)
+        path.chmod(0o600)
+        maker = Maker()
+        store = opened(tmp_path, maker)
+        assert maker.times == 1
+        check(store)
+        store.close()
+
+
+def test_files_that_nobody_holds_are_removed_at_a_start_and_others_are_not(tmp_path: Path) -> None:
+    held = opened(tmp_path, key="held")
+    abandoned = tmp_path / f"instar-{os.getuid()}-0123.images"
+    abandoned.write_bytes(b"left by a process that was killed")
+    (tmp_path / "something else").write_text("not ours")
+    store = opened(tmp_path)
+    assert set(files(tmp_path)) == {held.path, store.path, tmp_path / "something else"}
+    store.close()
+    held.close()
+    assert remove_abandoned(tmp_path) == []
+
+
+def test_a_maker_that_fails_leaves_nothing_and_says_why(tmp_path: Path) -> None:
+    def fail(images: Images[str], progress: Progress) -> None:
+        raise ZeroDivisionError("of all things")
+
+    with pytest.raises(ZeroDivisionError, match="of all things"):
+        HostStore(tmp_path, "key", SIZES, fail)
+    assert files(tmp_path) == []
+    opened(tmp_path).close()
+
+
+def test_who_waited_for_a_maker_that_failed_makes_it(tmp_path: Path) -> None:
+    maker = Maker()
+    with run_maker(tmp_path, "    time.sleep(1.0); raise SystemExit(3)") as process:
+        wait_for_maker(tmp_path)
+        store = opened(tmp_path, maker)
+        assert maker.times == 1 and process.wait(10) == 3
+    check(store)
+    store.close()
+
+
+def test_too_little_room_names_both_numbers_and_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_file, "room", lambda folder: 3 << 20)
+    maker = Maker()
+    with pytest.raises(ModelError, match=r"take 9\.0 MiB .* 3\.0 MiB are free; .*variants, or .*host_dir"):
+        HostStore(tmp_path, "key", {"large": 9 << 20}, maker)
+    assert maker.times == 0 and files(tmp_path) == []
+
+
+def test_a_file_system_that_has_no_room_after_all_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ModelError, match=r"free; keep fewer in worker\.variants"):
+        opened(tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"worker\.host_dir .*nowhere.*No such file"):
+        opened(tmp_path / "nowhere")
+
+
+def test_room_of_memory_is_no_more_than_the_machine_has() -> None:
+    found = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
+    assert found and 0 < host_file.room(Path("/dev/shm")) <= int(found[1]) * 1024
+
+
+def wait_for_maker(folder: Path) -> None:
+    """Until somebody has the exclusive lock of a file."""
+    deadline = time.monotonic() + 30
+    while not any(is_locked(path) for path in files(folder)):
+        assert time.monotonic() < deadline, "nobody makes a file"
+        time.sleep(0.02)
+
+
+def is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,305 @@
+"""The order in which layers are swapped: Algorithm 1, what it writes, and what a worker makes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.model_folders import make_oracle
+from tests.support.tiny_model import byte_level
+from worker.model import ModelError, read_config
+from worker.model.sources import Checkpoint
+from worker.profile.__main__ import main
+from worker.profile.greedy import Profiler
+from worker.profile.loss import losses
+from worker.profile.order import load_order, profile_path
+from worker.profile.scores import Metric, Weights, similarity
+from worker.quantize.calibration import read_calibration
+from worker.quantize.decoder import Ends, Span, Tensors, load_ends, load_layer, run_layer
+from worker.quantize.fingerprint import model_fingerprint
+from worker.quantize.source import QuantizedLayers
+
+CPU = torch.device("cpu")
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_oracle("llama", vocab_size=400, num_hidden_layers=LAYERS).save_pretrained(folder)
+    byte_level(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return path
+
+
+def profile(folder: Path, text: Path, *more: str) -> int:
+    sizes = ["--windows", "2", "--window-tokens", "48", "--device", "cpu"]
+    return main([str(folder), "--calibration", str(text), *sizes, *more])
+
+
+class Parts:
+    """A model in pieces, ready to be profiled."""
+
+    def __init__(self, folder: Path, precision: str = "int3") -> None:
+        config, checkpoint = read_config(folder), Checkpoint(folder)
+        self.ends: Ends = load_ends(config, checkpoint, torch.float32, CPU)
+        self.layers = [load_layer(config, checkpoint, i, torch.float32, CPU) for i in range(LAYERS)]
+        self.quantised = QuantizedLayers(
+            config,
+            checkpoint,
+            precision=precision,
+            method="",
+            model=model_fingerprint(config, checkpoint),
+            dtype=torch.float32,
+            device=CPU,
+        )
+        self.windows = torch.randint(0, 400, (2, 40), generator=torch.Generator().manual_seed(0))
+
+    def swapped(self, layer: int) -> Tensors:
+        return {**self.layers[layer], **self.quantised(layer)}
+
+    def hidden(self, window: torch.Tensor, swapped: set[int]) -> list[torch.Tensor]:
+        """At every layer's entry, and at the head's."""
+        states = [self.ends.embed(window[None])]
+        for i in range(LAYERS):
+            weights = self.swapped(i) if i in swapped else self.layers[i]
+            states.append(run_layer(self.ends, i, states[-1], [Span(0, 40, weights)]))
+        return states
+
+    def output(self, window: torch.Tensor, swapped: set[int]) -> torch.Tensor:
+        return self.ends.logits(self.hidden(window, swapped)[-1])
+
+
+def algorithm_1(parts: Parts, weights: Weights, metric: Metric) -> tuple[list[int], list[float]]:
+    """As the paper writes it, every output computed from the start: the sequence and its LIS."""
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    lts, lrs = [], []
+    for i in range(LAYERS):
+        states = [parts.hidden(window, set()) for window in parts.windows]
+        lts.append(mean([similarity(s[i], s[i + 1], metric) for s in states]))
+        made = [run_layer(parts.ends, i, s[i], [Span(0, 40, parts.swapped(i))]) for s in states]
+        lrs.append(mean([similarity(s[i + 1], q, metric) for s, q in zip(states, made, strict=True)]))
+    order, scores = list[int](), []
+    while len(order) < LAYERS:
+        lis = {}
+        for j in set(range(LAYERS)) - set(order):
+            mds = [
+                similarity(parts.output(w, set(order)), parts.output(w, {*order, j}), metric)
+                for w in parts.windows
+            ]
+            lis[j] = weights.lts * lts[j] + weights.lrs * lrs[j] + weights.mds * mean(mds)
+        order.append(max(lis, key=lambda j: lis[j]))
+        scores.append(lis[order[-1]])
+    return order, scores
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2"])
+@pytest.mark.parametrize("weights", [Weights(), Weights(0, 0, 1)], ids=["paper", "output only"])
+def test_keeping_hidden_states_changes_nothing_in_algorithm_1(
+    saved: Path, weights: Weights, metric: Metric
+) -> None:
+    parts = Parts(saved)
+    expected, lis = algorithm_1(parts, weights, metric)
+    profiler = Profiler(parts.ends, list(parts.layers), parts.quantised, parts.windows, metric)
+    trials: list[int] = []
+    order, scores = profiler.sequence(weights, lambda: trials.append(1))
+    assert order == expected
+    assert scores.lis == pytest.approx(lis, abs=1e-5)
+    assert len(trials) == profiler.num_trials
+
+
+def test_the_layer_that_quantisation_spares_goes_first_and_the_one_it_breaks_last(saved: Path) -> None:
+    parts = Parts(saved)
+    full = [dict(layer) for layer in parts.layers]
+
+    def quantised(layer: int) -> Tensors:
+        if layer == 2:
+            return {}
+        made = parts.quantised(layer)
+        return {name: 3 * weight for name, weight in made.items()} if layer == 1 else made
+
+    order, _ = Profiler(parts.ends, full, quantised, parts.windows, "cosine").sequence(
+        Weights(0, 0, 1), lambda: None
+    )
+    assert order[0] == 2
+    assert order[-1] == 1
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2"])
+def test_nothing_is_nearer_than_the_same(metric: Metric) -> None:
+    a = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    same, near, far = (similarity(a, a + noise * a.flip(-1), metric) for noise in (0.0, 0.1, 1.0))
+    assert same == pytest.approx(1.0 if metric == "cosine" else 0.0, abs=1e-6)
+    assert same > near > far
+
+
+# --------------------------------------------------------------------------- what is written and read
+
+
+def test_the_command_writes_what_the_worker_follows(folder: Path, text: Path) -> None:
+    assert profile(folder, text) == 0
+    found = json.loads(profile_path(folder, "int4").read_text())
+    assert found["weights"] == [0.25, 0.25, 0.5]
+    assert found["method"] == "rtn"
+    assert found["windows"] == [2, 48]
+    assert load_order(folder) == (found["sequence"], "profile")
+    assert load_order(folder, "profile") == (found["sequence"], "profile")
+    assert load_order(folder, "front-to-back") == ([0, 1, 2, 3], "front-to-back")
+
+
+def test_perplexities_are_kept_for_every_number_of_swapped_layers(folder: Path, text: Path) -> None:
+    assert profile(folder, text, "--precision", "int3") == 0
+    path = profile_path(folder, "int3")
+    found = json.loads(path.read_text())
+    parts = Parts(folder)
+    windows = read_calibration(read_config(folder), text, 2, 48).tokens
+    for count, perplexity in enumerate(found["perplexity"]):
+        swapped = set(found["sequence"][:count])
+        outputs = [parts.output(window, swapped)[0, :-1] for window in windows]
+        nats = [F.cross_entropy(out, window[1:]) for out, window in zip(outputs, windows, strict=True)]
+        assert math.log(perplexity) == pytest.approx(float(sum(nats) / 2), abs=1e-4)
+    assert len(found["perplexity"]) == LAYERS + 1
+
+
+def test_a_profile_without_perplexities_gets_them_and_keeps_its_order(
+    folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile(folder, text)
+    path = profile_path(folder, "int4")
+    found = json.loads(path.read_text())
+    older = {name: value for name, value in found.items() if name != "perplexity"}
+    path.write_text(json.dumps(older))
+    assert losses(read_config(folder), ["int4"]) == {}
+    monkeypatch.setattr(Profiler, "_degradation", None)  # no trial is run
+    assert profile(folder, text) == 0
+    again = json.loads(path.read_text())
+    assert {**again, "perplexity": []} == {**found, "perplexity": []}
+    assert again["perplexity"] == pytest.approx(found["perplexity"], rel=1e-3)
+
+
+def test_the_loss_is_that_of_all_layers_and_of_what_is_served(folder: Path, text: Path) -> None:
+    config = read_config(folder)
+    assert losses(config, ["full", "int8", "int4"]) == {}
+    profile(folder, text)
+    path = profile_path(folder, "int4")
+    found = json.loads(path.read_text())
+    found["perplexity"] = [20.0, 20.1, 20.2, 20.3, 21.0]
+    path.write_text(json.dumps(found))
+    assert losses(config, ["full", "int8", "int4"]) == {"int4": pytest.approx(0.05)}
+    path.write_text(json.dumps({**found, "perplexity": [20.0, 20.1, 20.2, 20.3, 19.9]}))
+    assert losses(config, ["int4"]) == {"int4": 0.0}
+    for other in ({"method": "awq"}, {"model": "0" * 64}):  # not what a worker would load, not this model
+        path.write_text(json.dumps({**found, **other}))
+        assert losses(config, ["int4"]) == {}
+
+
+def test_weights_and_metric_are_settable(folder: Path, text: Path) -> None:
+    assert profile(folder, text, "--weights", "0,0,1", "--metric", "l2", "--precision", "int3") == 0
+    found = json.loads(profile_path(folder, "int3").read_text())
+    assert (found["weights"], found["metric"]) == ([0, 0, 1], "l2")
+    assert found["scores"]["lis"] == found["scores"]["mds"]
+
+
+def test_plain_orders_need_no_profile(folder: Path) -> None:
+    assert load_order(folder) == ([0, 1, 2, 3], "front-to-back")
+    assert load_order(folder, "back-to-front") == ([3, 2, 1, 0], "back-to-front")
+    order, name = load_order(folder, "random")
+    assert (sorted(order), name) == ([0, 1, 2, 3], "random")
+    assert load_order(folder, "random")[0] == order, "the same for every worker"
+
+
+def test_a_missing_profile_and_an_unknown_order_say_what_to_do(folder: Path) -> None:
+    with pytest.raises(ModelError, match="has none: make one with `instar profile"):
+        load_order(folder, "profile")
+    with pytest.raises(ModelError, match="layer_order = 'sideways': there are profile, front-to-back"):
+        load_order(folder, "sideways")
+
+
+def test_a_profile_made_for_another_model_is_refused_by_name(
+    folder: Path, text: Path, tmp_path: Path
+) -> None:
+    assert profile(folder, text) == 0
+    other = tmp_path / "other"
+    make_oracle("llama", vocab_size=400, num_hidden_layers=LAYERS, seed=1).save_pretrained(other)
+    shutil.copytree(folder / "instar", other / "instar")
+    with pytest.raises(ModelError, match=r"profile-int4.json: made for another model"):
+        load_order(other)
+    assert load_order(other, "front-to-back")[1] == "front-to-back"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"sequence": [0, 1, 2]}, "not one of this model's 4 layers"),
+        ({"sequence": [0, 1, 2, 2]}, "not one of this model's 4 layers"),
+        ({"sequence": "front"}, "not one of this model's 4 layers"),
+        ({"format": 2}, "a profile of format 2, not 1"),
+        ({"surprise": 1}, "not a readable profile"),
+    ],
+)
+def test_a_profile_that_makes_no_sense_is_refused(
+    change: dict[str, object], complaint: str, folder: Path, text: Path
+) -> None:
+    assert profile(folder, text) == 0
+    path = profile_path(folder, "int4")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=complaint):
+        load_order(folder)
+
+
+def test_a_damaged_profile_is_refused(folder: Path, text: Path) -> None:
+    assert profile(folder, text) == 0
+    path = profile_path(folder, "int4")
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(ModelError, match=r"profile-int4.json: not a readable profile"):
+        load_order(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--weights", "1,2"], "'1,2' is no three numbers"),
+        (["--weights", "0,0,0"], "not all zero"),
+        (["--weights=-1,1,1"], "weights are not negative"),
+        (["--weights", "nan,1,1"], "weights are not negative"),
+        (["--precision", "int5"], "invalid choice: 'int5'"),
+        (["--windows", "0"], "'0' is no positive number"),
+    ],
+)
+def test_a_slip_on_the_command_line_is_answered_in_two_lines(
+    words: list[str], complaint: str, folder: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        profile(folder, text, *words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 2
+
+
+def test_a_method_without_a_set_names_the_command(
+    folder: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profile(folder, text, "--method", "awq") == 2
+    assert "instar quantize" in capsys.readouterr().err

@@ -1,0 +1,329 @@
+"""Sets of quantised matrices: how they are made, written, resumed and read."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instar.offline import run_offline
+from kernels import quantize_rtn
+from tests.support.model_folders import FAMILIES, Runner, make_oracle
+from tests.support.paths import MODELS
+from tests.support.tiny_model import byte_level
+from worker.model import ModelError, read_config
+from worker.model.sources import Checkpoint
+from worker.quantize import make as make_module
+from worker.quantize.__main__ import main
+from worker.quantize.awq import Moments, activation_aware, round_to_nearest
+from worker.quantize.calibration import is_held_out, read_calibration
+from worker.quantize.decoder import Span, load_ends, load_layer, run_layer
+from worker.quantize.fingerprint import model_fingerprint
+from worker.quantize.sets import INPUTS, MATRICES, QuantizedSet, checksum, find_set, set_path
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    make_oracle("llama", vocab_size=400).save_pretrained(folder)
+    byte_level(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "model"
+    shutil.copytree(saved, copy)
+    return copy
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return path
+
+
+def quantize(folder: Path, text: Path, *more: str) -> int:
+    options = ["--windows", "3", "--window-tokens", "64", "--bits", "4", "--device", "cpu"]
+    return main([str(folder), "--calibration", str(text), *options, *more])
+
+
+def opened(folder: Path, precision: str = "int4", method: str = "awq") -> QuantizedSet:
+    fingerprint = model_fingerprint(read_config(folder), Checkpoint(folder))
+    return QuantizedSet(set_path(folder, precision, method), model=fingerprint)
+
+
+# --------------------------------------------------------------------------- the plain forward pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plain_forward_pass_gives_the_logits_that_serving_gives(family: str, tmp_path: Path) -> None:
+    make_oracle(family).save_pretrained(tmp_path)
+    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
+    tokens = torch.randint(0, 211, (2, 37), generator=torch.Generator().manual_seed(0))
+    ends = load_ends(config, checkpoint, torch.float32, CPU)
+    x = ends.embed(tokens)
+    for layer in range(config.num_layers):
+        weights = load_layer(config, checkpoint, layer, torch.float32, CPU)
+        x = run_layer(ends, layer, x, [Span(0, 37, weights)])
+    runner = Runner(tmp_path)
+    served = [runner.step({row: tokens[row].tolist()}) for row in range(2)]
+    runner.close()
+    torch.testing.assert_close(ends.logits(x), torch.stack(served), rtol=1e-4, atol=1e-4)
+
+
+def test_spans_of_the_same_weights_change_nothing(saved: Path) -> None:
+    config, checkpoint = read_config(saved), Checkpoint(saved)
+    ends = load_ends(config, checkpoint, torch.float32, CPU)
+    weights = load_layer(config, checkpoint, 0, torch.float32, CPU)
+    x = torch.randn(2, 30, 64, generator=torch.Generator().manual_seed(0))
+    whole = run_layer(ends, 0, x, [Span(0, 30, weights)])
+    parts = run_layer(ends, 0, x, [Span(0, 7, weights), Span(7, 8, weights), Span(8, 30, weights)])
+    torch.testing.assert_close(parts, whole)
+
+
+# --------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("inputs", [128, 172])
+def test_a_rounded_matrix_is_as_near_as_its_steps_are_wide(bits: int, inputs: int) -> None:
+    weight = torch.randn(40, inputs, generator=torch.Generator().manual_seed(0))
+    dense = round_to_nearest(weight, bits, 32).dense()
+    codes, scales, zeros = quantize_rtn(weight, bits, 32)
+    groups = torch.arange(inputs) // 32
+    expected = (codes.float() - zeros[:, groups].float()) * scales[:, groups].float()
+    assert torch.equal(dense, expected)
+    assert bool(((dense - weight).abs() <= scales[:, groups].float() * 1.01).all())
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_activation_aware_scales_err_less_than_rounding_where_inputs_differ(bits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    magnitudes = torch.logspace(-1.5, 1, 128)[torch.randperm(128, generator=generator)]
+    x = torch.randn(600, 128, generator=generator) * magnitudes
+    weights = {name: torch.randn(48, 128, generator=generator) for name in ("gate", "up")}
+    moments = Moments()
+    for part in x.split(100):
+        moments.add(part)
+    made = activation_aware(weights, moments, bits, 64)
+    scale = made["gate"].input_scale
+    assert scale is not None
+    assert torch.equal(scale, made["up"].input_scale)
+    for name, weight in weights.items():
+        error, plain = (
+            float((x @ (matrix.dense() - weight).T).norm())
+            for matrix in (made[name], round_to_nearest(weight, bits, 64))
+        )
+        assert error < 0.8 * plain
+
+
+def test_moments_of_a_stream_are_those_of_the_whole() -> None:
+    x = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    moments = Moments()
+    moments.add(x[:20].view(2, 10, 8))
+    moments.add(x[20:])
+    torch.testing.assert_close(moments.second, x.T @ x / 50)
+    torch.testing.assert_close(moments.magnitude, x.abs().mean(0))
+
+
+# --------------------------------------------------------------------------- files
+
+
+def test_the_command_makes_what_the_worker_reads(
+    folder: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quantize(folder, text, "--method", "both") == 0
+    assert "3 of 3 layers" in capsys.readouterr().out
+    assert find_set(folder, "int4") == set_path(folder, "int4", "awq")
+    assert find_set(folder, "int8") is None
+    assert not (folder / "instar" / ".unfinished").exists()
+    config, checkpoint = read_config(folder), Checkpoint(folder)
+    for method in ("awq", "rtn"):
+        made = opened(folder, method=method).layer(config, 1)
+        assert set(made) == set(MATRICES)
+        for names in INPUTS.values():
+            scales = [made[name].input_scale for name in names]
+            assert all(s is None or torch.equal(s, scales[0]) for s in scales)
+        full = checkpoint.read("model.layers.1.mlp.down_proj.weight")
+        error = (made["mlp.down_proj"].dense() - full).norm() / full.norm()
+        assert 0.01 < float(error) < 0.25
+    assert quantize(folder, text) == 0
+    assert "is there already" in capsys.readouterr().out
+
+
+def test_a_stopped_run_goes_on_and_makes_the_same(
+    saved: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("whole", "stopped")]
+    for target in folders:
+        shutil.copytree(saved, target)
+    assert quantize(folders[0], text) == 0
+    quantise_layer, calls = make_module.quantise_layer, []
+
+    def stops_at_the_third(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return quantise_layer(*args)
+
+    monkeypatch.setattr(make_module, "quantise_layer", stops_at_the_third)
+    assert quantize(folders[1], text) == 130
+    assert find_set(folders[1], "int4") is None
+    assert quantize(folders[1], text) == 0
+    assert len(calls) == 4, "the two finished layers are not made again"
+    config = read_config(folders[0])
+    for layer in range(config.num_layers):
+        whole, stopped = (opened(target).layer(config, layer) for target in folders)
+        assert {n: checksum(m) for n, m in whole.items()} == {n: checksum(m) for n, m in stopped.items()}
+
+
+def test_layers_left_by_another_job_are_made_again(
+    folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantise_layer = make_module.quantise_layer
+
+    def stops(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    layers: Iterator[Any] = iter([quantise_layer, stops])
+    monkeypatch.setattr(make_module, "quantise_layer", lambda *args: next(layers)(*args))
+    assert quantize(folder, text, "--group", "32") == 130
+    monkeypatch.setattr(make_module, "quantise_layer", quantise_layer)
+    assert quantize(folder, text, "--group", "64") == 0
+    assert opened(folder).info.group == 64
+
+
+@pytest.fixture
+def made(folder: Path, text: Path) -> Path:
+    assert quantize(folder, text, "--method", "rtn") == 0
+    return folder
+
+
+def test_a_truncated_set_is_refused_by_name(made: Path) -> None:
+    path = set_path(made, "int4", "rtn")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"int4-rtn.safetensors: damaged or truncated.*instar quantize"):
+        opened(made, method="rtn")
+
+
+def test_a_flipped_bit_is_found_in_its_matrix(made: Path) -> None:
+    path = set_path(made, "int4", "rtn")
+    content = bytearray(path.read_bytes())
+    content[-300] ^= 4
+    path.write_bytes(content)
+    config, damaged = read_config(made), opened(made, method="rtn")
+    with pytest.raises(ModelError, match=r"model\.layers\.\d\.\S+ is damaged: its checksum"):
+        for layer in range(config.num_layers):
+            damaged.layer(config, layer)
+
+
+def test_a_set_of_another_model_is_refused(made: Path, tmp_path: Path) -> None:
+    make_oracle("llama", vocab_size=400, seed=1).save_pretrained(tmp_path / "other")
+    shutil.copytree(made / "instar", tmp_path / "other" / "instar")
+    with pytest.raises(ModelError, match="made from another model"):
+        opened(tmp_path / "other", method="rtn")
+
+
+def test_a_plain_checkpoint_in_a_sets_place_is_refused(made: Path) -> None:
+    shutil.copy(made / "model.safetensors", set_path(made, "int4", "rtn"))
+    with pytest.raises(ModelError, match="no quantised set of format 1"):
+        opened(made, method="rtn")
+
+
+def test_a_set_that_lacks_a_layer_says_which(made: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tensor model\.layers\.9\.mlp\.down_proj\.codes"):
+        opened(made, method="rtn").matrix("model.layers.9.mlp.down_proj", (64, 172))
+    with pytest.raises(ModelError, match="this model needs"):
+        opened(made, method="rtn").matrix("model.layers.1.mlp.down_proj", (64, 300))
+
+
+def test_the_fingerprint_is_the_contents_and_not_the_files(folder: Path, tmp_path: Path) -> None:
+    def fingerprint(of: Path) -> str:
+        return model_fingerprint(read_config(of), Checkpoint(of))
+
+    other = tmp_path / "sharded"
+    make_oracle("llama", vocab_size=400).save_pretrained(other, max_shard_size="60KB")
+    assert fingerprint(folder) == fingerprint(other)
+    make_oracle("llama", vocab_size=400, rope_theta=5e5).save_pretrained(other, max_shard_size="60KB")
+    assert fingerprint(folder) != fingerprint(other)
+
+
+# --------------------------------------------------------------------------- calibration text
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "the calibration text is empty"),
+        (b" \n", "the calibration text is empty"),
+        (b"too short", "tokens are too few to calibrate with: a window has 64"),
+        (b"\xff\xfe\x00", "cannot be read as UTF-8 text"),
+    ],
+)
+def test_a_text_that_cannot_calibrate_is_refused(
+    content: bytes, complaint: str, folder: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text.write_bytes(content)
+    assert quantize(folder, text) == 2
+    complained = capsys.readouterr().err
+    assert complained.startswith(f"instar quantize: {text}: ")
+    assert complaint in complained
+    assert not (folder / "instar").exists()
+
+
+def test_a_text_that_is_not_there_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantize(folder, folder / "nothing.txt") == 2
+    assert f"{folder / 'nothing.txt'}: there is no such file" in capsys.readouterr().err
+
+
+def test_the_default_text_has_nothing_of_what_quality_is_measured_on() -> None:
+    sys.path.insert(0, str(MODELS))
+    from recipe import corpus
+
+    assert all(
+        is_held_out(path) == corpus.is_held_out(path) for path in ("a.py", "doctest.py", "textwrap.py")
+    )
+    first = read_calibration(read_config(MODELS / "demo"), None, 2)
+    assert first.tokens.shape == (2, 2048)
+    assert first.digest == read_calibration(read_config(MODELS / "demo"), None, 2).digest
+
+
+def test_an_unusable_device_is_named(folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantize(folder, text, "--device", "toaster") == 2
+    assert "device 'toaster' cannot be used" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- as `instar` commands
+
+
+@pytest.mark.parametrize("command", ["quantize", "profile"])
+def test_instar_hands_its_words_to_the_process_that_has_torch(command: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "instar", command, str(tmp_path / "nothing"), "--windows", "3"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"instar {command}: {tmp_path / 'nothing'}: there is no such model folder\n"
+
+
+@pytest.mark.parametrize("command", ["quantize", "profile"])
+def test_where_there_is_no_worker_the_command_says_what_to_install(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run_offline(command, []) == 2
+    assert "pip install 'instar[worker]'" in capsys.readouterr().err

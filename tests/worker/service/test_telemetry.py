@@ -1,0 +1,37 @@
+"""What a worker reports."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from bus.client import Bus
+from bus.messages import WorkerTelemetry
+from tests.support.bus_samples import telemetry
+from worker.service.engine_thread import EngineThread, Snapshot
+from worker.service.telemetry import Reporter
+
+
+class Idle:
+    """As much of an engine's thread as a report needs."""
+
+    def busy_seconds(self) -> float:
+        return 0.0
+
+
+async def test_a_report_says_which_group_its_instance_is_in(bus: Bus) -> None:
+    thread = cast(EngineThread, Idle())
+    times: dict[str, Any] = {"busy_interval_s": 0.01, "idle_interval_s": 0.01}
+    reporter = Reporter(bus, "w1", lambda: 1, thread, **times)
+    sample = telemetry("w1")
+    async with bus.reader(bus.names.telemetry, WorkerTelemetry) as reader, asyncio.timeout(5):
+        await reader.open()
+        reporting = asyncio.create_task(reporter.run())
+        for group in ((), ("w0", "w1"), ()):
+            reporter.group = group
+            reporter.take(Snapshot(1, sample.instances, sample.pages))
+            async for batch in reader:
+                if batch[-1][1].instances[0].workers == list(group):
+                    break
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)

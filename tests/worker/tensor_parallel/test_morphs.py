@@ -1,0 +1,116 @@
+"""Morphs compose: swaps and resizes in a group, groups that form and part while layers are swapped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.group_workers import GroupWorker, model_fixtures, resize, swap, transform, workers
+from tests.worker.tensor_parallel.test_workers import Load, oracle, prompt
+
+LAYERS = 3
+N = 60
+
+
+model, folder = model_fixtures(num_hidden_layers=LAYERS)
+
+
+def applied(leader: GroupWorker, morph: str) -> dict[str, float]:
+    report = leader.end_of(morph)
+    assert report.state == "applied", report
+    return report.numbers
+
+
+def answer(worker: GroupWorker, name: str, n: int = N) -> list[int]:
+    worker.submit(name, prompt(5, 21), n)
+    worker.wait_ends(name)
+    return worker.tokens[name]
+
+
+def test_a_group_swaps_its_layers_on_all_ranks_in_the_same_step(
+    folder: Path, model: Any, tmp_path: Path
+) -> None:
+    with workers(folder, 3, host_dir=tmp_path) as each:
+        w0, w1, alone = each
+        applied(alone, swap(alone, "int4"))
+        quantized = answer(alone, "quantized")
+        assert quantized != oracle(model, prompt(5, 21), N)
+
+        applied(w0, transform([w0, w1], 2))
+        for worker in (w0, w1):
+            worker.submit("runs through", prompt(7, 30), 150)
+        numbers = applied(w0, swap(w0, "int4"))
+        assert numbers["halves_applied"] == 2 * LAYERS
+        assert answer(w0, "in the group") == answer(w1, "at the other member") == quantized
+        assert "tp2-int4x3" in w0.fingerprints and "tp2-int4x3" in w1.fingerprints
+
+        # Apart with quantised layers, and together again; then full precision comes back in the group.
+        applied(w0, transform([w0, w1], 1))
+        w1.wait_degree(1)
+        assert answer(w1, "alone again") == quantized
+        applied(w0, transform([w0, w1], 2))
+        applied(w0, swap(w0, "full"))
+        assert answer(w1, "full again") == oracle(model, prompt(5, 21), N)
+        applied(w0, transform([w0, w1], 1))
+        w1.wait_degree(1)
+        assert answer(w0, "full, alone") == oracle(model, prompt(5, 21), N)
+        for worker in (w0, w1):
+            worker.wait_ends("runs through")
+            assert worker.instance.scheduler.num_recomputed == 0
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_group_grows_and_shrinks_its_cache_while_requests_run(folder: Path, model: Any) -> None:
+    with workers(folder, 2) as each:
+        load = Load(each, model)
+        applied(each[0], transform(each, 2))
+        most = each[0].instance.scheduler.blocks.capacity
+        for blocks in (most // 2, most // 4, most // 2, most):
+            report = load.during(each[0], resize(each[0], blocks))
+            assert report.state == "applied", report
+            assert blocks <= report.numbers["blocks_after"] <= blocks + most // 8
+        refused = each[0].end_of(resize(each[0], 2))
+        assert refused.state == "failed" and refused.numbers["min_blocks"] > 2, refused
+        assert each[0].end_of(resize(each[0], 100 * most)).state == "deferred"
+        follower = each[1].end_of(resize(each[1], most))
+        assert follower.state == "conflict" and "w0 leads" in follower.reason
+        assert load.during(each[0], transform(each, 1)).state == "applied"
+        load.check()
+        assert all(worker.instance.scheduler.num_recomputed == 0 for worker in each)
+
+
+def test_swapped_layers_leave_their_pages_to_the_cache_when_the_group_has_parted(
+    folder: Path, tmp_path: Path
+) -> None:
+    with workers(folder, 2, host_dir=tmp_path, megabytes=1.5) as each:
+        before = each[0].instance.scheduler.blocks.capacity
+        applied(each[0], transform(each, 2))
+        in_group = each[0].instance.scheduler.blocks.capacity
+        assert applied(each[0], swap(each[0], "int8"))["blocks_after"] > in_group
+        applied(each[0], transform(each, 1))
+        assert each[0].instance.scheduler.blocks.capacity > before
+        applied(each[0], transform(each, 2))
+        applied(each[0], swap(each[0], "full"))
+        applied(each[0], transform(each, 1))
+        assert each[0].instance.scheduler.blocks.capacity == before
+
+
+def test_workers_whose_layers_differ_in_precision_become_no_group(
+    folder: Path, model: Any, tmp_path: Path
+) -> None:
+    """What runs at each has a right to the precision that it has there."""
+    with workers(folder, 2, host_dir=tmp_path) as each:
+        load = Load(each, model)
+        applied(each[1], swap(each[1], "int8", count=1))
+        report = each[0].end_of(transform(each, 2))
+        assert (report.state, each[0].instance.tp) == ("conflict", 1)
+        assert "its layer 0 is int8/int8 (attention/FFN) and full/full at w0" in report.reason, report
+        applied(each[0], swap(each[0], "int8", count=1))
+        applied(each[0], transform(each, 2))
+        applied(each[0], transform(each, 1))
+        for name, (worker, _, _) in load.asked.items():
+            worker.wait_ends(name)
+            assert worker.ends[name] == "length"

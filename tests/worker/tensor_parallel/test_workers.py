@@ -1,0 +1,184 @@
+"""Workers come together and part while requests run on each of them: every token is what they get alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bus.messages import MorphReport
+from tests.support.group_workers import BLOCK_TOKENS, GroupWorker, model_fixtures, transform, workers
+
+LAYERS = 4
+SLOW = [pytest.mark.faults, pytest.mark.slow]
+
+
+model, folder = model_fixtures(num_hidden_layers=LAYERS)
+
+
+def prompt(seed: int, n: int) -> list[int]:
+    made: list[int] = torch.randint(0, 211, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return made
+
+
+class Load:
+    """Requests at all workers, each end followed by another beginning, until `stop`."""
+
+    def __init__(self, each: list[GroupWorker], model: Any, per_worker: int = 2) -> None:
+        self.each, self.model = each, model
+        self.asked: dict[str, tuple[GroupWorker, list[int], int]] = {}
+        self.cancelled: set[str] = set()
+        for worker in each:
+            for _ in range(per_worker):
+                self.begin(worker)
+
+    def begin(self, worker: GroupWorker, tokens: int = 0) -> str:
+        i = len(self.asked)
+        name = f"{worker.name}-{i}"
+        self.asked[name] = worker, prompt(i, 5 + 7 * i % 40), tokens or 30 + 17 * i % 60
+        worker.submit(name, *self.asked[name][1:])
+        return name
+
+    def cancel_one(self, worker: GroupWorker) -> None:
+        for name, (place, _, _) in self.asked.items():
+            if place is worker and name not in worker.ends and name not in self.cancelled:
+                worker.thread.cancel([name])
+                self.cancelled.add(name)
+                return
+
+    def renew(self) -> None:
+        """As many run as before."""
+        for worker in self.each:
+            running = [n for n, (w, _, _) in self.asked.items() if w is worker and n not in worker.ends]
+            if len([name for name in running if name not in self.cancelled]) < 2:
+                self.begin(worker)
+
+    def during(self, leader: GroupWorker, morph: str) -> MorphReport:
+        """Until the morph ends: a new request and a cancelled one at every layer."""
+        seen = 0
+        while not (ended := [r for r in leader.reports if r.id == morph and r.state != "running"]):
+            self.renew()
+            assert not any(worker.death for worker in self.each), [worker.death for worker in self.each]
+            layers = sum(report.id == morph for report in leader.reports)
+            if layers > seen:
+                seen = layers
+                self.begin(self.each[seen % len(self.each)])
+                self.cancel_one(self.each[(seen + 1) % len(self.each)])
+            time.sleep(0.002)
+        return ended[0]
+
+    def check(self) -> None:
+        """Every answer is whole and what the oracle says; what was cancelled is a beginning of it."""
+        for name, (worker, tokens, n) in self.asked.items():
+            if name not in self.cancelled:
+                worker.wait_ends(name)
+                assert worker.ends[name] == "length", worker.ends[name]
+            got = worker.tokens[name]
+            wanted = oracle(self.model, tokens, n)
+            assert got == (wanted if name not in self.cancelled else wanted[: len(got)]), name
+
+
+def oracle(model: Any, tokens: list[int], n: int) -> list[int]:
+    with torch.no_grad():
+        out = model.generate(torch.tensor([tokens]), max_new_tokens=n, do_sample=False, eos_token_id=None)
+    made: list[int] = out[0, len(tokens) :].tolist()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("size", "layers_per_step"),
+    [(2, 1), pytest.param(2, 3, marks=SLOW), pytest.param(4, 1, marks=SLOW), pytest.param(4, 3, marks=SLOW)],
+)
+def test_workers_come_together_and_part_while_requests_come_end_and_are_cancelled(
+    folder: Path, model: Any, size: int, layers_per_step: int
+) -> None:
+    with workers(folder, size) as each:
+        load = Load(each, model)
+        pages = [worker.pool.counts() for worker in each]
+        each[0].wait(lambda: len(each[0].tokens) > 0, "the first tokens")
+        for _ in range(2):
+            for tp in (size, 1):
+                report = load.during(each[0], transform(each, tp, layers_per_step=layers_per_step))
+                assert report.state == "applied", report
+                assert report.numbers["layers_done"] == LAYERS
+                for worker in each:  # the others are a message behind
+                    worker.wait_degree(tp)
+        load.check()
+        for worker in each:
+            worker.check()
+            assert worker.instance.scheduler.num_recomputed == 0
+            assert worker.fingerprints == {"tp1-full", f"tp{size}-full"}
+        assert [worker.pool.counts() for worker in each] == pages
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_groups_of_two_come_together_and_part_into_groups_of_two(folder: Path, model: Any) -> None:
+    """By twos: 1 to 2 to 4 to 2 to 1; the first of each two leads."""
+    with workers(folder, 4) as each:
+        load = Load(each, model)
+        w0, w1, w2, w3 = each
+
+        def applied(leader: GroupWorker, members: list[GroupWorker], tp: int) -> None:
+            report = load.during(leader, transform(members, tp))
+            assert report.state == "applied", report
+
+        for _ in range(2):
+            applied(w0, [w0, w1], 2)
+            applied(w2, [w2, w3], 2)
+            # In the order of their shards at the higher degree: shard s of each group, then shard s + 1.
+            applied(w0, [w0, w2, w1, w3], 4)
+            applied(w0, [w0, w2, w1, w3], 2)
+            applied(w0, [w0, w1], 1)
+            applied(w2, [w2, w3], 1)
+        load.check()
+        for worker in each:
+            assert worker.instance.scheduler.num_recomputed == 0
+            assert worker.fingerprints == {"tp1-full", "tp2-full", "tp4-full"}
+            assert [len(members) for members, _ in worker.regrouped] == [2, 4, 2, 0] * 2
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_a_worker_that_is_about_to_leave_lets_its_group_part_first(
+    folder: Path, model: Any, leaves: int
+) -> None:
+    with workers(folder, 2) as each:
+        load = Load([each[1 - leaves]], model)
+        assert transformed(each, 2).state == "applied"
+        each[leaves].thread.ask_to_part()
+        for worker in each:
+            worker.wait(lambda: not any(one.thread.is_in_group for one in each), "the parting")
+        load.check()
+        assert all(worker.instance.scheduler.num_recomputed == 0 for worker in each)
+
+
+@pytest.mark.parametrize("taker", [0, pytest.param(1, marks=SLOW)])
+def test_a_request_that_only_a_group_can_hold_gets_the_blocks_of_all(
+    folder: Path, model: Any, taker: int
+) -> None:
+    with workers(folder, 2, megabytes=1.2) as each:
+        alone = each[0].instance.scheduler.blocks.capacity * BLOCK_TOKENS
+        assert transformed(each, 2).state == "applied"
+        long = prompt(1, alone + 40)
+        each[taker].submit("long", long, 20)
+        each[1 - taker].submit("short", prompt(2, 9), 20)
+        each[taker].wait_ends("long")
+        each[1 - taker].wait_ends("short")
+        assert each[taker].tokens["long"] == oracle(model, long, 20)
+        assert each[1 - taker].tokens["short"] == oracle(model, prompt(2, 9), 20)
+        assert transformed(each, 1).state == "applied"
+
+
+def test_what_is_so_already_is_applied_and_says_so(folder: Path) -> None:
+    with workers(folder, 2) as each:
+        for tp in (1, 2):
+            transformed(each[:tp], tp)
+            report = transformed(each[:tp], tp)
+            assert (report.state, report.reason) == ("applied", "it was so already")
+
+
+def transformed(each: list[GroupWorker], tp: int) -> MorphReport:
+    return each[0].end_of(transform(each, tp))
