@@ -241,7 +241,7 @@ def _instances(prefix: str, instances: Iterable[Fresh]) -> Iterator[Metric]:
     usage = GaugeMetricFamily(
         f"{prefix}kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=ENGINE
     )
-    total = GaugeMetricFamily(f"{prefix}kv_blocks_total", "KV blocks: changes while serving.", labels=ENGINE)
+    total = GaugeMetricFamily(f"{prefix}kv_blocks", "KV blocks: changes while serving.", labels=ENGINE)
     used = GaugeMetricFamily(f"{prefix}kv_blocks_used", "KV blocks in use.", labels=ENGINE)
     below = GaugeMetricFamily(
         f"{prefix}layers_below_full", "Layers of which a half is below full precision.", labels=ENGINE

@@ -119,7 +119,7 @@ async def test_gauges_of_instances_are_absent_until_reported_and_routers_find_th
         assert found[f"{prefix}num_requests_running"] == [(label, 2.0)]
         assert found[f"{prefix}num_requests_waiting"] == [(label, 1.0)]
         assert found[f"{prefix}kv_cache_usage_perc"] == [(label, 0.25)]
-    assert found["instar_kv_blocks_total"] == [(label, 64.0)]
+    assert found["instar_kv_blocks"] == [(label, 64.0)]
     assert found["instar_num_preemptions_total"] == [(label, 3.0)]
     assert found["vllm:cache_config_info"][0][0]["num_gpu_blocks"] == "64"
     assert "process_resident_memory_bytes" in found

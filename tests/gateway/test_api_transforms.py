@@ -189,8 +189,8 @@ async def test_a_groups_requests_are_those_of_all_and_its_cache_is_one(
         assert f'instar_num_requests_running{{engine="demo@{worker}",model_name="demo"}} 1.0' in text
         assert f'instar_recomputed_tokens_total{{engine="demo@{worker}",model_name="demo"}} 0.0' in text
     assert 'instar_tensor_parallel_size{engine="demo@w1",model_name="demo"} 2.0' in text
-    assert 'instar_kv_blocks_total{engine="demo@w1",model_name="demo"} 64.0' in text
-    assert 'instar_kv_blocks_total{engine="demo@w0"' not in text
+    assert 'instar_kv_blocks{engine="demo@w1",model_name="demo"} 64.0' in text
+    assert 'instar_kv_blocks{engine="demo@w0"' not in text
 
 
 async def test_the_key_of_a_workers_link_is_shown_to_nobody(pair: Gate, http: httpx.AsyncClient) -> None:
