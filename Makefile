@@ -39,19 +39,20 @@ format: $(VENV)/.dev ## put imports and spaces in order
 	@$(BIN)/ruff format
 
 bench: $(VENV)/.dev ## the numbers, each beside its baseline; JSON in bench/results
-	@for part in offline single_stream road idle; do $(BIN)/python -m bench.$$part || exit 1; done
+	@for part in 'engine offline' 'engine single_stream' 'gateway road' 'gateway idle'; do \
+	  $(BIN)/python -m bench.$$part || exit 1; done
 
 bench-quality: $(VENV)/.dev ## perplexity of the demo model against the number of swapped layers
 	@$(BIN)/python -m bench.quality
 
 bench-morph: $(VENV)/.dev ## a burst with and without morphs, and what swaps cost; a quarter of an hour
-	@status=0; for part in morph morph_cost; do $(BIN)/python -m bench.$$part || status=1; done; exit $$status
+	@status=0; for part in burst cost; do $(BIN)/python -m bench.morph $$part || status=1; done; exit $$status
 
 bench-paper: $(VENV)/.dev ## the paper's evaluation at this size; TRACES=dir with Azure's traces; half an hour
 	@$(BIN)/python -m bench.paper $(if $(TRACES),--traces '$(TRACES)')
 
 bench-transform: $(VENV)/.dev ## what a change of tensor parallelism costs, and padding for it; some minutes
-	@status=0; for part in padding transform; do $(BIN)/python -m bench.$$part || status=1; done; exit $$status
+	@status=0; for part in padding costs; do $(BIN)/python -m bench.transform $$part || status=1; done; exit $$status
 
 bench-serving: $(VENV)/.dev ## four real workers under long requests, our scheduler against others; 25 minutes
 	@$(BIN)/python -m bench.serving
@@ -69,7 +70,7 @@ bench-deploy: $(VENV)/.dev ## models deployed by intent against fixed configurat
 	@$(BIN)/python -m bench.deploy
 
 bench-profile-load: $(VENV)/.dev ## what requests feel of a model that is profiled on their worker; a quarter of an hour
-	@$(BIN)/python -m bench.profile_load
+	@$(BIN)/python -m bench.profiling
 
 gpu: ## kernels, engine, groups, decoding and estimates on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu

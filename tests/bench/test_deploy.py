@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.deploy import complete
-from bench.deploy_picture import draw
-from bench.deploy_report import FIXED, NUM_WORKERS, SLO, Chosen, Run, batches, intents_of, report, say_card
+from bench.deploy.compare import complete
+from bench.deploy.plot import draw
+from bench.deploy.report import FIXED, NUM_WORKERS, SLO, Chosen, Run, batches, intents_of, report, say_card
 from bus.deployments import Configuration, Intent
 
 SMALL = Configuration(precision="int4")

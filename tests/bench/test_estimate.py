@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench.estimate import fits
-from bench.estimate_report import Measured, report
-from bench.estimate_truth import Case, Found
+from bench.estimate.measure import fits
+from bench.estimate.report import Measured, report
+from bench.estimate.truth import Case, Found
 from bus.deployments import Configuration, Intent
 from tests.support.known_truths import PAIR, SINGLE, SPEED, STAGED, Truth, profile_of
 

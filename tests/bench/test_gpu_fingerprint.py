@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import gpu_fingerprint
-from bench.estimate_truth import Found
-from bench.gpu_fingerprint import CPU
+from bench.estimate.truth import Found
+from bench.gpu import fingerprint as gpu_fingerprint
+from bench.gpu.fingerprint import CPU
 from bus.deployments import Configuration, Intent
 from bus.messages import PRECISIONS
 from tests.support.known_truths import SPEED, Truth, profile_of

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from bench import gpu_transform, gpu_transform_workers
-from bench.gpu_transform import CPU
-from bench.transform_group import Made
+from bench.gpu import transform as gpu_transform
+from bench.gpu import transform_workers as gpu_transform_workers
+from bench.gpu.transform import CPU
+from bench.transform.group import Made
 from worker.parallel.communicator import Staged, connect
 
 HERE = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from bench.padding import (
+from bench.transform.padding import (
     BAR,
     MODELS,
     PAGE_BYTES,

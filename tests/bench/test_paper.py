@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import paper, paper_evaluation, paper_loads
-from bench.paper_loads import BUSIEST_S, Window, all_loads, busiest, find_trace, fitted, gamma_load, thinned
-from bench.paper_plan import BITS, bits_of, ceiling_bits, in_words, plan
-from bench.paper_text import f1, longest_common, mean_and_error, rouge_l, words
+from bench.paper import evaluate as paper
+from bench.paper import evaluation as paper_evaluation
+from bench.paper import loads as paper_loads
+from bench.paper.loads import BUSIEST_S, Window, all_loads, busiest, find_trace, fitted, gamma_load, thinned
+from bench.paper.plan import BITS, bits_of, ceiling_bits, in_words, plan
+from bench.paper.text import f1, longest_common, mean_and_error, rouge_l, words
 from instar.replay.problems import BenchProblem
 
 # ------------------------------------------------------------------------------------- loads

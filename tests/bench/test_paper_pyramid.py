@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.paper_pyramid import ALPHA, PyramidDecoder, budgets, memory_share, selection
+from bench.paper.pyramid import ALPHA, PyramidDecoder, budgets, memory_share, selection
 
 
 @given(num_layers=st.integers(2, 40), prompt=st.integers(ALPHA, 500), data=st.data())

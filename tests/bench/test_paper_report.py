@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from bench import paper_evaluation
-from bench.paper_loads import Load
-from bench.paper_page import BLOCKS, PAGE, UNMEASURED, read_result, regenerated
-from bench.paper_picture import draw_all
-from bench.paper_report import headlines, highest_rates, load_numbers, premises, row
-from bench.paper_run import SLO, PaperRun, text_of
-from bench.paper_service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, Way, ways
-from bench.paper_tables import judged, number
+from bench.paper import evaluation as paper_evaluation
+from bench.paper.loads import Load
+from bench.paper.page import BLOCKS, PAGE, UNMEASURED, read_result, regenerated
+from bench.paper.plot import draw_all
+from bench.paper.report import headlines, highest_rates, load_numbers, premises, row
+from bench.paper.run import SLO, PaperRun, text_of
+from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, Way, ways
+from bench.paper.tables import judged, number
 from instar.replay.files import RunFile
 from instar.replay.outcomes import Outcome
 from instar.replay.problems import BenchProblem
@@ -173,7 +173,7 @@ def test_a_premise_that_failed_is_told() -> None:
 
 def test_the_page_holds_what_the_result_in_the_repository_says() -> None:
     page = PAGE.read_text()
-    assert page == regenerated(page, read_result()), "run python -m bench.paper_page"
+    assert page == regenerated(page, read_result()), "run python -m bench.paper page"
 
 
 def test_every_block_and_figure_comes_from_the_json_alone(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.placement import model, outcome_of
-from bench.placement_model import INTENT, MODELS, NUM_DEVICES, Cluster, Served, trace_of
-from bench.placement_models import ARCHITECTURES, BLOCK_TOKENS, profile_of
+from bench.placement.compare import model, outcome_of
+from bench.placement.model import INTENT, MODELS, NUM_DEVICES, Cluster, Served, trace_of
+from bench.placement.models import ARCHITECTURES, BLOCK_TOKENS, profile_of
 from controller.intents.estimates import estimate_all
 from controller.intents.placement import POLICIES, PlacementPolicy, Placing
 

@@ -1,4 +1,4 @@
-"""The numbers of `bench.profile_load`, of requests whose times are known."""
+"""The numbers of `bench.profiling`, of requests whose times are known."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from bench.morph_load import Arrival, Stream
-from bench.profile_load_report import LOADING, MEASURING, WHOLE, WITHOUT, Window, report, say_card
+from bench.morph.load import Arrival, Stream
+from bench.profiling.report import LOADING, MEASURING, WHOLE, WITHOUT, Window, report, say_card
 
 
 def stream(ttft_s: float, tpot_s: float) -> Stream:

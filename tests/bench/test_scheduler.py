@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import scheduler_costs as costs
-from bench.scheduler_model import Cluster, Request, Scheduler
-from bench.scheduler_policies import LeastLoad, Ours, RoundRobin
+from bench.scheduler import costs
+from bench.scheduler.model import Cluster, Request, Scheduler
+from bench.scheduler.policies import LeastLoad, Ours, RoundRobin
 from bus.messages import Policy
 
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from bench import serving, serving_setup
-from bench.serving_gateway import PICKS, Group, Orders, RoundRobin, Unaware, least_load
-from bench.serving_load import Arrival, Load, Served, arrivals, take
-from bench.serving_report import (
+from bench.serving import compare as serving
+from bench.serving import setup as serving_setup
+from bench.serving.gateway import PICKS, Group, Orders, RoundRobin, Unaware, least_load
+from bench.serving.load import Arrival, Load, Served, arrivals, take
+from bench.serving.report import (
     OURS,
     ROUND_ROBIN,
     Outcome,

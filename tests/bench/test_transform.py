@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from bench import transform_kv
+from bench.transform import kv as transform_kv
 from worker.parallel.communicator import connect
 
 SIZES = transform_kv.Sizes(blocks=400, heads=4, block_tokens=4, head_dim=16)

@@ -1,5 +1,5 @@
 """Every kernel against its oracle, over a sweep: plain functions, so that a machine with a GPU and nothing
-but torch and triton can run them too (`bench/gpu.py`).
+but torch and triton can run them too (`bench/gpu/suite.py`).
 
     python -m tests.support.kernel_checks FACE DEVICE [PART]
 

@@ -1,0 +1,112 @@
+"""Time per token of one sequence against the memory's speed, on the CPU in float32.
+
+    python -m bench.engine single_stream [--quick] [--threads 2]
+
+One stream reads every weight once per token and can go no faster than the memory gives them. The floor is the
+time in which all threads sum as many bytes as the matrices of a 100M-parameter model have. One token of the
+engine, one token of transformers and one such sum take turns; the medians are compared. Bar: under 1.6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import bench.common.own_cores  # noqa: F401 before torch, as the next
+import kernels  # before torch: it settles how torch's threads wait
+from bench.common.results import RESULTS
+
+# isort: split
+import torch
+
+from bench.common.dummy_model import load_engine, load_transformers, num_matrix_weights, saved_model
+from bench.engine.offline import say, silence
+from bus.messages import SamplingParams
+from worker.core import Request
+from worker.engine.build import Shape
+from worker.engine.engine import Engine
+
+SIZE = "100M"
+BAR = 1.6
+PROMPT = [(i * 37) % 8000 for i in range(16)]
+WARM_TOKENS = 4
+RESULT = RESULTS / "single_stream.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="32 tokens instead of 256")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    silence()
+    kernels.configure(args.threads)
+    num_tokens = 32 if args.quick else 256
+    with saved_model(SIZE) as folder, torch.inference_mode():
+        data = torch.ones(num_matrix_weights(SIZE))
+        turns = {
+            "floor": data.sum,
+            "engine": engine_tokens(load_engine(folder, Shape(max_num_seqs=4), 768), num_tokens),
+            "transformers": transformers_tokens(load_transformers(folder)),
+        }
+        result = measure(turns, num_tokens)
+    result |= {"quick": args.quick, "threads": args.threads}
+    RESULT.parent.mkdir(exist_ok=True)
+    if not args.quick:
+        RESULT.write_text(json.dumps(result) + "\n")
+    say(json.dumps(result))
+    return 0 if result["ratio"] < BAR else 1
+
+
+def engine_tokens(engine: Engine, num_tokens: int) -> Callable[[], object]:
+    """Each call makes the next token of one stream."""
+    sampling = SamplingParams(max_tokens=num_tokens + 2 * WARM_TOKENS, seed=0, temperature=0.0)
+    engine.submit("bench", Request(id="one", prompt_token_ids=PROMPT, sampling=sampling))
+    engine.step()
+    return engine.step
+
+
+def transformers_tokens(model: Any) -> Callable[[], object]:
+    """The same with a forward pass of transformers over its own cache: generate's loop without its checks."""
+    state = model(torch.tensor([PROMPT]), use_cache=True)
+
+    def step() -> object:
+        nonlocal state
+        token = state.logits[:, -1:].argmax(-1)
+        state = model(token, past_key_values=state.past_key_values, use_cache=True)
+        return token
+
+    return step
+
+
+def measure(turns: dict[str, Callable[[], object]], num_tokens: int) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for i in range(WARM_TOKENS + num_tokens):
+        for name, turn in turns.items():
+            began = time.perf_counter()
+            turn()
+            if i >= WARM_TOKENS:
+                seconds[name].append(time.perf_counter() - began)
+        if (i + 1) % 64 == 0:
+            say(f"{i + 1} of {WARM_TOKENS + num_tokens} tokens")
+    weight_bytes = 4 * num_matrix_weights(SIZE)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, value in median.items():
+        times, low, high = value / median["floor"], min(seconds[name]) * 1e3, max(seconds[name]) * 1e3
+        say(f"{name:>15}: {value * 1e3:6.2f} ms a token, {times:.2f} of the floor ({low:.1f} to {high:.1f})")
+    say(f"{weight_bytes / 1e6:.0f} MB at {weight_bytes / median['floor'] / 1e9:.1f} GB/s; bar {BAR}")
+    return {
+        "bench": "single_stream",
+        "ratio": round(median["engine"] / median["floor"], 3),
+        "ratio_of_the_best": round(min(seconds["engine"]) / min(seconds["floor"]), 3),
+        "ratio_transformers": round(median["transformers"] / median["floor"], 3),
+        "token_ms": round(median["engine"] * 1e3, 2),
+        "floor_ms": round(median["floor"] * 1e3, 2),
+        "bandwidth_gb_s": round(weight_bytes / median["floor"] / 1e9, 2),
+        "weight_mb": round(weight_bytes / 1e6, 1),
+    }

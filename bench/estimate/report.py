@@ -1,0 +1,259 @@
+"""The numbers of `bench.estimate`."""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from bench.engine.offline import say
+from bench.estimate.truth import Case, Found
+from bus.deployments import Configuration, Estimate, Intent, Objective, Profile
+from controller.intents.estimates import estimate_all
+from controller.intents.intents import rank
+
+MEMORY_BAR, LATENCY_BAR, CHOICE_BAR, COST_BAR = 0.05, 0.10, 0.9, 6.0
+NEAR = 0.05  # of the truly best: as good a choice
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+Choice = tuple[str, str, str, str, float]  # model, what for, chosen, truly best, how much worse the chosen is
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One model: what its fingerprints told, and what is true."""
+
+    name: str
+    profile: Profile
+    truth: dict[Case, Found]
+    whole_bytes: int  # that measuring the whole model takes at once, on one device
+
+    def estimates(self, intent: Intent) -> list[Estimate]:
+        """Of all that the truth is known of for this intent."""
+        return [one for one in self._all(intent) if (one.configuration, intent) in self.truth]
+
+    def of_shapes(self, intent: Intent) -> list[Estimate]:
+        """Of the shapes that were run, for any intent."""
+        run = {_shape(configuration) for configuration, _ in self.truth}
+        return [one for one in self._all(intent) if _shape(one.configuration) in run]
+
+    def _all(self, intent: Intent) -> list[Estimate]:
+        run = [configuration for configuration, _ in self.truth]
+        return estimate_all(
+            self.profile,
+            intent,
+            degrees=sorted({one.tp for one in run}),
+            max_stages=max(one.pp for one in run),
+        )
+
+    @property
+    def intents(self) -> list[Intent]:
+        return list(dict.fromkeys(intent for _, intent in self.truth))
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Of one case; shares of the truth."""
+
+    configuration: Configuration
+    intent: Intent
+    latency: float
+    memory: float
+
+    @property
+    def name(self) -> str:
+        return f"{_name(self.configuration)} {_requests(self.intent)}"
+
+
+def report(models: Sequence[Measured]) -> dict[str, Any]:
+    errors = {one.name: _errors(one) for one in models}
+    all_errors = [error for found in errors.values() for error in found]
+    choices = [choice for one in models for choice in _choices(one)]
+    costs = {one.name: _cost(one) for one in models}
+    latency, memory = (
+        _spread(error.latency for error in all_errors),
+        _spread(error.memory for error in all_errors),
+    )
+    good = sum(loss <= NEAR for *_, loss in choices) / len(choices)
+    cheaper = statistics.fmean(cost["times_cheaper"] for cost in costs.values())
+    values = {
+        "memory, mean error": (MEMORY_BAR, memory["mean"], operator.lt),
+        "latency, mean error": (LATENCY_BAR, latency["mean"], operator.lt),
+        "choices truly best or within 5 %": (CHOICE_BAR, good, operator.ge),
+    }
+    shapes = _by_shape(all_errors)
+    if len(shapes) > 1:  # else there is nothing that could be called all configurations
+        what = "profiling, times cheaper than all configurations of the whole"
+        values[what] = (COST_BAR, cheaper, operator.ge)
+    return {
+        "models": {
+            name: {
+                "latency": {error.name: round(error.latency, 4) for error in found},
+                "memory": {error.name: round(error.memory, 4) for error in found},
+                **costs[name],
+            }
+            for name, found in errors.items()
+        },
+        "latency": latency,
+        "memory": memory,
+        "shapes": shapes,
+        "choices": [list(choice) for choice in choices],
+        "bars": {
+            what: {"bar": bar, "value": round(value, 4), "is_met": is_met(value, bar)}
+            for what, (bar, value, is_met) in values.items()
+        },
+    }
+
+
+def _errors(model: Measured) -> list[Error]:
+    found = []
+    for intent in model.intents:
+        for one in model.estimates(intent):
+            true = model.truth[one.configuration, intent]
+            latency = one.latency_s.value / true.latency_s - 1
+            memory = one.memory_bytes.value / true.memory_bytes - 1
+            found.append(Error(one.configuration, intent, latency, memory))
+    return found
+
+
+def _by_shape(errors: Iterable[Error]) -> dict[str, Any]:
+    """Errors of each degree and number of stages."""
+    shapes: dict[str, list[Error]] = defaultdict(list)
+    for error in errors:
+        shapes[_shape_name(error.configuration)].append(error)
+    return {
+        shape: {
+            "latency": _spread(error.latency for error in found),
+            "memory": _spread(error.memory for error in found),
+            "num_cases": len(found),
+        }
+        for shape, found in shapes.items()
+    }
+
+
+def _spread(errors: Iterable[float]) -> dict[str, float]:
+    sizes = [abs(error) for error in errors]
+    return {"mean": round(statistics.fmean(sizes), 4), "worst": round(max(sizes), 4)}
+
+
+def _choices(model: Measured) -> list[Choice]:
+    """For every objective, of all configurations that were run."""
+    made: list[Choice] = []
+    for intent in model.intents:
+        true = {one: _true_values(one, found) for (one, of), found in model.truth.items() if of == intent}
+        for objective in OBJECTIVES:
+            first = rank(model.estimates(intent), replace(intent, minimise=objective))[0]
+            chosen, best = first.configuration, min(true, key=lambda one: true[one][objective])
+            loss = true[chosen][objective] / true[best][objective] - 1
+            asked = f"{objective} of {_requests(intent)}"
+            made.append((model.name, asked, _name(chosen), _name(best), round(loss, 4)))
+    return made
+
+
+def _true_values(configuration: Configuration, found: Found) -> dict[Objective, float]:
+    return {
+        "latency": found.latency_s,
+        "cost": found.latency_s * found.memory_bytes,
+        "memory": float(found.memory_bytes),
+        "gpu_hours": configuration.num_devices * found.latency_s,
+    }
+
+
+# --------------------------------------------------------------------------- what it costs
+
+
+def _cost(model: Measured) -> dict[str, Any]:
+    """Device seconds: all devices of a configuration are held as long as it is measured. Those of the whole
+    model on the same points as the fingerprints, as often, in every configuration that was run: what is
+    estimated of them, times what the runs took of what was estimated of these."""
+    points = _points(model.profile)
+    pace = _pace(model)
+    by_shape: dict[str, float] = defaultdict(float)
+    for intent, repetitions in points.items():
+        for one in model.of_shapes(intent):
+            times = repetitions.get(one.configuration.precision, 0) * one.configuration.num_devices
+            seconds = one.latency_s.value * pace[one.configuration]
+            by_shape[_shape_name(one.configuration)] += times * seconds
+    profiling_s = model.profile.device_seconds
+    return {
+        "profiling_s": profiling_s,
+        "runs_s": round(sum(one.num_devices * found.latency_s for (one, _), found in model.truth.items()), 2),
+        "whole_s": {shape: round(seconds, 2) for shape, seconds in by_shape.items()},
+        "times_cheaper_one_device": round(by_shape[_shape_name(Configuration())] / profiling_s, 2),
+        "times_cheaper": round(sum(by_shape.values()) / profiling_s, 2),
+        "profiling_peak_mib": round(model.profile.peak_bytes / 2**20, 1),
+        "whole_peak_mib": round(model.whole_bytes / 2**20, 1),
+    }
+
+
+def _points(profile: Profile) -> dict[Intent, dict[str, int]]:
+    """The requests that fingerprints answered on one device, of the two outputs the longer, and how often in
+    each precision: a run of the longer tells both."""
+    longest: dict[tuple[int, int], int] = {}
+    for sample in profile.latency:
+        point = (sample.prompt_tokens, sample.batch_size)
+        longest[point] = max(longest.get(point, 0), sample.output_tokens)
+    points: dict[Intent, dict[str, int]] = defaultdict(dict)
+    for sample in profile.latency:
+        point = (sample.prompt_tokens, sample.batch_size)
+        if sample.configuration.num_devices == 1 and sample.output_tokens == longest[point]:
+            intent = Intent(prompt_tokens=point[0], batch_size=point[1], output_tokens=sample.output_tokens)
+            points[intent][sample.configuration.precision] = len(sample.seconds)
+    return points
+
+
+def _pace(model: Measured) -> dict[Configuration, float]:
+    """Seconds of the runs, for each second that was estimated of them."""
+    run: dict[Configuration, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for intent in model.intents:
+        for one in model.estimates(intent):
+            sums = run[one.configuration]
+            sums[0] += model.truth[one.configuration, intent].latency_s
+            sums[1] += one.latency_s.value
+    return {configuration: true / estimated for configuration, (true, estimated) in run.items()}
+
+
+# --------------------------------------------------------------------------- words
+
+
+def say_card(found: dict[str, Any]) -> None:
+    for name, one in found["models"].items():
+        latency, memory = _spread(one["latency"].values()), _spread(one["memory"].values())
+        say(f"{name:<18} {_told(latency, memory)}")
+        say(
+            f"  profiling took {one['profiling_s']:.1f} s and {one['profiling_peak_mib']:.0f} MiB (the whole:"
+            f" {one['whole_peak_mib']:.0f} MiB): {one['times_cheaper_one_device']:.1f} times cheaper than on"
+            f" one device, {one['times_cheaper']:.1f} than in all configurations"
+        )
+    for shape, one in found["shapes"].items():
+        say(f"{shape:<18} {_told(one['latency'], one['memory'])}, {one['num_cases']} cases")
+    for model, asked, chosen, best, loss in found["choices"]:
+        if loss > NEAR:
+            say(f"{model}: for {asked} it chose {chosen}, and {best} is better: {loss:+.1%}")
+    for what, bar in found["bars"].items():
+        say(f"{what}: {bar['value']} (bar: {bar['bar']}): {'met' if bar['is_met'] else 'MISSED'}")
+
+
+def _told(latency: dict[str, float], memory: dict[str, float]) -> str:
+    return (
+        f"latency {latency['mean']:6.1%} (worst {latency['worst']:.1%}),"
+        f" memory {memory['mean']:.1%} (worst {memory['worst']:.1%})"
+    )
+
+
+def _shape(configuration: Configuration) -> tuple[int, int]:
+    return configuration.tp, configuration.pp
+
+
+def _shape_name(configuration: Configuration) -> str:
+    return f"tp{configuration.tp} pp{configuration.pp}"
+
+
+def _name(configuration: Configuration) -> str:
+    return f"{_shape_name(configuration)} {configuration.precision}"
+
+
+def _requests(intent: Intent) -> str:
+    return f"{intent.prompt_tokens}+{intent.output_tokens} x{intent.batch_size}"

@@ -1,0 +1,207 @@
+"""What a swap costs the steps beside it, and how long it takes, on the CPU in float32.
+
+    python -m bench.morph cost [--quick] [--threads 2]
+
+The engine and the morph executor of a worker with its default share of time for morphs, in one process, on
+models with random weights: one of 100M parameters, whose layers are small, and four layers as wide as those
+of a model of 1B to 2B, where what a swap costs whatever its size counts for less. Eight sequences decode.
+
+Steps: some while a layer is swapped to INT4, as many without, some while it is swapped back, as many without,
+and so on. Those with a swap are compared with the mean of those around them: a longer context and the layer's
+own change of speed then cancel. A step's time includes what morphs do before it. Bar: under 5 % longer.
+
+Time, idle: from the command to its end, against that of one thread that copies as many bytes, measured right
+before each swap. Two floors: into pages that are mapped and have been touched, the most that this machine's
+memory can do; and the way that swaps copy, into pages that have memory and were just mapped. Bar: under 1.5
+times the second, as swaps on a GPU are held against the bus and not against the device's memory.
+
+Time, beside steps: a swap has only its share of the time there (on a CPU it takes the cores and the memory
+that steps want), so what is held against the floor is the time that it worked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+from bench.common.results import RESULTS
+
+# isort: split
+import torch
+
+from bench.common.dummy_model import saved_model
+from bench.engine.offline import say, silence
+from bench.morph.cost_report import Part, Swapped, report, say_card
+from bench.morph.floor import Floor, leave_caches
+from bus.messages import PARTS, MorphReport, Precision, SamplingParams, Swap
+from bus.settings import WorkerSettings
+from worker.core import Request
+from worker.morph.variants import LayerVariants
+from worker.service.loaded import Loaded
+from worker.service.loading import load
+
+SEQUENCES, PROMPT_TOKENS = 8, 64
+STEPS = 24  # of a part with no swap, at least
+WAYS: tuple[Precision, Precision] = ("int4", "full")
+RESULT = RESULTS / "morph_cost.json"
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str  # of a dummy model
+    layer: int  # that is swapped
+    budget_mb: int
+    swaps: int  # each way
+
+
+SIZES = (Size("100M", 5, 768, 16), Size("wide", 2, 1280, 8))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="4 swaps each way, of the small model alone")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    silence()
+    found = {}
+    for size in SIZES[:1] if args.quick else SIZES:
+        say(f"--- {size.name}")
+        found[size.name] = measure(size, args.threads, 4 if args.quick else size.swaps)
+        say_card(found[size.name])
+    result = {"bench": "morph_cost", "models": found, "quick": args.quick, "threads": args.threads}
+    if not args.quick:
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(result) + "\n")
+    say(json.dumps(result))
+    return 0 if all(bar["is_met"] for one in found.values() for bar in one["bars"].values()) else 1
+
+
+def measure(size: Size, threads: int, num_swaps: int) -> dict[str, Any]:
+    with serving(size, threads) as morphs:
+        for way in 2 * WAYS:
+            morphs.swap_idle(way)  # afterwards all pages have memory, and products were checked
+        idle = [morphs.swap_idle(way) for _ in range(num_swaps) for way in WAYS]
+        return report(idle, morphs.alternate(2 * num_swaps))
+
+
+# ------------------------------------------------------------------------------------- the engine
+
+
+@contextmanager
+def serving(size: Size, threads: int) -> Iterator[Morphs]:
+    """A worker's engine and executor on the dummy model, with eight sequences that do not end."""
+    with saved_model(size.name) as folder:
+        settings = WorkerSettings(
+            models=[f"bench={folder}"],
+            device="cpu",
+            dtype="float32",
+            memory_mb=size.budget_mb,
+            max_tp=1,
+            threads=threads,
+            variants=["int4"],
+        )
+        loaded = load(settings, "w0", lambda text: None)
+        try:
+            yield Morphs(loaded, size.layer)
+        finally:
+            loaded.morphs.close()
+
+
+class Morphs:
+    """The worker's loop by hand: morphs between steps, one layer swapped there and back."""
+
+    def __init__(self, loaded: Loaded, layer: int) -> None:
+        self._engine, self._executor, self._layer = loaded.engine, loaded.morphs, layer
+        self._wakened = threading.Event()
+        self._executor.wake = self._wakened.set
+        (self._target,) = self._executor.targets.values()
+        self._ids = itertools.count()
+
+    def swap_idle(self, precision: Precision) -> Swapped:
+        """While nothing runs, behind a measurement of its floors."""
+        floor = Floor(self._images(precision), self._target.resizer.cache.pool.page_bytes)
+        try:
+            resident_s, mapped_s = floor.resident_s(), floor.mapped_s()
+            leave_caches()
+            return Swapped(self._swap_idle(precision), resident_s, mapped_s)
+        finally:
+            floor.close()
+
+    def alternate(self, num_swaps: int) -> list[Part]:
+        """Steps without a swap, with one, without, ..."""
+        for i in range(SEQUENCES):
+            prompt = [(i + 37 * j) % 4000 for j in range(PROMPT_TOKENS)]
+            sampling = SamplingParams(max_tokens=1900, seed=0, temperature=0.0)
+            request = Request(id=str(i), prompt_token_ids=prompt, sampling=sampling)
+            self._engine.submit(self._target.instance.id, request)
+        for _ in range(STEPS):
+            self._engine.step()
+        parts = [self._without(STEPS)]
+        for number in range(num_swaps):
+            parts.append(self._with(WAYS[number % 2]))
+            parts.append(self._without(max(STEPS, len(parts[-1].seconds))))
+            say(f"{number + 1} of {num_swaps} swaps beside steps")
+        return parts
+
+    def _images(self, precision: Precision) -> list[torch.Tensor]:
+        variants = self._target.variants
+        assert isinstance(variants, LayerVariants)
+        return [variants.image(self._layer, part, precision) for part in PARTS]
+
+    def _swap_idle(self, precision: Precision) -> MorphReport:
+        self._begin(precision)
+        while True:
+            self._wakened.clear()
+            if end := self._advance(is_busy=False):
+                return end
+            self._wakened.wait(self._executor.patience_s)
+
+    def _without(self, num_steps: int) -> Part:
+        return Part([self._timed_step()[0] for _ in range(num_steps)], None)
+
+    def _with(self, precision: Precision) -> Part:
+        self._begin(precision)
+        seconds = []
+        while True:
+            took, end = self._timed_step()
+            seconds.append(took)
+            if end:
+                return Part(seconds, end)
+
+    def _timed_step(self) -> tuple[float, MorphReport | None]:
+        began = time.perf_counter()
+        end = self._advance(is_busy=True)
+        results = self._engine.step()
+        took = time.perf_counter() - began
+        if len(results[0].outputs) != SEQUENCES:
+            raise RuntimeError("a sequence has ended; ask for fewer swaps")
+        return took, end
+
+    def _begin(self, precision: Precision) -> None:
+        self._executor.begin(
+            Swap(
+                id=f"swap {next(self._ids)}",
+                epoch=0,
+                instance=self._target.instance.id,
+                precision=precision,
+                layers=[self._layer],
+                wait_s=10.0,
+            )
+        )
+
+    def _advance(self, *, is_busy: bool) -> MorphReport | None:
+        """Raises RuntimeError for a swap that was not applied."""
+        ended = [report for report in self._executor.advance(is_busy) if report.state != "running"]
+        if ended and ended[0].state != "applied":
+            raise RuntimeError(f"{ended[0].id} {ended[0].state}: {ended[0].reason}")
+        return ended[0] if ended else None

@@ -1,0 +1,226 @@
+"""What swapped layers cost in quality: perplexity of the demo model on its held-out text.
+
+    python -m bench.quality [--windows 40] [--mixed-windows 6] [--methods awq,rtn] [--precisions int4,int3]
+
+Two questions. How fast does perplexity rise with the number of swapped layers, for the profile's order (LIS)
+against front-to-back, back-to-front and random ones? And does a text whose precision changes on the way (the
+rows of MorphServe's Table 1) lie between all-quantised and full? All shapes see the same windows, so every
+comparison is paired and has a standard error. Dense weights that make the same products stand for the codes;
+tests hold them to the engine's own numbers. Prints a card, writes bench/results/quality.json and quality.png,
+and ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+from bench.common.results import RESULTS
+
+# isort: split
+import torch
+
+from bench.quality.perplexity import Evaluator, Shape, Text, difference, perplexity
+from bench.quality.setup import DEMO, Model, held_out, make_missing_sets, open_demo
+from worker.profile.order import load_order, plain_order
+
+RESULT = RESULTS / "quality.json"
+RANDOM_SEEDS = (1, 2, 3)
+CONTEXT, OUTPUT = 1024, 1024  # tokens of a mixed window: prompt, and what is generated after it
+SIGNIFICANT = 2.0  # standard errors
+
+
+def say(text: str = "") -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+# --------------------------------------------------------------------------- orders
+
+
+def orders_of(model: Model) -> dict[str, list[list[int]]]:
+    """Each order by its name; random is several, whose mean counts."""
+    config = model.config
+    return {
+        "LIS": [load_order(DEMO, "profile")[0]],
+        "front-to-back": [plain_order(config, "front-to-back")],
+        "back-to-front": [plain_order(config, "back-to-front")],
+        "random": [plain_order(config, "random", seed) for seed in RANDOM_SEEDS],
+    }
+
+
+def counts_of(num_layers: int) -> list[int]:
+    """0, 1, 2, 4, ... all."""
+    powers = [2**i for i in range(num_layers.bit_length()) if 2**i < num_layers]
+    return [0, *powers, num_layers]
+
+
+def shape_of(swapped: Sequence[int], name: str, num_layers: int) -> Shape:
+    return tuple(name if layer in swapped else "full" for layer in range(num_layers))
+
+
+def by_order(model: Model, text: Text, name: str) -> dict[str, Any]:
+    """Perplexity of each order at each count, and how LIS compares. `name`: of the quantised weights."""
+    orders, num_layers = orders_of(model), model.config.num_layers
+    counts = counts_of(num_layers)
+
+    def shape(order: Sequence[int], count: int) -> Shape:
+        return shape_of(order[:count], name, num_layers)
+
+    shapes = {shape(order, count) for same in orders.values() for order in same for count in counts}
+    losses = Evaluator(model.ends, model.layers).losses(text, sorted(shapes))
+    curves: dict[str, list[list[float]]] = {  # at each count, the mean loss of each window
+        order_name: [_mean([losses[shape(order, count)] for order in same]) for count in counts]
+        for order_name, same in orders.items()
+    }
+    return {
+        "counts": counts,
+        "perplexity": {order: [perplexity(points) for points in curve] for order, curve in curves.items()},
+        "LIS_minus": {
+            order: [difference(ours, theirs) for ours, theirs in zip(curves["LIS"], curve, strict=True)]
+            for order, curve in curves.items()
+            if order != "LIS"
+        },
+        "all_minus_full": difference(curves["LIS"][-1], curves["LIS"][0]),
+    }
+
+
+def _mean(losses: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(values) / len(values) for values in zip(*losses, strict=True)]
+
+
+# --------------------------------------------------------------------------- precision over time
+
+
+def mixtures(low: Shape, full: Shape) -> dict[str, list[tuple[int, Shape]]]:
+    """The rows of Table 1, its lengths halved: what is generated begins at CONTEXT; the prompt has the
+    precision that the output begins with."""
+    half, quarter, eighth = OUTPUT // 2, OUTPUT // 4, OUTPUT // 8
+
+    def alternating(first: Shape, second: Shape) -> list[tuple[int, Shape]]:
+        later = [(CONTEXT + i * eighth, (first, second)[i % 2]) for i in range(1, 8)]
+        return [(0, first), *later]
+
+    return {
+        "all low": [(0, low)],
+        "first half full, last half low": [(0, full), (CONTEXT + half, low)],
+        "first half low, last half full": [(0, low), (CONTEXT + half, full)],
+        "full, middle half low, full": [(0, full), (CONTEXT + quarter, low), (CONTEXT + 3 * quarter, full)],
+        "low, middle half full, low": [(0, low), (CONTEXT + quarter, full), (CONTEXT + 3 * quarter, low)],
+        f"switch every {eighth}, from low": alternating(low, full),
+        f"switch every {eighth}, from full": alternating(full, low),
+        "all full": [(0, full)],
+    }
+
+
+def over_time(model: Model, text: Text, name: str) -> dict[str, Any]:
+    """Perplexity of each row, and whether it lies between the bounds within its standard error."""
+    num_layers = model.config.num_layers
+    low, full = (name,) * num_layers, ("full",) * num_layers
+    evaluator = Evaluator(model.ends, model.layers)
+    losses = {row: evaluator.mixed_losses(text, pieces) for row, pieces in mixtures(low, full).items()}
+    rows = {}
+    for row, values in losses.items():
+        above, above_se = difference(values, losses["all full"])
+        below, below_se = difference(losses["all low"], values)
+        rows[row] = {
+            "perplexity": perplexity(values),
+            "above_full": [above, above_se],
+            "below_low": [below, below_se],
+            "within_bounds": above >= -SIGNIFICANT * above_se and below >= -SIGNIFICANT * below_se,
+        }
+    return rows
+
+
+# --------------------------------------------------------------------------- the card
+
+
+def show_orders(name: str, found: dict[str, Any]) -> None:
+    say(f"\n{name:<16}" + "".join(f"{count:>10}" for count in found["counts"]) + "   swapped layers")
+    for order, values in found["perplexity"].items():
+        say(f"  {order:<14}" + "".join(f"{value:>10.3f}" for value in values))
+    for order, values in found["LIS_minus"].items():
+        cells = (f"{1000 * mean:+.1f}±{1000 * error:.1f}" for mean, error in values)
+        say(f"  LIS - {order:<14}" + "".join(f"{cell:>11}" for cell in cells) + "   millinats per token")
+
+
+def show_rows(name: str, rows: dict[str, Any]) -> None:
+    gap, error = rows["all low"]["above_full"]
+    remark = "" if gap > SIGNIFICANT * error else ": the bounds are not told apart by this much text"
+    say(f"\n{name}, changed on the way{remark}")
+    for row, found in rows.items():
+        mark = "" if found["within_bounds"] else "   OUTSIDE"
+        say(f"  {row:<32}{found['perplexity']:>10.3f}{mark}")
+
+
+def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Where LIS is above a baseline, and by how much."""
+    said = []
+    for name, result in found.items():
+        for order, values in result["LIS_minus"].items():
+            for count, (mean, error) in zip(result["counts"], values, strict=True):
+                if mean > 0:
+                    kind = "clearly" if mean > SIGNIFICANT * error else "within noise"
+                    said.append(
+                        f"{name}, {count} layers: LIS above {order} by {1000 * mean:.2f} ±"
+                        f" {1000 * error:.2f} millinats ({kind})"
+                    )
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--windows", type=int, default=40, help="of 512 tokens, for the orders")
+    parser.add_argument(
+        "--mixed-windows", type=int, default=6, help="of 2,048 tokens, for changes on the way"
+    )
+    parser.add_argument("--methods", default="awq,rtn")
+    parser.add_argument("--precisions", default="int8,int4,int3")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    began = time.perf_counter()
+    text, mixed = (
+        Text(held_out(512, args.windows)),
+        Text(held_out(CONTEXT + OUTPUT, args.mixed_windows), CONTEXT),
+    )
+    say(f"{text.num_scored} held-out tokens for the orders, {mixed.num_scored} for changes on the way")
+    orders, changes = {}, {}
+    with tempfile.TemporaryDirectory(prefix="instar-quality-") as folder:
+        make_missing_sets(Path(folder), args.methods.split(","), args.precisions.split(","))
+        for method in args.methods.split(","):
+            for precision in args.precisions.split(","):
+                name = f"{precision} {method}"
+                model = open_demo(Path(folder), precision, method, name)
+                orders[name] = by_order(model, text, name)
+                show_orders(name, orders[name])
+                if precision != "int8":
+                    changes[name] = over_time(model, mixed, name)
+                    show_rows(name, changes[name])
+    above = verdicts(orders)
+    result = {
+        "windows": list(text.windows.shape),
+        "mixed_windows": list(mixed.windows.shape),
+        "lis_order": load_order(DEMO, "profile")[0],
+        "orders": orders,
+        "over_time": changes,
+        "LIS_above": above,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    say("\nLIS above a baseline:" + "".join(f"\n  {line}" for line in above or ["nowhere"]))
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    from bench.quality.plot import plot
+
+    plot(result, args.out.with_suffix(".png"))
+    say(json.dumps({"bench": "quality", "seconds": result["seconds"], "LIS_above": len(above)}))

@@ -1,0 +1,87 @@
+"""The demo model, its held-out text and its quantised sets, ready to be measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from bench.common.results import ROOT
+from worker.model.config import ModelConfig, read_config
+from worker.model.sources import Checkpoint
+from worker.quantize.calibration import read_calibration
+from worker.quantize.decoder import Ends, Tensors, load_ends, load_layer
+from worker.quantize.fingerprint import model_fingerprint
+from worker.quantize.make import Maker
+from worker.quantize.sets import BITS, find_set, set_path
+from worker.quantize.source import DEFAULT_GROUP, QuantizedLayers
+
+MODELS = ROOT / "models"
+DEMO = MODELS / "demo"
+CPU = torch.device("cpu")
+CALIBRATION_WINDOWS = 16  # as `instar quantize` takes without being told
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """layers[i]: full weights under "full", quantised ones under the name that was asked for."""
+
+    config: ModelConfig
+    ends: Ends
+    layers: list[dict[str, Tensors]]
+
+
+def held_out(tokens: int, count: int) -> torch.Tensor:
+    """int64 [count, tokens + 1]: windows spread evenly over the text that the model was not trained on."""
+    if str(MODELS) not in sys.path:
+        sys.path.insert(0, str(MODELS))  # where the model's recipe is, as for its own script
+    from recipe.corpus import load_corpus
+    from recipe.tokenizer import EOS
+
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    end = tokenizer.token_to_id(EOS)
+    found = []
+    for file in load_corpus().held_out:
+        ids = [*tokenizer.encode(file.text).ids, end]
+        found += [ids[start : start + tokens + 1] for start in range(0, len(ids) - tokens, tokens)]
+    count = min(count, len(found))
+    return torch.tensor([found[i * len(found) // count] for i in range(count)])
+
+
+def make_missing_sets(folder: Path, methods: Sequence[str], precisions: Sequence[str]) -> None:
+    """The demo model in `folder`, by links; AWQ sets that are not committed are made there."""
+    for path in DEMO.rglob("*"):
+        if path.is_file():
+            link = folder / path.relative_to(DEMO)
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(path)
+    missing = [p for p in BITS if p in precisions and find_set(folder, p, "awq") is None]
+    if "awq" in methods and missing:
+        config = read_config(folder)
+        calibration = read_calibration(config, None, CALIBRATION_WINDOWS)
+        maker = Maker(config, Checkpoint(folder), calibration, CPU)
+        maker.make(maker.targets(["awq"], [BITS[p] for p in missing], DEFAULT_GROUP))
+    assert all(set_path(folder, p, "awq").is_file() for p in precisions if "awq" in methods)
+
+
+def open_demo(folder: Path, precision: str, method: str, name: str) -> Model:
+    """In float32. `name`: of the quantised weights."""
+    config, checkpoint = read_config(folder), Checkpoint(folder)
+    quantised = QuantizedLayers(
+        config,
+        checkpoint,
+        precision=precision,
+        method=method,
+        model=model_fingerprint(config, checkpoint),
+        dtype=torch.float32,
+        device=CPU,
+    )
+    layers = []
+    for i in range(config.num_layers):
+        full = load_layer(config, checkpoint, i, torch.float32, CPU)
+        layers.append({"full": full, name: {**full, **quantised(i)}})
+    return Model(config, load_ends(config, checkpoint, torch.float32, CPU), layers)

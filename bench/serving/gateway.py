@@ -1,0 +1,176 @@
+"""A gateway that knows nothing of transformations: the service's own, but for where requests go.
+
+    INSTAR_GATEWAY__PORT=... BENCH_PICK=round-robin python -m bench.serving.gateway
+
+Gyges §6.2.4 compares with round-robin and least-load-first. A request goes to the instance that is next, or
+has the least to do; a long one that comes to an instance which cannot hold it makes it one with its
+neighbours, at once, through the admin API, and waits for that. All else is the service: queues, streams,
+replays; groups part by the controller's rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import httpx
+
+from bus.messages import InstanceCard
+from bus.service import run
+from bus.shapes import natural
+from gateway import service, state
+from gateway.delivery.candidates import Candidates
+from gateway.delivery.cluster import Cluster, Ready
+from gateway.delivery.dispatch import BelowFloor, Candidate, NoRoom
+from gateway.delivery.inflight import Flight, InFlight
+from gateway.delivery.placement import Placement
+from gateway.errors import too_long
+
+ORDER_TIMEOUT_S: Final = 60.0
+
+Pick = Callable[[Sequence[Ready], Mapping[str, int]], Ready]  # of instances, and tokens left to do at workers
+
+
+class RoundRobin:
+    """One instance after the other, in the order of their workers."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, ...] = ()
+
+    def __call__(self, instances: Sequence[Ready], _: Mapping[str, int]) -> Ready:
+        ordered = sorted(instances, key=lambda one: natural(one.worker))
+        chosen = next((one for one in ordered if natural(one.worker) > self._last), ordered[0])
+        self._last = natural(chosen.worker)
+        return chosen
+
+
+def least_load(instances: Sequence[Ready], left_at: Mapping[str, int]) -> Ready:
+    """The fewest tokens left to do; of equals the first by name."""
+    return min(
+        instances,
+        key=lambda one: (sum(left_at.get(name, 0) for name in workers_of(one)), natural(one.worker)),
+    )
+
+
+PICKS: Final[dict[str, Callable[[], Pick]]] = {
+    "round-robin": RoundRobin,
+    "least-load-first": lambda: least_load,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Who becomes one for a long request."""
+
+    workers: tuple[str, ...]
+
+    def holding(self, instances: Iterable[Ready]) -> Ready | None:
+        """The instance of them all, once it is there."""
+        return next((one for one in instances if set(workers_of(one)) >= set(self.workers)), None)
+
+
+class Orders:
+    """Of groups, through the admin API of this gateway. One at a time for the same workers."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._sent: dict[Group, asyncio.Task[None]] = {}
+
+    def send(self, group: Group) -> None:
+        if group not in self._sent:
+            task = self._sent[group] = asyncio.get_running_loop().create_task(self._carry_out(group))
+            task.add_done_callback(lambda _: self._sent.pop(group))
+
+    async def _carry_out(self, group: Group) -> None:
+        """Whether it became one is seen on the cards; what was refused is asked for again."""
+        body = {"workers": list(group.workers), "tp": len(group.workers)}
+        url = f"{self._url}/admin/instances/transform"
+        async with httpx.AsyncClient(timeout=ORDER_TIMEOUT_S) as client:
+            await client.post(url, params={"wait": "true"}, json=body)
+
+
+class Unaware(Placement):
+    """Goes where `pick` says."""
+
+    def __init__(
+        self, cluster: Cluster, table: InFlight, *args: Any, pick: Pick, orders: Orders, **named: Any
+    ) -> None:
+        super().__init__(cluster, table, *args, **named)
+        self._pick = pick
+        self._orders = orders
+        self._made: dict[str, Group] = {}  # for which request
+
+    def find(self, flight: Flight) -> Candidate | BelowFloor | NoRoom | None:
+        instances = self._cluster.ready(flight.model)
+        if not instances:
+            return None
+        now = self._clock()
+        if flight.num_tokens > (limit := self._cluster.longest_tokens(flight.model, now)):
+            raise too_long(len(flight.prompt_token_ids), limit, flight.sampling.max_tokens)
+        if flight.request_id in self._made:
+            return self._arrived(flight, instances, now)
+        chosen = self._pick(instances, tokens_left(self._table))
+        if flight.num_tokens <= self._cluster.max_tokens(chosen, now):
+            return self._candidate_of(flight, chosen)
+        self._made[flight.request_id] = neighbours(chosen, flight.num_tokens, list(self._cluster.workers))
+        return self._arrived(flight, instances, now)
+
+    def to_recall(self, _: str) -> list[Flight]:
+        """What it sent it leaves where it is."""
+        return []
+
+    def _arrived(self, flight: Flight, instances: Sequence[Ready], now: float) -> Candidate | None:
+        """The group, once it is there; asks for it until then."""
+        group = self._made[flight.request_id]
+        there = group.holding(instances)
+        if there is None or self._cluster.max_tokens(there, now) < flight.num_tokens:
+            self._orders.send(group)
+            return None
+        del self._made[flight.request_id]
+        return self._candidate_of(flight, there)
+
+    def _candidate_of(self, flight: Flight, ready: Ready) -> Candidate | None:
+        there = Candidates(self._cluster, self._table, self._clock()).of(flight.model)
+        return next((one for one in there if one.instance == ready.card.id), None)
+
+
+def tokens_left(table: InFlight) -> dict[str, int]:
+    """By worker: prompts that are not through and outputs that are not there."""
+    left: dict[str, int] = {}
+    for target, place in table.places.items():
+        tokens = sum(_left_of(flight) for flight in place.flights.values())
+        left[target.worker] = left.get(target.worker, 0) + tokens
+    return left
+
+
+def _left_of(flight: Flight) -> int:
+    through = len(flight.prompt_token_ids) + len(flight.received) if flight.received else 0
+    return flight.num_tokens - through
+
+
+def neighbours(chosen: Ready, num_tokens: int, workers: Iterable[str]) -> Group:
+    """The workers of the lowest degree that holds it, from a multiple of that degree on."""
+    tp = lowest_degree(chosen.card, num_tokens)
+    ordered = sorted(workers, key=natural)
+    first = ordered.index(chosen.worker) // tp * tp
+    return Group(tuple(ordered[first : first + tp]))
+
+
+def lowest_degree(card: InstanceCard, num_tokens: int) -> int:
+    return min(tp for tp, tokens in card.tokens_at.items() if tokens >= num_tokens)
+
+
+def workers_of(ready: Ready) -> tuple[str, ...]:
+    return tuple(ready.card.workers) or (ready.worker,)
+
+
+if __name__ == "__main__":
+    orders = Orders(f"http://127.0.0.1:{os.environ['INSTAR_GATEWAY__PORT']}")
+    pick = PICKS[os.environ["BENCH_PICK"]]()
+    vars(state)["Placement"] = partial(Unaware, pick=pick, orders=orders)  # its parts are put together there
+    sys.exit(run("gateway", service.main))

@@ -1,0 +1,269 @@
+"""What the runs of the serving benchmark say: numbers of each way, ratios, the bar, a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from bench.serving.load import Load, Served
+from bus.messages import MorphReport
+
+BAR: Final = 1.26  # Gyges §6.2.4: 26.1 % to 39.2 % more throughput than both
+OURS, ROUND_ROBIN, LEAST_LOAD = "transformation-aware", "round-robin", "least-load-first"
+MOST_OTHERS_CORES: Final = 0.2  # that other programs may take
+TTFT_LIMIT_S: Final = 10.0  # Gyges §3.1
+TPOT_LIMIT_S: Final = 1.0  # ten times the paper's: two cores are slower than eight GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A transform that was applied, seconds after the run's beginning."""
+
+    at_s: float
+    tp: int
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way under the load. `others_cores`: what programs other than the service and its client kept busy.
+    `samples_differ`: requests whose text was not the oracle's, of `num_samples` that got to their end."""
+
+    way: str
+    served: list[Served]
+    shapes_at_first: tuple[int, ...]
+    shapes: list[Shape]
+    unapplied: list[str]  # why transforms were not
+    recomputed_tokens: int
+    preemptions: int
+    num_samples: int
+    samples_differ: list[int]
+    others_cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Seconds and tokens a second. TTFT and TPOT of requests that were due in the window; one that has no
+    first token at the end counts with the time it has waited."""
+
+    tokens_per_s: float
+    in_time_tokens_per_s: float  # of requests that are through in the limits (short), or through (long)
+    short_ttft_p95_s: float | None
+    long_ttft_p95_s: float | None
+    short_tpot_p95_s: float | None
+    long_tpot_p95_s: float | None
+    num_up: int
+    num_down: int
+    num_unapplied: int
+    num_short: int
+    num_short_ended: int
+    num_long: int
+    num_long_ended: int
+    num_refused: int
+    num_errors: int
+    recomputed_tokens: int
+    num_preemptions: int  # which are what made workers compute again, where no transform failed
+    num_samples: int
+    num_samples_differ: int
+    others_cores: float
+
+
+def outcome(run: Run, load: Load) -> Outcome:
+    begin_s, end_s, last_s = load.warm_up_s, load.seconds, load.seconds + load.drain_s
+    due = [one for one in run.served if one.arrival.at_s >= begin_s]
+    short, long = ([one for one in due if one.arrival.is_long == is_long] for is_long in (False, True))
+    in_time = [one for one in run.served if is_in_time(one)]
+    taken = [one for one in long if not one.refused]
+    return Outcome(
+        tokens_per_s=_sum(run.served, begin_s, end_s) / (end_s - begin_s),
+        in_time_tokens_per_s=_sum(in_time, begin_s, end_s) / (end_s - begin_s),
+        short_ttft_p95_s=p95([one.ttft_s(last_s) for one in short]),
+        long_ttft_p95_s=p95([one.ttft_s(last_s) for one in taken]),
+        short_tpot_p95_s=p95([one.tpot_s for one in short if one.is_whole]),
+        long_tpot_p95_s=p95([one.tpot_s for one in long if one.is_whole]),
+        num_up=sum(is_up for is_up in _directions(run)),
+        num_down=sum(not is_up for is_up in _directions(run)),
+        num_unapplied=len(run.unapplied),
+        num_short=len(short),
+        num_short_ended=sum(one.is_whole for one in short),
+        num_long=len(long),
+        num_long_ended=sum(one.is_whole for one in long),
+        num_refused=sum(bool(one.refused) for one in run.served),
+        num_errors=sum(bool(one.error) for one in run.served),
+        recomputed_tokens=run.recomputed_tokens,
+        num_preemptions=run.preemptions,
+        num_samples=run.num_samples,
+        num_samples_differ=len(run.samples_differ),
+        others_cores=run.others_cores,
+    )
+
+
+def is_in_time(one: Served) -> bool:
+    if not one.is_whole:
+        return False
+    return one.arrival.is_long or (one.ttft_s(0.0) <= TTFT_LIMIT_S and one.tpot_s <= TPOT_LIMIT_S)
+
+
+def p95(values: Sequence[float]) -> float | None:
+    return sorted(values)[int(0.95 * (len(values) - 1))] if values else None
+
+
+def _sum(served: Sequence[Served], begin_s: float, end_s: float) -> float:
+    return sum(one.tokens_between(begin_s, end_s) for one in served)
+
+
+def _directions(run: Run) -> list[bool]:
+    """Of each transform: up?"""
+    degrees = {f"w{i}": tp for tp, i in _workers(run.shapes_at_first)}
+    found = []
+    for shape in run.shapes:
+        found.append(shape.tp > degrees[shape.workers[0]])
+        degrees |= dict.fromkeys(shape.workers, shape.tp)
+    return found
+
+
+def grouped(run: Run, end_s: float) -> list[tuple[float, int]]:
+    """(seconds, workers in groups from then on), to the end."""
+    degrees = {f"w{i}": tp for tp, i in _workers(run.shapes_at_first)}
+    steps = [(0.0, sum(tp > 1 for tp in degrees.values()))]
+    for shape in run.shapes:
+        degrees |= dict.fromkeys(shape.workers, shape.tp)
+        steps.append((shape.at_s, sum(tp > 1 for tp in degrees.values())))
+    return [*steps, (end_s, steps[-1][1])]
+
+
+def grouped_share(run: Run, load: Load) -> float:
+    """Of the workers' time in the window: in groups."""
+    steps = grouped(run, load.seconds)
+    spent = sum(
+        max(0.0, min(later[0], load.seconds) - max(now[0], load.warm_up_s)) * now[1]
+        for now, later in pairwise(steps)
+    )
+    return spent / (sum(run.shapes_at_first) * (load.seconds - load.warm_up_s))
+
+
+def _workers(shapes: Sequence[int]) -> list[tuple[int, int]]:
+    """(degree, number) of every worker."""
+    return [(tp, i) for i, tp in enumerate(tp for tp in shapes for _ in range(tp))]
+
+
+def shapes_of(reports: Sequence[MorphReport], began_s: float) -> list[Shape]:
+    """Those that were applied and changed anything. `began_s`: of time.time()."""
+    found = []
+    for one in reports:
+        numbers = one.numbers
+        if one.state == "applied" and numbers.get("tp_after") != numbers.get("tp_before"):
+            at_s = (one.ended_ms or one.started_ms) / 1e3 - began_s
+            found.append(Shape(round(at_s, 2), int(numbers["tp_after"]), tuple(one.workers)))
+    return found
+
+
+# ------------------------------------------------------------------------------------- all ways
+
+
+def bars(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
+    """Ours to each of the others that ran, where ours did."""
+    if OURS not in outcomes:
+        return {}
+    ours = outcomes[OURS]
+    found = {}
+    for other in (ROUND_ROBIN, LEAST_LOAD):
+        if other in outcomes:
+            ratio = _ratio(ours.tokens_per_s, outcomes[other].tokens_per_s)
+            found[f"throughput to {other}"] = {"bar": BAR, "value": ratio, "is_met": ratio >= BAR}
+    return found
+
+
+def ratios(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
+    """Ours to every other way."""
+    if OURS not in outcomes:
+        return {}
+    ours = outcomes[OURS]
+    return {
+        name: {
+            "tokens_per_s": _ratio(ours.tokens_per_s, one.tokens_per_s),
+            "in_time_tokens_per_s": _ratio(ours.in_time_tokens_per_s, one.in_time_tokens_per_s),
+        }
+        for name, one in outcomes.items()
+        if name != OURS
+    }
+
+
+def _ratio(ours: float, other: float) -> float:
+    return round(ours / max(other, 1e-9), 3)
+
+
+Column = tuple[str, Callable[[Outcome], str]]
+COLUMNS: Final[tuple[Column, ...]] = (
+    ("tokens/s", lambda one: f"{one.tokens_per_s:.0f}"),
+    ("in time", lambda one: f"{one.in_time_tokens_per_s:.0f}"),
+    ("P95 TTFT short", lambda one: _number(one.short_ttft_p95_s, "s", 1)),
+    ("long", lambda one: _number(one.long_ttft_p95_s, "s", 1)),
+    ("P95 TPOT short", lambda one: _number(one.short_tpot_p95_s, "s", 2)),
+    ("long", lambda one: _number(one.long_tpot_p95_s, "s", 2)),
+    ("up/down", lambda one: f"{one.num_up}/{one.num_down}"),
+    ("short ended", lambda one: f"{one.num_short_ended} of {one.num_short}"),
+    ("long ended", lambda one: f"{one.num_long_ended} of {one.num_long}"),
+    ("refused", lambda one: str(one.num_refused)),
+    ("errors", lambda one: str(one.num_errors)),
+    ("recomputed", lambda one: str(one.recomputed_tokens)),
+    ("preempted", lambda one: str(one.num_preemptions)),
+    ("unlike oracle", lambda one: f"{one.num_samples_differ} of {one.num_samples}"),
+    ("others' cores", lambda one: f"{one.others_cores:.1f}"),
+)
+WIDTH: Final = 22  # of a way's name
+HEAD: Final = " " * WIDTH + "  ".join(f"{title:>10}" for title, _ in COLUMNS)
+
+
+def row(name: str, one: Outcome) -> str:
+    cells = [f"{tell(one):>{max(10, len(title))}}" for title, tell in COLUMNS]
+    return f"{name:<{WIDTH}}" + "  ".join(cells)
+
+
+def card(outcomes: Mapping[str, Outcome], judged: Mapping[str, Mapping[str, Any]]) -> str:
+    ends = [
+        f"{what}: {one['value']:.2f} (bar {one['bar']}): {'met' if one['is_met'] else 'MISSED'}"
+        for what, one in judged.items()
+    ]
+    compared = [
+        f"ours to {name}: {one['tokens_per_s']:.2f} times the tokens/s, "
+        f"{one['in_time_tokens_per_s']:.2f} times in time"
+        for name, one in ratios(outcomes).items()
+    ]
+    busy = max(one.others_cores for one in outcomes.values())
+    if busy > MOST_OTHERS_CORES:
+        ends.append(f"other programs took up to {busy:.1f} cores: what was measured is theirs, too")
+    return "\n".join([HEAD, *(row(name, one) for name, one in outcomes.items()), *compared, *ends])
+
+
+def as_json(run: Run, load: Load) -> dict[str, Any]:
+    """Of one way: its numbers, what happened, and every request in short."""
+    return {
+        "way": run.way,
+        "outcome": {key: _rounded(value) for key, value in asdict(outcome(run, load)).items()},
+        "grouped_share": round(grouped_share(run, load), 3),
+        "shapes_at_first": run.shapes_at_first,
+        "transforms": [asdict(shape) for shape in run.shapes],
+        "unapplied": run.unapplied,
+        "samples_differ": run.samples_differ,
+        "errors": [one.error for one in run.served if one.error][:10],
+        "requests": [
+            {
+                "due_s": _rounded(one.arrival.at_s),
+                "is_long": one.arrival.is_long,
+                "ttft_s": _rounded(one.ttft_s(0.0)) if one.token_s else None,
+                "tpot_s": _rounded(one.tpot_s) if one.is_whole else None,
+            }
+            for one in run.served
+        ],
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
+
+
+def _number(value: float | None, unit: str, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f} {unit}"
