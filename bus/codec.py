@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, overload
 
 import msgspec
 
-from bus import deployments, messages
+from bus import deployments, messages, policy
 from bus.messages import SCHEMA_VERSION
 
 M = TypeVar("M")
@@ -25,7 +25,7 @@ MESSAGE_TYPES: Final[tuple[type, ...]] = (
     messages.Resize,
     messages.Transform,
     messages.CancelMorph,
-    messages.Policy,
+    policy.Policy,
     messages.MorphReport,
     messages.StepOutput,
     messages.WorkerCard,

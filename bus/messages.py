@@ -43,7 +43,6 @@ Cause = Literal[
     "undone",
     "orphan",
 ]
-Mode = Literal["default", "accuracy", "performance", "manual"]
 
 PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")  # most bits first
 PARTS: tuple[Part, ...] = ("attention", "ffn")
@@ -477,28 +476,7 @@ class Moment:
     instances: dict[str, InstanceMoment]
 
 
-# --------------------------------------------------------------------------- policy and morphs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """The key `policy`: when the controller morphs, and how far. The thresholds of the paper's defaults
-    (MorphServe §4.1, D). Written by the admin API with the next revision, read by the controller."""
-
-    revision: int = 0
-    mode: Mode = "default"
-    kv_usage_high: float = 0.85  # 0..1; above it, or above the next, an instance is under pressure
-    queue_delay_high_s: float = 0.1
-    kv_usage_low: float = 0.5  # below both of these it is at ease
-    queue_delay_low_s: float = 0.02
-    windows: int = 3  # so many metrics in a row must agree
-    cooldown_s: float = 5.0  # between two morphs of one instance
-    step_layers: int = 0  # layers of one morph; 0: what the mode says
-    max_layers: int = 0  # at most so many below full; 0: what the mode says
-    precision: Precision = "int4"
-    max_tp: int = 0  # no group beyond it; 0: what the workers are prepared for
-    long_patience_s: float = 30.0  # a long request waits so long for a full group before another one is made
-    scale_down_free: float = 0.5  # 0..1; a group without a long request parts when so much KV is free
+# --------------------------------------------------------------------------- morphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

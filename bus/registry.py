@@ -17,7 +17,8 @@ from redis.asyncio import Redis
 from bus.codec import DecodeError, decode, encode
 from bus.errors import BusUnavailable
 from bus.link import Link
-from bus.messages import Policy, WorkerCard
+from bus.messages import WorkerCard
+from bus.policy import Policy
 
 log = logging.getLogger("bus")
 

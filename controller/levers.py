@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from bus.messages import PRECISIONS, Cause, Morph, Number, Precision, Resize, Swap
-from controller.modes import Rules
+from bus.policy import Policy
 from controller.rest import holds_fewer_bits
 from controller.track import Lever
 from controller.view import View
 
 WAIT_S = 1.0  # for pages, before a worker answers `deferred`: a running step may be about to free some
+
+
+RETURN_MARGIN = 4  # of the dead zone this part stays free after a way back, or noise would undo it at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules(Policy):
+    """The policy as its mode applies it to one instance. Giving pages back must leave the KV use below
+    `kv_usage_after`."""
+
+    kv_usage_after: float
+
+
+def rules_of(policy: Policy, num_layers: int) -> Rules | None:
+    """Return the rules for a model of `num_layers` layers; None: nothing morphs by itself."""
+    in_force = policy.in_force(num_layers)
+    if in_force is None:
+        return None
+    dead_zone = policy.kv_usage_high - policy.kv_usage_low
+    return Rules(**asdict(in_force), kv_usage_after=policy.kv_usage_high - dead_zone / RETURN_MARGIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from bus.messages import Cause, Number, Policy
-from controller.levers import Decision, swap_down, swap_up, take_free_pages
-from controller.modes import Rules, rules_of
+from bus.messages import Cause, Number
+from bus.policy import Policy
+from controller.levers import Decision, Rules, rules_of, swap_down, swap_up, take_free_pages
 from controller.track import FORGET_S, Lever, State, Track
 from controller.view import View
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bus.messages import Cause, Number, Policy, Transform
+from bus.messages import Cause, Number, Transform
+from bus.policy import Policy
 from controller.groups import Group
 from controller.levers import WAIT_S
 from controller.parallelism import Merge, parted

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from bus.messages import Demand, Policy
+from bus.messages import Demand
+from bus.policy import Policy
 from controller.groups import Group
-from controller.modes import Rules, rules_of
+from controller.levers import Rules, rules_of
 from controller.parallelism import Merge, decide_scale_down, decide_scale_up
 from controller.policy import Freshness
 from controller.reshape import Reshape, merging, parting

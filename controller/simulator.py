@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from bus.messages import MorphOutcome, MorphReport, Policy, Precision
+from bus.messages import MorphOutcome, MorphReport, Precision
+from bus.policy import Policy
 from controller.levers import Decision
 from controller.policy import Freshness, decide
 from controller.track import State, observe, sent

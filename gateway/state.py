@@ -10,7 +10,7 @@ from collections import deque
 
 from bus.catalogue import Contents
 from bus.client import Bus
-from bus.messages import Policy
+from bus.policy import Policy
 from bus.settings import Settings
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.delivery import Delivery

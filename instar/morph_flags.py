@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from bus.policy import FIELDS
 from instar.slips import Parser
 from instar.verbs import at_least_one, one_of, verbs_of
 
@@ -47,9 +48,25 @@ def add_verbs(parser: Parser, add_client_flags: Callable[[Parser], None]) -> Non
     _add_tp(verb("tp", "serve a model at another degree of tensor parallelism"))
     policy = verb("policy", "show the policy, or change its fields")
     policy.add_argument("words", nargs="*", metavar="FIELD=VALUE", help="without any: shows all fields")
+    policy.formatter_class = argparse.RawDescriptionHelpFormatter
+    policy.epilog = policy_fields()
     for name, summary in (("show", "how far a morph is"), ("cancel", "give up a morph that runs")):
         sub = verb(name, summary)
         sub.add_argument("morph", metavar="ID", help="as `instar status` shows it")
+
+
+def policy_fields() -> str:
+    """Return the fields of the policy, each with its meaning, limits, default and effects of modes."""
+    lines = ["fields:"]
+    for one in FIELDS:
+        default = f"{one.default:g}" if isinstance(one.default, float) else one.default
+        unit = f" {one.unit}" if one.unit not in one.summary.split() and one.unit else ""
+        lines.append(f"  {one.name:20}{one.summary}: {one.limits}{unit} [{default}]")
+        notes = [f"0: {one.zero}"] if one.zero else []
+        notes += [f"{name}: {text}" for name, text in one.choices.items() if text]
+        notes += [f"with mode={mode} {effect.summary}" for mode, effect in one.by_mode.items()]
+        lines += [f"{'':22}{note}" for note in notes]
+    return "\n".join(lines)
 
 
 def _add_swap(swap: Parser) -> None:

@@ -28,7 +28,7 @@ from bench.common.results import RESULTS
 from bench.scheduler import costs
 from bench.scheduler.model import Cluster, Request, Scheduler
 from bench.scheduler.policies import LeastLoad, Ours, RoundRobin
-from bus.messages import Policy
+from bus.policy import Policy
 
 RESULT = RESULTS / "scheduler.json"
 BAR = 1.26

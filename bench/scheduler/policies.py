@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from bench.scheduler import costs
 from bench.scheduler.model import Cluster, Request, Unit
-from bus.messages import Demand, MorphReport, Policy
+from bus.messages import Demand, MorphReport
+from bus.policy import Policy
 from bus.shapes import natural
 from controller.groups import Group
 from controller.policy import Freshness

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from bus.messages import CancelMorph, Event, Morph
+from bus.policy import describe
 from gateway.errors import ApiError
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
@@ -80,6 +81,12 @@ async def get_policy(gateway: Here) -> Response:
     with bus_or_503():
         gateway.policy = await gateway.bus.read_policy()
     return json_answer(asdict(gateway.policy))
+
+
+@router.get("/policy/fields")
+async def get_policy_fields() -> Response:
+    """The declaration of each field of the policy: label, type, limits, unit, meaning, effects of modes."""
+    return json_answer(describe())
 
 
 @router.put("/policy")

@@ -1,45 +1,39 @@
-"""The morph policy as operators write it: any of its fields, checked one by one and then together."""
+"""`PUT /admin/policy`: the body, its validation, and the next revision of the policy."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import create_model
 
 from bus.client import Bus
-from bus.messages import Mode, Policy
+from bus.policy import FIELDS, Policy, PolicyField
 from gateway.errors import ApiError, invalid
-from gateway.openai.params import MAX_COUNT, Body, between
+from gateway.openai.params import Body, between
 
 TRIES = 5  # against writers elsewhere
 
-HIGHEST_DELAY_S = 3600.0
-LONGEST_COOLDOWN_S = 86_400.0
-MOST_WINDOWS = 1000
+
+def _type_of(declared: PolicyField) -> Any:
+    if declared.choices:
+        return Literal[tuple(declared.choices)]
+    low, high = declared.minimum or 0, declared.maximum or 0
+    kind = int if declared.type == "integer" else float
+    return Annotated[kind, between(low, high, above=declared.above_minimum)]
 
 
-class PolicyBody(Body):
-    """Fields that are left out keep their value. `revision`: of the policy that this is to change; left out,
-    of whichever is there."""
-
-    revision: Annotated[int, between(0, 2**63 - 1)] | None = None
-    mode: Mode | None = None
-    kv_usage_high: Annotated[float, between(0, 1, above=True)] | None = None
-    kv_usage_low: Annotated[float, between(0, 1)] | None = None
-    queue_delay_high_s: Annotated[float, between(0, HIGHEST_DELAY_S, above=True)] | None = None
-    queue_delay_low_s: Annotated[float, between(0, HIGHEST_DELAY_S)] | None = None
-    windows: Annotated[int, between(1, MOST_WINDOWS)] | None = None
-    cooldown_s: Annotated[float, between(0, LONGEST_COOLDOWN_S)] | None = None
-    step_layers: Annotated[int, between(0, MAX_COUNT)] | None = None
-    max_layers: Annotated[int, between(0, MAX_COUNT)] | None = None
-    precision: Literal["int8", "int4", "int3"] | None = None
-    max_tp: Annotated[int, between(0, MAX_COUNT)] | None = None
-    long_patience_s: Annotated[float, between(0, HIGHEST_DELAY_S)] | None = None
-    scale_down_free: Annotated[float, between(0, 1)] | None = None
+# Fields that are left out keep their value. `revision`: of the policy that the writer has seen; left out, the
+# change applies to whichever is stored.
+_TYPES: dict[str, Any] = {"revision": Annotated[int, between(0, 2**63 - 1)]}
+_TYPES |= {declared.name: _type_of(declared) for declared in FIELDS}
+_OPTIONAL: dict[str, Any] = {name: (kind | None, None) for name, kind in _TYPES.items()}
+PolicyBody = create_model("PolicyBody", __base__=Body, **_OPTIONAL)
 
 
-def changed(before: Policy, body: PolicyBody) -> Policy:
-    """The next revision. Raises ApiError: 409 where `before` is not the revision that was meant, 400 where
-    thresholds are out of order or nothing was given."""
+def changed(before: Policy, body: Body) -> Policy:
+    """Return the next revision. Raises ApiError: 409 if `before` is not the revision that the body names, 400
+    if thresholds are out of order or the body is empty."""
     given = body.model_dump(exclude_none=True)
     revision = given.pop("revision", before.revision)
     if revision != before.revision:
@@ -47,7 +41,7 @@ def changed(before: Policy, body: PolicyBody) -> Policy:
     if not given:
         raise invalid(f"the body changes nothing; there are: {', '.join(PolicyBody.model_fields)}", None)
     after = replace(before, **given, revision=before.revision + 1)
-    for low, high in (("kv_usage_low", "kv_usage_high"), ("queue_delay_low_s", "queue_delay_high_s")):
+    for low, high in ((one.name, one.below) for one in FIELDS if one.below):
         lower, upper = getattr(after, low), getattr(after, high)
         if lower >= upper:
             raise invalid(
@@ -57,8 +51,9 @@ def changed(before: Policy, body: PolicyBody) -> Policy:
     return after
 
 
-async def write(bus: Bus, body: PolicyBody) -> tuple[Policy, Policy]:
-    """(before, after). Raises ApiError 400 and 409, BusUnavailable, BusFull."""
+async def write(bus: Bus, body: Body) -> tuple[Policy, Policy]:
+    """Store the changed policy and return (before, after). Raises ApiError 400 and 409, BusUnavailable,
+    BusFull."""
     for _ in range(TRIES):
         before = await bus.read_policy()
         after = changed(before, body)
@@ -68,10 +63,11 @@ async def write(bus: Bus, body: PolicyBody) -> tuple[Policy, Policy]:
 
 
 def differences(before: Policy, after: Policy) -> str:
-    """`mode default -> manual, windows 3 -> 5`, for the audit."""
+    """Return `mode default -> manual, windows 3 -> 5`, for the audit."""
     old, new = asdict(before), asdict(after)
-    changes = [f"{name} {old[name]} -> {new[name]}" for name in new if new[name] != old[name]]
-    return ", ".join(change for change in changes if not change.startswith("revision ")) or "nothing"
+    del new["revision"]
+    changes = [f"{name} {old[name]} -> {value}" for name, value in new.items() if value != old[name]]
+    return ", ".join(changes) or "nothing"
 
 
 def _moved_on(message: str) -> ApiError:

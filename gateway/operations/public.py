@@ -26,6 +26,7 @@ ADMIN_ENDPOINTS: Final = (
     "/admin/live",
     "/admin/requests",
     "/admin/policy",
+    "/admin/policy/fields",
     "/admin/instances/transform",
     "/admin/instances/{instance}/swap",
     "/admin/instances/{instance}/resize",

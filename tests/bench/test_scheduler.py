@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bench.scheduler import costs
 from bench.scheduler.model import Cluster, Request, Scheduler
 from bench.scheduler.policies import LeastLoad, Ours, RoundRobin
-from bus.messages import Policy
+from bus.policy import Policy
 
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "ours": lambda: Ours(Policy()),

@@ -9,8 +9,8 @@ import pytest
 
 from bus.client import Bus, RedisProblem
 from bus.leftovers import lease_of, remove_streams, remove_worker, without_owner
-from bus.messages import Policy
 from bus.names import Names
+from bus.policy import Policy
 from tests.support.bus_samples import card, step_output
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from bus.client import Bus, BusUnavailable, connect
-from bus.messages import Event, MorphReport, PageCounts, Policy, Swap, WorkerTelemetry
+from bus.messages import Event, MorphReport, PageCounts, Swap, WorkerTelemetry
+from bus.policy import Policy
 from bus.settings import ControllerSettings, MonitorSettings, Settings
 from controller import service as controller_service
 from monitor import service as monitor_service

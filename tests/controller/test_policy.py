@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from bus.messages import Mode, MorphOutcome, Policy, Precision, Resize, Swap
-from controller.modes import Rules, rules_of
+from bus.messages import MorphOutcome, Precision, Resize, Swap
+from bus.policy import Mode, Policy
+from controller.levers import Rules, rules_of
 from controller.view import View
 from tests.support.policy_views import BURST, CALM, EASE, Hand
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.messages import Mode, MorphOutcome, Policy
+from bus.messages import MorphOutcome
+from bus.policy import Mode, Policy
 from controller.simulator import Shape, Simulated, Window, simulate, steady
 
 MINUTES_10 = 600.0

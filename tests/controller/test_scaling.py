@@ -6,7 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from bus.messages import Demand, MorphOutcome, MorphReport, Policy, Transform
+from bus.messages import Demand, MorphOutcome, MorphReport, Transform
+from bus.policy import Policy
 from controller.groups import Group
 from controller.policy import Freshness
 from controller.reshape import Reshape

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.messages import Event, LayerShape, MorphReport, Policy, Resize, Swap
+from bus.messages import Event, LayerShape, MorphReport, Resize, Swap
+from bus.policy import Policy
 from bus.settings import RedisSettings
 from tests.support.gateway_harness import Gate, running
 
@@ -177,6 +178,13 @@ async def test_the_policy_is_changed_field_by_field(gate: Gate, http: httpx.Asyn
     answer = await http.put("/admin/policy", json={"mode": "manual", "revision": 1})
     assert await gate.bus.read_policy() == Policy(mode="manual", windows=5, revision=2)
     assert (await gate.state())["policy"] == answer.json()
+
+
+async def test_the_fields_of_the_policy_are_described(http: httpx.AsyncClient) -> None:
+    told = (await http.get("/admin/policy/fields")).json()
+    policy = (await http.get("/admin/policy")).json()
+    assert {one["name"] for one in told} == policy.keys() - {"revision"}
+    assert {one["name"]: one["default"] for one in told}.items() <= policy.items()
 
 
 async def test_a_policy_written_elsewhere_is_shown(gate: Gate) -> None:

@@ -22,11 +22,11 @@ from bus.messages import (
     Metrics,
     MorphReport,
     PageCounts,
-    Policy,
     Submit,
     Transform,
     WorkerTelemetry,
 )
+from bus.policy import Policy
 from bus.settings import ControllerSettings, MonitorSettings, Settings
 from controller import service as controller_service
 from gateway.delivery.demand import demands

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from bus.client import LiveWorker
-from bus.messages import Policy, Precision, Resize, Swap
+from bus.messages import Precision, Resize, Swap
+from bus.policy import Policy
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError
 from gateway.operations import orders

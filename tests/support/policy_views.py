@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bus.messages import MorphOutcome, MorphReport, Policy
+from bus.messages import MorphOutcome, MorphReport
+from bus.policy import Policy
 from controller.levers import Decision
 from controller.policy import Freshness, decide
 from controller.track import State, observe, sent

@@ -1,0 +1,77 @@
+"""The table of the policy's fields: what the admin API, the command line and the dashboard read of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import get_args
+
+import pytest
+
+from bus.messages import PRECISIONS
+from bus.policy import FIELDS, Mode, Policy, describe
+from instar.morph_flags import policy_fields
+
+
+def test_every_field_but_the_revision_is_declared_with_its_default() -> None:
+    defaults = asdict(Policy())
+    assert [one.name for one in FIELDS] == [one.name for one in fields(Policy) if one.name != "revision"]
+    assert {one.name: one.default for one in FIELDS} == {one.name: defaults[one.name] for one in FIELDS}
+
+
+def test_defaults_lie_within_their_limits() -> None:
+    for one in FIELDS:
+        if one.choices:
+            assert one.type == "choice" and one.default in one.choices
+            continue
+        assert isinstance(one.default, int | float) and one.minimum is not None and one.maximum is not None
+        assert one.minimum <= one.default <= one.maximum and (one.type == "integer") == isinstance(
+            one.default, int
+        )
+        if one.below:
+            assert one.default < getattr(Policy(), one.below)
+
+
+def test_choices_are_those_of_the_types() -> None:
+    choices = {one.name: tuple(one.choices) for one in FIELDS if one.choices}
+    assert choices == {"mode": get_args(Mode), "precision": PRECISIONS[1:]}
+
+
+def test_the_description_is_json_and_has_every_effect_of_a_mode_in_words() -> None:
+    told = json.loads(json.dumps(describe()))
+    assert [one["name"] for one in told] == [one.name for one in FIELDS]
+    step = next(one for one in told if one["name"] == "step_layers")
+    assert step["by_mode"] == {
+        "accuracy": "1/8 of the layers",
+        "default": "1/4 of the layers",
+        "performance": "1/2 of the layers",
+    }
+    assert (step["type"], step["limits"], step["zero"]) == ("integer", "0 or more", "as the mode says")
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (
+            "accuracy",
+            {"kv_usage_high": 0.925, "kv_usage_low": 0.675, "queue_delay_high_s": 0.2, "windows": 3},
+        ),
+        ("default", {"kv_usage_high": 0.85, "kv_usage_low": 0.5, "step_layers": 8, "max_layers": 16}),
+        ("performance", {"windows": 1, "step_layers": 16, "max_layers": 32}),
+    ],
+)
+def test_a_mode_changes_what_its_effects_say(mode: Mode, expected: dict[str, float]) -> None:
+    in_force = Policy(mode=mode).in_force(num_layers=32)
+    assert in_force is not None
+    found = asdict(in_force)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_manual_decides_nothing() -> None:
+    assert Policy(mode="manual").in_force(num_layers=32) is None
+
+
+def test_the_command_line_explains_every_field() -> None:
+    told = policy_fields()
+    for one in FIELDS:
+        assert one.name in told and one.summary in told and one.limits in told
