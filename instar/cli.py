@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from instar.argparse_errors import Parser, parse
+from instar.commands.bench import TEXT as BENCH
+from instar.commands.bench import add_verbs as add_bench_verbs
+from instar.commands.intent_flags import DEPLOYING, MODEL, add_model_verbs
+from instar.commands.morph_flags import TEXT as MORPH
+from instar.commands.morph_flags import add_verbs
+from instar.commands.offline import OFFLINE, run_offline
 from instar.flags import add_flags, given_flags
-from instar.intent_flags import DEPLOYING, MODEL, add_model_verbs
-from instar.morph_flags import TEXT as MORPH
-from instar.morph_flags import add_verbs
-from instar.offline import OFFLINE, run_offline
-from instar.replay.flags import TEXT as BENCH
-from instar.replay.flags import add_verbs as add_bench_verbs
-from instar.slips import Parser, parse
 
 if TYPE_CHECKING:
     from bus.settings import Settings
@@ -193,7 +193,7 @@ def _serve(args: argparse.Namespace) -> int:
     settings = _load(args)
     if settings is None:
         return 2
-    from instar.serve import serve
+    from instar.commands.serve import serve
 
     return serve(settings)
 
@@ -202,7 +202,7 @@ def _status(args: argparse.Namespace) -> int:
     settings = _load(args)
     if settings is None:
         return 2
-    from instar.status import status
+    from instar.commands.status import status
 
     return status(settings, url=args.url, key=args.key, as_json=args.json)
 
@@ -214,7 +214,7 @@ def _morph(args: argparse.Namespace) -> int:
     settings = _load(args)
     if settings is None:
         return 2
-    from instar.morph import morph
+    from instar.commands.morph import morph
 
     return morph(settings, args)
 
@@ -223,7 +223,7 @@ def _drain(args: argparse.Namespace) -> int:
     settings = _load(args)
     if settings is None:
         return 2
-    from instar.drain import drain
+    from instar.commands.drain import drain
 
     return drain(settings, args)
 
@@ -239,7 +239,7 @@ def _deployments(args: argparse.Namespace, command: str) -> int:
     settings = _load(args)
     if settings is None:
         return 2
-    from instar.deploy import run
+    from instar.commands.deploy import run
 
     return run(settings, args, command)
 
@@ -251,7 +251,7 @@ def _bench(args: argparse.Namespace) -> int:
     settings = _load(args)
     if settings is None:
         return 2
-    from instar.replay.command import bench
+    from instar.replay.run import bench
 
     return bench(settings, args)
 
@@ -260,7 +260,7 @@ def _complete(args: argparse.Namespace) -> int:
     settings = _load(args)
     if settings is None:
         return 2
-    from instar.complete import complete
+    from instar.commands.complete import complete
 
     return complete(
         settings,
@@ -280,7 +280,7 @@ def _standard_input() -> str:
 
 
 def _settings(args: argparse.Namespace) -> int:
-    from instar.settings_text import example, listing
+    from instar.commands.settings import example, listing
 
     if args.example:
         sys.stdout.write(example())

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from instar.slips import Parser, meant
+from instar.argparse_errors import Parser, meant
 
 
 def verbs_of(parser: Parser, command: str) -> Callable[[str, str], Parser]:

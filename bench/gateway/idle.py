@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from bench.common.results import RESULTS
-from instar.redis_server import free_port, start_redis
+from instar.serve.redis_server import free_port, start_redis
 
 BAR_S = 2.0
 READY_S = 180.0

@@ -30,7 +30,7 @@ import psutil
 
 from bench.common.results import RESULTS, ROOT
 from bench.gateway.road_client import Stream, run_streams
-from instar.redis_server import free_port, plan_redis, wait_until_listening
+from instar.serve.redis_server import free_port, plan_redis, wait_until_listening
 
 RESULT: Final = RESULTS / "road.json"
 BAR_TOKENS_PER_S, BAR_P99_MS = 20_000, 20.0

@@ -45,7 +45,7 @@ from bench.paper.service import (
     ways,
 )
 from bench.quality.setup import DEMO
-from instar.replay.problems import BenchProblem
+from instar.errors import BenchProblem
 from worker.profile.order import load_order
 
 RUNS: Final = Path("build/paper")

@@ -16,9 +16,9 @@ from bench.paper.quality import Offline
 from bench.paper.report import digits, quality, row
 from bench.paper.run import SLO, PaperRun, run_one
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, PaperService, Way, ways
+from instar.errors import BenchProblem
 from instar.replay import files
 from instar.replay.card import errors_text
-from instar.replay.problems import BenchProblem
 
 SPEED: Final = 2.4  # 72 s of a trace are sent in 30
 LADDER_WAYS: Final = (FULL, INT4, DEFAULT, PERFORMANCE)

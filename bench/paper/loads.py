@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from instar.replay.problems import BenchProblem
+from instar.errors import BenchProblem
 from instar.replay.traces import Arrival, Shaping, load
 
 # A quarter of the paper's 512 and 256 (of the smaller models).

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from instar.errors import BenchProblem
 from instar.replay.outcomes import Outcome, outcome_of
-from instar.replay.problems import BenchProblem
 from instar.replay.statistics import Slo, summary
 
 NAME: Final = "run.json"

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from instar.replay.problems import BenchProblem
+from instar.errors import BenchProblem
 from instar.replay.wire import Server, fetch
 
 EVERY_S: Final = 1.0

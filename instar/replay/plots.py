@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from instar.errors import BenchProblem
 from instar.replay.files import RunFile
 from instar.replay.outcomes import Outcome
-from instar.replay.problems import BenchProblem
 
 # Okabe and Ito: told apart by everybody.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

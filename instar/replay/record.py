@@ -20,7 +20,7 @@ import httpx
 
 from bus.settings import Settings
 from instar.client import GatewayProblem, gateway_client, refuse_errors, unreachable
-from instar.replay.problems import BenchProblem
+from instar.errors import BenchProblem
 from instar.replay.requests import TRIAL
 
 PATH: Final = "/admin/requests"

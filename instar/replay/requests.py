@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from instar.replay.problems import BenchProblem, ServerProblem
+from instar.errors import BenchProblem, ServerProblem
 from instar.replay.traces import Arrival
 from instar.replay.wire import Server, fetch
 

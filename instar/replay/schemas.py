@@ -23,7 +23,7 @@ from typing import Any, Final, TextIO
 
 import msgspec
 
-from instar.replay.problems import TraceProblem
+from instar.errors import TraceProblem
 
 MAX_TOKENS: Final = 10_000_000  # of one request: more is a column taken for another
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from instar.replay.problems import BenchProblem
+from instar.errors import BenchProblem
 from instar.replay.schemas import Row, read_rows
 
 GAMMA: Final = "gamma:"

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from instar.errors import BenchProblem, ServerProblem
 from instar.replay.outcomes import KEPT_BYTES, LOST
-from instar.replay.problems import BenchProblem, ServerProblem
 
 CONNECT_S: Final = 10.0
 MAX_ANSWER_BYTES: Final = 1 << 26

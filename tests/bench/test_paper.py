@@ -15,7 +15,7 @@ from bench.paper import loads as paper_loads
 from bench.paper.loads import BUSIEST_S, Window, all_loads, busiest, find_trace, fitted, gamma_load, thinned
 from bench.paper.plan import BITS, bits_of, ceiling_bits, in_words, plan
 from bench.paper.text import f1, longest_common, mean_and_error, rouge_l, words
-from instar.replay.problems import BenchProblem
+from instar.errors import BenchProblem
 
 # ------------------------------------------------------------------------------------- loads
 

@@ -17,9 +17,9 @@ from bench.paper.report import headlines, highest_rates, load_numbers, premises,
 from bench.paper.run import SLO, PaperRun, text_of
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, Way, ways
 from bench.paper.tables import judged, number
+from instar.errors import BenchProblem
 from instar.replay.files import RunFile
 from instar.replay.outcomes import Outcome
-from instar.replay.problems import BenchProblem
 
 PLANS = {PLAN: ("full", "int4"), PLAN_ANY: ("int8", "int4")}
 # P95 TTFT of each way; what is not here has 1 s.

@@ -14,9 +14,9 @@ import pytest
 from bus.settings import Settings
 from bus.settings_sources import fields_of
 from instar.cli import main
+from instar.commands.settings import example
 from instar.flags import FLAGS
-from instar.redis_server import free_port
-from instar.settings_text import example
+from instar.serve.redis_server import free_port
 from tests.support.paths import ROOT
 
 
@@ -86,7 +86,7 @@ def test_status_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFix
 def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from instar.status import instances_table, shape_lines, workers_table
+    from instar.commands.status import instances_table, shape_lines, workers_table
 
     worker: dict[str, Any] = {"id": "w0", "host": "h", "device": "cpu", "epoch": 1, "state": "serving"}
     worker |= {"pages": {"budget": 32, "weights": 16, "kv": 8, "free": 8}, "page_bytes": 1 << 20, "busy": 0.5}
@@ -108,7 +108,7 @@ def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture
 def test_status_does_not_take_an_absent_number_for_zero(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from instar.status import workers_table
+    from instar.commands.status import workers_table
 
     Console(width=200).print(workers_table([{"id": "w0", "state": "loading", "pages": None, "busy": None}]))
     assert "0%" not in capsys.readouterr().out

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from bus.settings import GatewaySettings, Settings, WorkerSettings
-from instar import deploy
-from instar.plan_table import SHOWN, marked, plan_table, reason_lines, spread, wide_lines
-from instar.serve import ready_to_start
-from instar.status import deployment_lines
+from instar.commands import deploy
+from instar.commands.serve import ready_to_start
+from instar.commands.status import deployment_lines
+from instar.output.plan_table import SHOWN, marked, plan_table, reason_lines, spread, wide_lines
 from tests.support.cli_gateway import Script, be_watched
 
 pytest_plugins = ["tests.support.cli_fixtures"]
@@ -244,7 +244,7 @@ def test_ctrl_c_says_that_a_deployment_stays(
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("instar.following.time.sleep", interrupted)
+    monkeypatch.setattr("instar.wait.time.sleep", interrupted)
     gateway.answers = [(202, WAITING | {"reason": NO_ROOM}), (200, CARD), (200, WAITING)]
     assert gateway.main("deploy", "chat") == 130
     assert capsys.readouterr().err.splitlines()[-1] == STAYS

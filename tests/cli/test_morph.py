@@ -9,10 +9,10 @@ import pytest
 
 from instar.cli import main
 from instar.client import GatewayProblem
-from instar.morph import in_words, progress_text
-from instar.morph_flags import layer_numbers
-from instar.morph_numbers import numbers_text
-from instar.morph_workers import workers_for
+from instar.commands.morph import in_words, progress_text
+from instar.commands.morph_flags import layer_numbers
+from instar.commands.morph_workers import workers_for
+from instar.output.morph_numbers import numbers_text
 from tests.support.cli_gateway import APPLIED, DEFERRED, RUNNING, Script, be_watched, cluster, instance
 
 pytest_plugins = ["tests.support.cli_fixtures"]

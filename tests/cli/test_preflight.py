@@ -11,8 +11,8 @@ import pytest
 
 from bus.settings import Settings
 from instar.cli import main
-from instar.plan import DEMO_MODEL, with_values
-from instar.preflight import parse_model, why_not_device, why_not_serve
+from instar.serve.preflight import parse_model, why_not_device, why_not_serve
+from instar.serve.programs import DEMO_MODEL, with_values
 from worker.service.loading import model_folders
 
 Write = Callable[..., Path]
@@ -88,9 +88,9 @@ def test_an_unknown_device_is_refused(name: str) -> None:
 
 def test_a_gpu_is_refused_only_where_there_is_certainly_none(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = with_values(Settings(), "worker", device="cuda:1").worker
-    monkeypatch.setattr("instar.preflight._may_have_gpu", lambda: False)
+    monkeypatch.setattr("instar.serve.preflight._may_have_gpu", lambda: False)
     assert "no NVIDIA GPU" in why_not_device(worker)
-    monkeypatch.setattr("instar.preflight._may_have_gpu", lambda: True)
+    monkeypatch.setattr("instar.serve.preflight._may_have_gpu", lambda: True)
     assert why_not_device(worker) == ""
 
 
@@ -112,7 +112,7 @@ def test_a_mistake_is_said_in_one_line_and_nothing_is_started(
         raise AssertionError("something was started")
 
     for name in ("plan_redis", "plan_programs", "_supervise"):
-        monkeypatch.setattr(f"instar.serve.{name}", started)
+        monkeypatch.setattr(f"instar.commands.serve.{name}", started)
     assert main(["serve", "--port", "0", *argv]) == 2
     written = capsys.readouterr()
     assert written.out == ""
@@ -121,7 +121,7 @@ def test_a_mistake_is_said_in_one_line_and_nothing_is_started(
 
 def test_the_supervisor_loads_nothing_of_torch() -> None:
     code = (
-        "import sys, instar.serve, instar.watch, instar.preflight\n"
+        "import sys, instar.commands.serve, instar.serve.readiness, instar.serve.preflight\n"
         "print([name for name in ('torch', 'numba', 'transformers', 'safetensors') if name in sys.modules])"
     )
     done = subprocess.run(

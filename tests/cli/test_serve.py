@@ -19,11 +19,13 @@ import pytest
 
 from bus.settings import Settings, load_settings
 from instar.address import url_of, why_not_listen
-from instar.child import Child
-from instar.console import Console
-from instar.keeper import Backoff, Program, Role
-from instar.plan import plan_programs, with_values
-from instar.redis_server import (
+from instar.commands.serve import CannotServe, ready_to_start
+from instar.serve.child import Child
+from instar.serve.console import Console
+from instar.serve.keeper import Backoff, Program, Role
+from instar.serve.programs import plan_programs, with_values
+from instar.serve.readiness import Watch
+from instar.serve.redis_server import (
     RedisServerNotFound,
     find_redis_server,
     free_port,
@@ -31,9 +33,7 @@ from instar.redis_server import (
     server_version,
     start_redis,
 )
-from instar.serve import CannotServe, ready_to_start
-from instar.supervisor import Supervisor
-from instar.watch import Watch
+from instar.serve.supervisor import Supervisor
 from tests.support.paths import ROOT
 
 QUICK = Backoff(0.05, 0.4)
@@ -173,7 +173,7 @@ def test_a_redis_that_is_too_old_is_passed_over_and_named(
     assert server_version(old) == (5, 0)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert find_redis_server() != old
-    monkeypatch.setattr("instar.redis_server._package_folder", lambda name: None)
+    monkeypatch.setattr("instar.serve.redis_server._package_folder", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RedisServerNotFound, match=r"5\.0"):
         find_redis_server()
@@ -285,9 +285,9 @@ async def test_progress_is_told_once_and_only_where_there_is_some(
     async def get(*_: object) -> Any:
         return next(answers)
 
-    monkeypatch.setattr("instar.watch._get", get)
+    monkeypatch.setattr("instar.serve.readiness._get", get)
     for name in ("POLL_S", "PROGRESS_AFTER_S", "PROGRESS_EVERY_S"):
-        monkeypatch.setattr(f"instar.watch.{name}", 0.0)
+        monkeypatch.setattr(f"instar.serve.readiness.{name}", 0.0)
     out = io.StringIO()
     settings = with_values(with_values(Settings(), "log", level=level), "worker", models=["models/demo"])
     await Watch(settings, Console(out)).until_ready()
@@ -333,7 +333,7 @@ def test_no_child_outlives_a_supervisor_that_is_killed() -> None:
     code = f"""
 import asyncio, os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from instar.child import Child
+from instar.serve.child import Child
 async def main():
     child = await Child.start((sys.executable, "-c", "import time; time.sleep(60)"), os.environ, b"", print)
     print(child._transport.get_pid(), flush=True)
@@ -342,7 +342,7 @@ asyncio.run(main())"""
     supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert supervisor.stdout is not None
     child = int(supervisor.stdout.readline())
-    time.sleep(0.3)  # past the leash's own start
+    time.sleep(0.3)  # past the start of pdeathsig.py
     os.kill(child, 0)
     supervisor.kill()
     supervisor.wait()

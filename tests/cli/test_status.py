@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 from rich.padding import Padding
 
-from instar.shapes import layers_text, ranges_text
-from instar.status import (
+from instar.commands.status import (
     as_of_text,
     instances_table,
     morph_lines,
@@ -16,7 +15,8 @@ from instar.status import (
     show,
     shown_morphs,
 )
-from instar.trimmed import trimmed
+from instar.output.layers import layers_text, ranges_text
+from instar.output.tables import trimmed
 from tests.support.cli_gateway import APPLIED, DEFERRED, RUNNING, instance
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from instar.redis_server import free_port
+from instar.serve.redis_server import free_port
 from tests.support.paths import ROOT
 
 BUILD_S = 1200

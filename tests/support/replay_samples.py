@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from instar.argparse_errors import Parser
+from instar.commands.bench import add_verbs
 from instar.replay.files import RunFile
-from instar.replay.flags import add_verbs
 from instar.replay.outcomes import NOT_SENT, Outcome
 from instar.replay.statistics import Slo
-from instar.slips import Parser
 
 
 def outcome(number: int, due_s: float, **fields: Any) -> Outcome:

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import redis
 
-from instar.redis_server import find_redis_server
+from instar.serve.redis_server import find_redis_server
 from tests.support.paths import DEMO_MODEL, ROOT
 
 LEASE_S = 1.5  # short, so that a death is noticed within a test's patience

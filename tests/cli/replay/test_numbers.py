@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from instar.errors import BenchProblem
 from instar.replay import files, plots
 from instar.replay.card import (
     card,
@@ -20,11 +21,10 @@ from instar.replay.card import (
     precision_text,
     tokens_by_precision,
 )
-from instar.replay.command import bench
 from instar.replay.files import RunFile
 from instar.replay.observer import Observer, counters
 from instar.replay.outcomes import NOT_SENT, Outcome, conclude_stream, outcome_of
-from instar.replay.problems import BenchProblem
+from instar.replay.run import bench
 from instar.replay.statistics import Slo, distribution, percentile, summary
 from instar.replay.wire import Server
 from tests.support.replay_samples import events, failed, flags, outcome, run_file

@@ -19,14 +19,14 @@ import pytest
 
 from bus.settings import GatewaySettings, RedisSettings, Settings
 from instar.cli import main
+from instar.errors import BenchProblem, ServerProblem
 from instar.replay import files
-from instar.replay.command import run_of
 from instar.replay.files import RunFile
 from instar.replay.generator import Generator, Run
 from instar.replay.outcomes import INTERRUPTED, NOT_SENT, UNFINISHED, outcome_of
-from instar.replay.problems import BenchProblem, ServerProblem
 from instar.replay.progress import failures_text, line
 from instar.replay.requests import DIALECTS, Dialect, bodies, find_dialect
+from instar.replay.run import run_of
 from instar.replay.statistics import LATE_S, Slo, summary
 from instar.replay.traces import Arrival, Shaping, Trace, load
 from instar.replay.wire import Exchange, Server

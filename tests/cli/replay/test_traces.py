@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from instar.cli import main
-from instar.replay.flags import FORMATS, ids, window
-from instar.replay.problems import BenchProblem, TraceProblem
+from instar.commands.bench import FORMATS, ids, window
+from instar.errors import BenchProblem, TraceProblem
 from instar.replay.schemas import FORMATS as READ
 from instar.replay.schemas import read_rows
 from instar.replay.traces import Shaping, Trace, load

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from instar.offline import run_offline
+from instar.commands.offline import run_offline
 from kernels import quantize_rtn
 from tests.support.model_folders import FAMILIES, Runner, make_oracle
 from tests.support.paths import MODELS

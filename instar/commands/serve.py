@@ -9,18 +9,18 @@ from pathlib import Path
 
 from bus.settings import Settings
 from instar.address import why_not_listen
-from instar.console import Console
-from instar.keeper import CONFIGURATION_ERROR, Backoff, Program
-from instar.plan import DEMO_MODEL, available_cpus, count_gpus, plan_programs, with_values
-from instar.preflight import why_not_serve
-from instar.redis_server import (
+from instar.serve.console import Console
+from instar.serve.keeper import CONFIGURATION_ERROR, Backoff, Program
+from instar.serve.preflight import why_not_serve
+from instar.serve.programs import DEMO_MODEL, available_cpus, count_gpus, plan_programs, with_values
+from instar.serve.redis_server import (
     RedisServer,
     RedisServerNotFound,
     free_port,
     plan_redis,
     wait_until_listening,
 )
-from instar.supervisor import Supervisor
+from instar.serve.supervisor import Supervisor
 
 REDIS_START_S = 10.0
 
@@ -93,7 +93,7 @@ async def _supervise(
 
 
 async def _watch(settings: Settings, supervisor: Supervisor, console: Console) -> None:
-    from instar.watch import Watch
+    from instar.serve.readiness import Watch
 
     watch = Watch(settings, console)
     await watch.until_ready()

@@ -13,7 +13,7 @@ import httpx
 
 from bus.settings import Settings
 from instar.client import GatewayProblem, ask_json, gateway_client, get_json
-from instar.live_line import LiveLine
+from instar.output.progress import LiveLine
 
 POLL_S: Final = 0.25
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from bus.policy import FIELDS
-from instar.slips import Parser
+from instar.argparse_errors import Parser
 from instar.verbs import at_least_one, one_of, verbs_of
 
 TEXT = """\

@@ -17,19 +17,19 @@ from rich.console import Console
 from bus.settings import Settings
 from instar.address import is_own, url_of
 from instar.client import GatewayProblem
+from instar.errors import BenchProblem, ServerProblem
+from instar.output.tables import trimmed
 from instar.replay import files, plots
 from instar.replay.card import card, comparison, differing_loads
 from instar.replay.files import RunFile
 from instar.replay.generator import Generator
 from instar.replay.observer import Observer
 from instar.replay.outcomes import outcome_of
-from instar.replay.problems import BenchProblem, ServerProblem
 from instar.replay.progress import follow
 from instar.replay.requests import IDS, Dialect, bodies, find_dialect, models_of
 from instar.replay.statistics import Slo
 from instar.replay.traces import Shaping, Trace, load
 from instar.replay.wire import Server
-from instar.trimmed import trimmed
 
 PICTURE = "run.png"
 COMPARISON = "compare.png"

@@ -13,9 +13,9 @@ import httpx
 
 from bus.settings import Settings
 from instar.client import GatewayProblem, ask_json, gateway_client, get_json
-from instar.live_line import LiveLine
-from instar.morph_numbers import numbers_text
-from instar.morph_workers import workers_for
+from instar.commands.morph_workers import workers_for
+from instar.output.morph_numbers import numbers_text
+from instar.output.progress import LiveLine
 
 DONE: Final = ("applied", "running")
 POLL_S: Final = 0.1

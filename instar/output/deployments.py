@@ -8,7 +8,7 @@ from typing import Any, Final
 from rich import box
 from rich.table import Table
 
-from instar.plan_table import MIB, batch_of, marked, shape_of
+from instar.output.plan_table import MIB, batch_of, marked, shape_of
 
 ABSENT: Final = "-"
 OVER: Final = ("retired", "failed")

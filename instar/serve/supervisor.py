@@ -11,8 +11,8 @@ import contextlib
 import signal
 from collections.abc import Sequence
 
-from instar.console import Console
-from instar.keeper import CONFIGURATION_ERROR, Backoff, Keeper, Outcome, Program, Role
+from instar.serve.console import Console
+from instar.serve.keeper import CONFIGURATION_ERROR, Backoff, Keeper, Outcome, Program, Role
 
 STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("worker",), ("monitor", "controller"), ("redis",))
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

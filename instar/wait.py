@@ -12,7 +12,7 @@ from typing import Any, Final
 import httpx
 
 from instar.client import get_json
-from instar.live_line import LiveLine
+from instar.output.progress import LiveLine
 
 POLL_S: Final = 0.3
 STUCK: Final = ("waiting", "registered")  # states in which nothing is done for it

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from instar.client import GatewayProblem
-from instar.plan_table import MIB, Estimate, shape_of
+from instar.output.plan_table import MIB, Estimate, shape_of
 
 MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]'; the table is there without it"
 COLOURS: Final = {"full": "#0072B2", "int8": "#D55E00", "int4": "#009E73", "int3": "#CC79A7"}

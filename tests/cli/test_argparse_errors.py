@@ -51,7 +51,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         sent.append(text)
         return 0
 
-    monkeypatch.setattr("instar.complete.complete", complete)
+    monkeypatch.setattr("instar.commands.complete.complete", complete)
     return sent
 
 
@@ -85,6 +85,6 @@ def test_models_on_both_sides_of_a_flag_are_all_served(monkeypatch: pytest.Monke
         models.extend(settings.worker.models)
         return 0
 
-    monkeypatch.setattr("instar.serve.serve", serve)
+    monkeypatch.setattr("instar.commands.serve.serve", serve)
     assert main(["serve", "one", "--port", "9000", "two"]) == 0
     assert models == ["one", "two"]

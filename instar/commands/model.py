@@ -12,10 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from instar.answers import tell_json
 from instar.client import ask_json, get_json
-from instar.following import Wait, follow
-from instar.trimmed import trimmed
+from instar.output.tables import tell_json, trimmed
+from instar.wait import Wait, follow
 
 MEASURED: Final = ("profiled", "failed")
 LINKS: Final = {"all_reduce": "all-reduces", "hop": "hops of stages"}

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from bus.settings import Settings
 from instar.client import GatewayProblem, gateway_client, get_json
-from instar.deployed import kv_text
-from instar.shapes import degrees_text, layers_text
-from instar.trimmed import trimmed
+from instar.output.deployments import kv_text
+from instar.output.layers import degrees_text, layers_text
+from instar.output.tables import trimmed
 
 MIB = 1 << 20
 ENDED_SHOWN = 3  # morphs

@@ -1,4 +1,4 @@
-"""Runs a program that cannot outlive its parent: `python leash.py PARENT_PID PROGRAM [ARGUMENT ...]`.
+"""Runs a program that cannot outlive its parent: `python pdeathsig.py PARENT_PID PROGRAM [ARGUMENT ...]`.
 
 The kernel kills the program when the parent dies, however it dies: a supervisor ended with kill -9 leaves no
 worker behind that holds a GPU. Done in a process of its own, since code between fork and exec of a process

@@ -14,13 +14,14 @@ import httpx
 from rich.console import Console
 
 from bus.settings import Settings
-from instar import deployed, plan_plot, plan_table, registered
-from instar.answers import tell_json
 from instar.client import GatewayProblem, ask_json, gateway_client, get_json
-from instar.following import Wait, follow
-from instar.intent_flags import intent
-from instar.registered import model_path
-from instar.trimmed import trimmed
+from instar.commands import model as registered
+from instar.commands.intent_flags import intent
+from instar.commands.model import model_path
+from instar.output import deployments as deployed
+from instar.output import plan_plot, plan_table
+from instar.output.tables import tell_json, trimmed
+from instar.wait import Wait, follow
 
 SETTLED: Final = ("serving", "failed", "retired")
 WAIT_S: Final = 600.0

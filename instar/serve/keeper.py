@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from instar.child import Child
-from instar.console import Console
+from instar.serve.child import Child
+from instar.serve.console import Console
 
 CONFIGURATION_ERROR = 2  # the exit status with which every service of ours answers bad settings
 CANNOT_EXECUTE = 126  # as shells have it

@@ -1,4 +1,4 @@
-"""One run of one process: started on a leash in a session of its own, its lines handed over as they come."""
+"""One run of one process, tied to the life of its parent and in a session of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from signal import Signals
 from typing import cast
 
-LEASH = Path(__file__).with_name("leash.py")
+PDEATHSIG = Path(__file__).with_name("pdeathsig.py")
 LONGEST_LINE = 64 * 1024  # bytes without a newline that are held; then they are shown as a line
 AFTERWORDS_S = 1.0  # time for what a dead process wrote to come through, if a grandchild holds the pipe
 
@@ -37,7 +37,7 @@ class Child(asyncio.SubprocessProtocol):
     ) -> Child:
         _, child = await asyncio.get_running_loop().subprocess_exec(
             lambda: cls(on_line),
-            *(sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *argv),
+            *(sys.executable, "-I", "-S", str(PDEATHSIG), str(os.getpid()), *argv),
             env=dict(env),
             stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

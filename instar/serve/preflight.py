@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from bus.settings import GatewaySettings, Settings, WorkerSettings
-from instar.plan import count_gpus
+from instar.serve.programs import count_gpus
 
 DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")

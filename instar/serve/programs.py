@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from bus.settings import Settings, settings_environment
-from instar.keeper import Program, Role
-from instar.redis_server import RedisServer
+from instar.serve.keeper import Program, Role
+from instar.serve.redis_server import RedisServer
 
-DEMO_MODEL = Path(__file__).resolve().parent.parent / "models" / "demo"
+DEMO_MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "demo"
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 

@@ -3,10 +3,12 @@ every file that an output is kept in."""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -20,3 +22,9 @@ def trimmed(console: Console) -> Iterator[None]:
         yield
     console.file.write(_END.sub(lambda end: end[0].replace(" ", ""), capture.get()))
     console.file.flush()
+
+
+def tell_json(found: Any, is_good: bool = True) -> int:
+    """Print `found` as JSON. Returns the exit status."""
+    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    return int(not is_good)

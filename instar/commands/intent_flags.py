@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from instar.slips import Parser
+from instar.argparse_errors import Parser
 from instar.verbs import at_least_one, one_of, verbs_of
 
 MODEL = """\

@@ -11,8 +11,8 @@ import httpx
 
 from bus.settings import Settings
 from instar.address import url_of
-from instar.console import Console
-from instar.preflight import parse_model
+from instar.serve.console import Console
+from instar.serve.preflight import parse_model
 
 POLL_S = 0.2
 PROGRESS_AFTER_S = 2.0
