@@ -15,6 +15,7 @@ index      position of a token in the request's output; the gateway drops what i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
 SCHEMA_VERSION = 1
@@ -48,11 +49,13 @@ PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")  # most bit
 PARTS: tuple[Part, ...] = ("attention", "ffn")
 Number = int | float
 
-# So begins the error of a Delta whose request must run elsewhere, or later: a layer is below the floor it
-# asks for; the whole KV cache, as it is now, does not hold it; its instance is retired.
-PRECISION_FLOOR = "precision_floor:"
-KV_CAPACITY = "kv_capacity:"
-RETIRED = "retired:"  # the instance is going; what it had not finished goes on elsewhere
+
+class RejectReason(StrEnum):
+    """Why a worker returns a request that can run elsewhere, or on the same instance later."""
+
+    PRECISION_FLOOR = "precision_floor"  # a layer is below the request's `min_precision`
+    KV_CAPACITY = "kv_capacity"  # the whole KV cache, at its current size, is too small
+    RETIRED = "retired"  # the instance is being unloaded
 
 
 # --------------------------------------------------------------------------- gateway -> worker
@@ -257,6 +260,7 @@ class Delta:
     error: str | None = None  # with finish_reason "error"
     logprobs: list[TokenLogprobs] | None = None  # one per token id
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token; [0] is None
+    reject_reason: RejectReason | None = None  # with an error that another attempt may avoid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from bus.messages import KV_CAPACITY, PRECISION_FLOOR, RETIRED, Delta, StepOutput
+from bus.messages import Delta, RejectReason, StepOutput
 from gateway import errors
 from gateway.delivery.attempts import Attempts, OnEvent
 from gateway.delivery.cluster import Cluster
@@ -123,14 +123,8 @@ class Delivery:
             self.attempts.replay(flight, "gap", missing, may_still_run=True)
             return
         flight.last_sign = now
-        if delta.error is not None and delta.error.startswith(PRECISION_FLOOR):
-            self.attempts.below_floor(flight)
-            return
-        if delta.error is not None and delta.error.startswith(KV_CAPACITY):
-            self.attempts.too_small(flight, delta.error.removeprefix(KV_CAPACITY).strip())
-            return
-        if delta.error is not None and delta.error.startswith(RETIRED):
-            self.attempts.retired(flight, delta.error.removeprefix(RETIRED).strip())
+        if delta.reject_reason is not None:
+            self._rejected(flight, delta.reject_reason, delta.error or "")
             return
         if not flight.is_running:
             self._started(flight, max(now - step.step_s, flight.arrived))
@@ -151,6 +145,16 @@ class Delivery:
             if not token_ids:
                 flight.sink.on_tokens([], delta, skip, step)
             self.endings.end(flight, delta.finish_reason)
+
+    def _rejected(self, flight: Flight, reason: RejectReason, detail: str) -> None:
+        """Send `flight` elsewhere, or here again later: its worker did not run it."""
+        match reason:
+            case RejectReason.PRECISION_FLOOR:
+                self.attempts.below_floor(flight)
+            case RejectReason.KV_CAPACITY:
+                self.attempts.too_small(flight, detail)
+            case RejectReason.RETIRED:
+                self.attempts.retired(flight, detail)
 
     def _started(self, flight: Flight, began: float) -> None:
         flight.is_running = True

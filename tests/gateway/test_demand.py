@@ -15,13 +15,13 @@ import pytest
 
 from bus.client import Bus, BusUnavailable
 from bus.messages import (
-    KV_CAPACITY,
     Demand,
     Event,
     LayerShape,
     Metrics,
     MorphReport,
     PageCounts,
+    RejectReason,
     Submit,
     Transform,
     WorkerTelemetry,
@@ -45,6 +45,7 @@ from tests.support.parallelism_groups import metrics_for, worker_card
 pytest_plugins = ["tests.support.gateway_fixtures"]
 
 FOUR = ("w0", "w1", "w2", "w3")
+KV_CAPACITY = RejectReason.KV_CAPACITY
 
 # --------------------------------------------------------------------------- the core
 
@@ -377,7 +378,7 @@ def test_a_request_that_comes_back_keeps_its_place_by_arrival() -> None:
     core.cards = {name: worker_card(name) for name in FOUR}  # it parts meanwhile
     core.poll()
     later = core.ask("later", 1100)
-    core.deliver(flight, [], finish="error", error=f"{KV_CAPACITY} 63 blocks are missing")
+    core.deliver(flight, [], finish="error", error="63 blocks are missing", reject_reason=KV_CAPACITY)
     assert [one.request_id for one in core.delivery.table.for_room] == ["first", "later"]
     core.group(*FOUR)
     core.poll()
@@ -425,7 +426,7 @@ def test_a_worker_that_finds_its_cache_too_small_gives_the_request_back() -> Non
     flight = core.ask("long", 1000)
     core.sent(flight, begun=False)
     core.cards = {name: worker_card(name) for name in FOUR}  # it parted meanwhile
-    core.deliver(flight, [], finish="error", error=f"{KV_CAPACITY} 63 blocks are missing")
+    core.deliver(flight, [], finish="error", error="63 blocks are missing", reject_reason=KV_CAPACITY)
     assert (flight.target, flight.strikes, core.told()) == (None, 0, [(1000, 1)])
     core.poll()
     assert flight.target is None
@@ -442,7 +443,7 @@ def test_a_request_that_every_worker_gives_back_ends() -> None:
     flight = core.ask("long", 1000)
     for _ in range(3):
         core.sent(flight, begun=False)
-        core.deliver(flight, [], finish="error", error=f"{KV_CAPACITY} 63 blocks are missing")
+        core.deliver(flight, [], finish="error", error="63 blocks are missing", reject_reason=KV_CAPACITY)
         core.poll()
     assert isinstance(flight.sink, Ear) and flight.sink.error is not None
     assert flight.sink.error.message == (

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from bus.messages import RejectReason
 from gateway.delivery.inflight import Flight
 from gateway.errors import ApiError
 from tests.support.gateway_core import Core, Ear
@@ -80,7 +81,7 @@ def test_what_a_retired_instance_did_not_finish_goes_on_elsewhere_with_its_token
     assert flight.target
     first = flight.target
     core.deliver(flight, [5, 6])
-    core.deliver(flight, [], finish="error", error="retired: it goes")
+    core.deliver(flight, [], finish="error", error="it goes", reject_reason=RejectReason.RETIRED)
     assert flight.target and flight.target.worker != first.worker
     assert (flight.attempt, flight.strikes, flight.received) == (2, 0, [5, 6])
     core.gateway.check_integrity()
@@ -89,7 +90,7 @@ def test_what_a_retired_instance_did_not_finish_goes_on_elsewhere_with_its_token
 def test_what_finds_no_other_instance_ends_with_404_once_the_model_is_gone() -> None:
     core = core_of("w0")
     (flight,) = core.submit("r")
-    core.deliver(flight, [], finish="error", error="retired: it goes")
+    core.deliver(flight, [], finish="error", error="it goes", reject_reason=RejectReason.RETIRED)
     assert error_of(flight) is None
     retire(core)
     core.poll()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bus.messages import PRECISION_FLOOR, LayerShape, Precision
+from bus.messages import LayerShape, Precision, RejectReason
 from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, choose
 from gateway.delivery.inflight import Flight
 from gateway.delivery.precision import keeps, layers_below_full, lowest
@@ -20,7 +20,7 @@ from tests.support.metrics_samples import metrics_of as sample_of
 pytest_plugins = ["tests.support.gateway_fixtures"]
 
 INT4 = LayerShape(ffn="int4")
-REFUSAL = f"{PRECISION_FLOOR} a layer is at int4"
+BELOW_FLOOR = RejectReason.PRECISION_FLOOR
 
 
 def candidate(name: str, precision: Precision | None, load: float = 0.0, **changes: Any) -> Candidate:
@@ -95,7 +95,7 @@ def test_a_worker_that_swapped_meanwhile_refuses_and_another_takes_the_request()
     assert flight.target is not None
     first = flight.target
     core.sent(flight, begun=False)
-    core.deliver(flight, [], finish="error", error=REFUSAL)
+    core.deliver(flight, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
     assert flight.target is not None and flight.target != first
     assert (flight.attempt, flight.strikes, flight.was_admitted) == (2, 0, False)
     core.gateway.check_integrity()
@@ -106,7 +106,7 @@ def test_two_instances_that_both_refuse_are_not_asked_again_before_the_next_look
     flight = floored(core)
     for _ in range(2):
         core.sent(flight, begun=False)
-        core.deliver(flight, [], finish="error", error=REFUSAL)
+        core.deliver(flight, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
     assert (flight.target, flight.attempt) == (None, 2)
     core.poll()
     assert flight.attempt == 3
@@ -116,7 +116,7 @@ def test_a_refused_request_that_waits_is_not_sent_back_at_once() -> None:
     core = core_of("w0")
     flight = floored(core)
     core.sent(flight, begun=False)
-    core.deliver(flight, [], finish="error", error=REFUSAL)
+    core.deliver(flight, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
     assert flight.target is None
     core.poll()
     assert flight.target is not None and flight.attempt == 2
@@ -126,7 +126,7 @@ def test_a_request_that_will_not_wait_is_refused_before_and_after_it_was_sent() 
     core = core_of("w0")
     flight = floored(core, waits=False)
     core.sent(flight, begun=False)
-    core.deliver(flight, [], finish="error", error=REFUSAL)
+    core.deliver(flight, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
     assert isinstance(flight.sink, Ear) and flight.sink.error is not None
     assert (flight.sink.error.status, flight.sink.error.code) == (503, "precision_unavailable")
     swapped(core, INT4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import types
 import typing
 from typing import Any
@@ -37,12 +38,14 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def any_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a type as the messages write it: plain, list, tuple, dict, union, literal, dataclass."""
+    """Make values of a type as the messages write it: plain, enum, container, union, literal, dataclass."""
     if kind in PLAIN:
         return PLAIN[kind]
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = typing.get_type_hints(kind)
         return st.builds(kind, **{f.name: any_of(hints[f.name]) for f in dataclasses.fields(kind)})
+    if isinstance(kind, enum.EnumType):
+        return st.sampled_from(list(kind))
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return st.sampled_from(args)

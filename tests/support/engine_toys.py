@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bus.messages import Delta, LayerShape, SamplingParams
+from bus.messages import Delta, LayerShape, RejectReason, SamplingParams
 from kernels.plan import AttentionPlan
 from worker.core import Limits, Request
 from worker.engine.engine import Engine
@@ -135,6 +135,7 @@ class Client:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         self.errors: dict[str, str] = {}
+        self.reject_reasons: dict[str, RejectReason | None] = {}
         self.deltas: list[Delta] = []
 
     def take(self, results: list[Any]) -> None:
@@ -153,6 +154,7 @@ class Client:
             self.ends[name] = delta.finish_reason
         if delta.error:
             self.errors[name] = delta.error
+            self.reject_reasons[name] = delta.reject_reason
 
 
 def run(engine: Engine, client: Client, max_steps: int = 2000) -> Client:

@@ -15,7 +15,6 @@ from pathlib import Path
 from bus.client import Bus, BusUnavailable
 from bus.messages import (
     KIND_OF,
-    PRECISION_FLOOR,
     PRECISIONS,
     Cancel,
     CancelMorph,
@@ -26,6 +25,7 @@ from bus.messages import (
     Morph,
     MorphOutcome,
     MorphReport,
+    RejectReason,
     Resize,
     StepOutput,
     Submit,
@@ -273,8 +273,9 @@ class FakeWorker:
         await self.gate.wait()
         sent = len(submit.sent_token_ids)
         if submit.min_precision and self.shape.is_below(submit.min_precision):
-            error = f"{PRECISION_FLOOR} {self.instance} has layers below {submit.min_precision}"
-            await self.publish(submit.gateway, self._delta(submit, sent, [], "error", error))
+            error = f"{self.instance} has layers below {submit.min_precision}"
+            refusal = self._delta(submit, sent, [], "error", error, RejectReason.PRECISION_FLOOR)
+            await self.publish(submit.gateway, refusal)
             return
         tokens = self.reply(submit)[: submit.sampling.max_tokens]
         await self.publish(submit.gateway, self._delta(submit, sent, []))
@@ -299,6 +300,7 @@ class FakeWorker:
         token_ids: list[int],
         finish: str | None = None,
         error: str | None = None,
+        reject_reason: RejectReason | None = None,
     ) -> Delta:
         num_top = submit.sampling.logprobs
         is_first = index == 0 and bool(token_ids)
@@ -310,6 +312,7 @@ class FakeWorker:
             token_ids=token_ids,
             finish_reason=finish,  # type: ignore[arg-type]
             error=error,
+            reject_reason=reject_reason,
             logprobs=None if num_top is None else [score(token, num_top) for token in token_ids],
             prompt_logprobs=prompt_scores(submit) if scored else None,
         )

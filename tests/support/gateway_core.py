@@ -13,6 +13,7 @@ from bus.messages import (
     FinishReason,
     InstanceCard,
     Metrics,
+    RejectReason,
     SamplingParams,
     StepOutput,
     Submit,
@@ -153,6 +154,7 @@ class Core:
         at: int | None = None,
         finish: FinishReason | None = None,
         error: str | None = None,
+        reject_reason: RejectReason | None = None,
     ) -> None:
         assert flight.target is not None
         delta = Delta(
@@ -162,6 +164,7 @@ class Core:
             token_ids=token_ids,
             finish_reason=finish,
             error=error,
+            reject_reason=reject_reason,
         )
         step = StepOutput(
             worker=flight.target.worker,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bus.messages import RETIRED, PageCounts, SamplingParams, TokenLogprobs
+from bus.messages import PageCounts, SamplingParams, TokenLogprobs
 from tests.support.threaded_worker import ThreadedWorker
 from worker.core import Limits, Request
 from worker.engine.build import fill_caches, make_cache
@@ -209,7 +209,7 @@ class Line:
         """As a Retire does."""
 
         def release() -> None:
-            self.leader.engine.send_away(self.id, f"{RETIRED} {reason}")
+            self.leader.engine.send_away(self.id, reason)
             self.leader.engine.remove_instance(self.id)
             self.instance.close()
             self.release()

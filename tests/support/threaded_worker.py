@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from bus.messages import RejectReason
 from worker.engine.engine import StepResult
 from worker.engine.instance import Output
 from worker.service.engine_thread import EngineThread
@@ -24,6 +25,7 @@ class ThreadedWorker:
         self.name, self.epoch = name, 1
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
+        self.reject_reasons: dict[str, RejectReason | None] = {}
         self.death: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -72,6 +74,7 @@ class ThreadedWorker:
                     self.take(result, output)
                     if delta.finish_reason:
                         self.ends[name] = delta.error or delta.finish_reason
+                        self.reject_reasons[name] = delta.reject_reason
             self._changed.notify_all()
 
     def _died(self, error: BaseException) -> None:

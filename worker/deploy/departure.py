@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 
-from bus.messages import RETIRED, Number, Retire
+from bus.messages import Number, Retire
 from worker.deploy.site import Resident, Site
 from worker.morph.run import Clock, Patience
 
@@ -83,7 +83,7 @@ class DepartureRun:
             site.hooks.hurry(name)
         while not site.is_read_out(name) and self._hurry.wait():
             yield False
-        self._num_sent_away = site.engine.send_away(name, f"{RETIRED} {name} is retired")
+        self._num_sent_away = site.engine.send_away(name, f"{name} is retired")
 
     def _release(self, resident: Resident) -> Steps:
         """All of it, even if this is closed half-way."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from bus.messages import RETIRED, Delta
+from bus.messages import Delta, RejectReason
 from worker.core import Request
 from worker.engine.instance import Instance, Output
 
@@ -57,7 +57,8 @@ def _gone(instance_id: str, request: Request) -> StepResult:
         index=len(request.sent_token_ids),
         token_ids=[],
         finish_reason="error",
-        error=f"{RETIRED} {instance_id} is not here any more",
+        error=f"{instance_id} is not here any more",
+        reject_reason=RejectReason.RETIRED,
     )
     return StepResult(instance_id, 0, time.time_ns(), [Output(request, delta)], "", 0)
 
@@ -105,7 +106,7 @@ class Engine:
         """Everything that waits or runs there ends with this error; the next step tells. Returns how many."""
         instance, outputs = self.instances[instance_id], list[Output]()
         while instance.has_work:
-            outputs += instance.fail(reason)
+            outputs += instance.fail(reason, RejectReason.RETIRED)
         if outputs:
             self._unsent.append(result_of(instance, outputs))
         return len(outputs)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from bus.messages import PRECISIONS, Delta, FinishReason, LayerShape, Precision, TokenLogprobs
+from bus.messages import PRECISIONS, Delta, FinishReason, LayerShape, Precision, RejectReason, TokenLogprobs
 from kernels.plan import AttentionPlan
 from worker.core import BlockPool, Chunk, Limits, Request, Sequence, StepPlan
 from worker.engine.admission import refusal, why_finished
@@ -102,8 +102,10 @@ class Instance:
         if request.id in self._sequences:
             raise ValueError(f"request {request.id} is already running")
         seq = Sequence(request, self._clock() if arrived is None else arrived)
-        if reason := refusal(request, self.limits, self.vocab_size) or self._below_floor(request):
-            self._unsent.append(self._end(seq, "error", error=reason))
+        if error := refusal(request, self.limits, self.vocab_size):
+            self._unsent.append(self._end(seq, "error", error))
+        elif error := self._below_floor(request):
+            self._unsent.append(self._end(seq, "error", error, RejectReason.PRECISION_FLOOR))
         elif request.sent_token_ids and (finished := why_finished(seq, self.limits)):
             self._unsent.append(self._end(seq, finished))
         else:
@@ -220,12 +222,12 @@ class Instance:
         unsent, self._unsent = self._unsent, []
         return unsent
 
-    def fail(self, reason: str) -> list[Output]:
-        """A step raised: everything that ran ends with an error, or the whole queue if nothing ran."""
+    def fail(self, error: str, reject_reason: RejectReason | None = None) -> list[Output]:
+        """End everything that runs with an error, or the whole queue if nothing runs."""
         victims = list(self.scheduler.running) or list(self.scheduler.waiting)
         for seq in victims:
             self._drop(seq)
-        return self.take_unsent() + [self._end(seq, "error", error=reason) for seq in victims]
+        return self.take_unsent() + [self._end(seq, "error", error, reject_reason) for seq in victims]
 
     def close(self) -> None:
         """It serves no more: whoever takes part elsewhere hears it."""
@@ -243,10 +245,10 @@ class Instance:
         """Rows for those who came, none for those who went."""
         for seq in plan.preempted:
             self.batch.release(seq)
-        for seq, reason in plan.rejected:
+        for seq, error in plan.rejected:
             self.batch.release(seq)
             del self._sequences[seq.request.id]
-            self._unsent.append(self._end(seq, "error", error=reason))
+            self._unsent.append(self._end(seq, "error", error, RejectReason.KV_CAPACITY))
         for seq in plan.admitted:
             row = self.batch.admit(seq)
             self.sampler.set_row(row, seq.request.sampling, seq.token_ids[seq.num_prompt :])
@@ -339,10 +341,17 @@ class Instance:
         self.batch.release(seq)
         del self._sequences[seq.request.id]
 
-    def _end(self, seq: Sequence, finished: FinishReason, error: str | None = None) -> Output:
-        """An end without a token."""
+    def _end(
+        self,
+        seq: Sequence,
+        finished: FinishReason,
+        error: str | None = None,
+        reject_reason: RejectReason | None = None,
+    ) -> Output:
+        """End `seq` without a token."""
         self.stats.finished[finished] += 1
-        return Output(seq.request, self._delta(seq, seq.num_output, [], finished, error=error))
+        delta = self._delta(seq, seq.num_output, [], finished, error=error, reject_reason=reject_reason)
+        return Output(seq.request, delta)
 
     def _delta(
         self,
@@ -352,6 +361,7 @@ class Instance:
         finished: FinishReason | None = None,
         logprobs: TokenLogprobs | None = None,
         error: str | None = None,
+        reject_reason: RejectReason | None = None,
     ) -> Delta:
         prompt_logprobs = None
         if seq.prompt_logprobs and (token_ids or finished) and finished != "error":
@@ -365,4 +375,5 @@ class Instance:
             error=error,
             logprobs=[logprobs] if logprobs else None,
             prompt_logprobs=prompt_logprobs,
+            reject_reason=reject_reason,
         )

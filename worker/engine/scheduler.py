@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from bus.messages import KV_CAPACITY
 from worker.core import BlockPool, Limits, Sequence, StepPlan
 
 
@@ -184,7 +183,7 @@ class Scheduler:
     def _too_long(self, seq: Sequence) -> str:
         needed, block_tokens = seq.num_blocks_needed(self.limits.block_tokens), self.limits.block_tokens
         return (
-            f"{KV_CAPACITY} {len(seq.token_ids)} tokens need {needed} KV blocks of {block_tokens} tokens and "
+            f"{len(seq.token_ids)} tokens need {needed} KV blocks of {block_tokens} tokens and "
             f"this instance has {self.blocks.capacity}; shorten the prompt or give the worker more memory"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from bus.messages import PARTS, PRECISION_FLOOR, PRECISIONS, LayerShape, Part, Precision
+from bus.messages import PARTS, PRECISIONS, LayerShape, Part, Precision
 
 
 def precision_of(layer: LayerShape, part: Part) -> Precision:
@@ -33,7 +33,7 @@ def below_floor(shape: Sequence[LayerShape], floor: Precision) -> str | None:
     """Why a request with this floor cannot run in this shape, or None."""
     for layer, part, precision in _halves(shape):
         if is_below(precision, floor):
-            where = f"{PRECISION_FLOOR} {part} of layer {layer} is in {precision}"
+            where = f"{part} of layer {layer} is in {precision}"
             return f"{where}; the request takes no less than {floor}"
     return None
 

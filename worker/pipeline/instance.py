@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bus.messages import RETIRED, LayerShape
+from bus.messages import LayerShape, RejectReason
 from worker.core import Limits, Request, Sequence, StepPlan
 from worker.engine.batch import StepInputs
 from worker.engine.engine import DEVICE_ERRORS
@@ -162,7 +162,7 @@ class PipelinedInstance(Instance):
         self._may_plan = True
         super().submit(request, arrived)
         if self.lost:
-            self._unsent = super().fail(self._elsewhere)  # with what was unsent before
+            self._unsent = super().fail(self._elsewhere, RejectReason.RETIRED)  # with what was unsent before
 
     def cancel(self, request_ids: Iterable[str]) -> int:
         self._may_plan = True  # blocks are free
@@ -187,7 +187,7 @@ class PipelinedInstance(Instance):
 
     @property
     def _elsewhere(self) -> str:
-        return f"{RETIRED} {self.id}: {self.lost}"
+        return f"{self.id}: {self.lost}"
 
     def _end_all(self, reason: str) -> list[Output]:
         """Its requests go on elsewhere, with the tokens they have."""
@@ -196,7 +196,7 @@ class PipelinedInstance(Instance):
         self.close()
         outputs = self.take_unsent()
         while self.has_work:
-            outputs += super().fail(self._elsewhere)
+            outputs += super().fail(self._elsewhere, RejectReason.RETIRED)
         self.on_lost(reason)
         return outputs
 

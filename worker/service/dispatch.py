@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from bus.messages import KV_CAPACITY, PRECISION_FLOOR, RETIRED, Delta, StepOutput
+from bus.messages import Delta, StepOutput
 from bus.names import Names
 from worker.engine.engine import StepResult
 from worker.service.ledger import Ledger, Ticket
@@ -57,7 +57,7 @@ def _log(ticket: Ticket, delta: Delta) -> None:
     """An error is told here, too: the gateway may try again elsewhere, and its client never hear of it."""
     ids = ticket.log_ids | {"attempt": ticket.attempt}
     if delta.error is not None:
-        is_elsewhere = delta.error.startswith((PRECISION_FLOOR, KV_CAPACITY, RETIRED))
-        log.log(logging.INFO if is_elsewhere else logging.WARNING, "not served: %s", delta.error, extra=ids)
+        level = logging.INFO if delta.reject_reason else logging.WARNING
+        log.log(level, "not served: %s", delta.error, extra=ids)
     else:
         log.debug("ended: %s", delta.finish_reason, extra=ids)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus import histogram
-from bus.messages import KV_CAPACITY
+from bus.messages import RejectReason
 from tests.support.engine_toys import VOCAB, Client, ToyModel, continuation, request, run, toy_engine
 
 
@@ -129,7 +129,8 @@ def test_a_request_too_long_for_the_cache_even_alone_ends_with_an_error_not_a_ha
     engine.submit("toy@w0", request("fits", [2], 3))
     client = run(engine, Client())
     assert client.ends == {"prompt": "error", "grows": "error", "fits": "length"}
-    assert client.errors["grows"].startswith(f"{KV_CAPACITY} 13 tokens need 4 KV blocks")
+    assert client.reject_reasons["grows"] is RejectReason.KV_CAPACITY
+    assert client.errors["grows"].startswith("13 tokens need 4 KV blocks")
     assert client.tokens["grows"] == continuation([1] * 8, 5)
 
 

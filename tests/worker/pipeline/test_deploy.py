@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bus.messages import PRECISION_FLOOR, RETIRED, Deploy, MorphReport, Stage, Swap
+from bus.messages import Deploy, MorphReport, RejectReason, Stage, Swap
 from tests.support.deploy_models import Place, settings_for, write_model
 from worker.parallel.wire import Peer
 from worker.pipeline.stages import Stages
@@ -240,7 +240,7 @@ def test_stages_in_few_bits_make_what_one_worker_makes(first: Path, long: Path, 
     alone.submit("a", "long", prompt, 12)
     hosts.until(lambda: not any(place.engine.has_work for place in hosts.places))
     assert hosts.leader.client.tokens["a"] == alone.client.tokens["a"]
-    assert hosts.leader.client.errors["no"].startswith(PRECISION_FLOOR)
+    assert hosts.leader.client.reject_reasons["no"] is RejectReason.PRECISION_FLOOR
     swap = hosts.leader.begin(Swap, epoch=0, instance="long@w0", count=1, precision="full")
     end = hosts.leader.end_of(swap)
     assert (end.state, "no full variant" in end.reason) == ("failed", True)
@@ -256,7 +256,7 @@ def test_a_pipeline_that_loses_a_stage_goes_with_every_page_and_its_requests_go_
     _stages(hosts.places[1]).close()
     hosts.until(lambda: "long@w0" not in hosts.leader.site.residents)
     hosts.until(hosts.is_as_before)
-    assert hosts.leader.client.errors["a"].startswith(RETIRED)
+    assert hosts.leader.client.reject_reasons["a"] is RejectReason.RETIRED
     (end,) = [one for one in hosts.leader.reports if one.kind == "retire" and one.state != "running"]
     assert (end.state, end.target) == ("applied", "long@w0")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bus.messages import RETIRED, SamplingParams
+from bus.messages import RejectReason, SamplingParams
 from tests.support.model_folders import make_oracle
 from tests.support.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
 from tests.support.service import wait_for
@@ -70,7 +70,7 @@ def wait_empty(*workers: StageWorker) -> None:
 def check_all_went_elsewhere(line: Line, names: list[str], why: str) -> None:
     line.leader.wait_ends(*names)
     for name in names:
-        assert line.leader.ends[name].startswith(RETIRED)
+        assert line.leader.reject_reasons[name] is RejectReason.RETIRED
         assert why in line.leader.ends[name]
 
 
@@ -84,7 +84,7 @@ def test_a_stage_that_dies_ends_the_pipeline_and_nobody_keeps_a_page(folder: Pat
         wait_empty(line.leader, line.workers[3 - which])
         line.submit("late", [1], 3)
         line.leader.wait_ends("late")
-        assert line.leader.ends["late"].startswith(RETIRED)
+        assert line.leader.reject_reasons["late"] is RejectReason.RETIRED
 
 
 @pytest.mark.parametrize("which", [1, 2, 3])
@@ -202,7 +202,7 @@ def test_an_end_that_came_back_is_told_though_the_pipeline_is_lost_right_behind_
         line.leader.wait_ends("short", "long")
         assert line.leader.ends["short"] == "length"
         assert len(line.leader.tokens["short"]) == 3
-        assert line.leader.ends["long"].startswith(RETIRED)
+        assert line.leader.reject_reasons["long"] is RejectReason.RETIRED
 
 
 def test_each_that_comes_to_a_lost_pipeline_is_told_once(folder: Path) -> None:

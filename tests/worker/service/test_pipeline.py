@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bus.client import connect
-from bus.messages import RETIRED, Deploy, InstanceCard, Stage, WorkerCard
+from bus.messages import Deploy, InstanceCard, RejectReason, Stage, WorkerCard
 from bus.settings import RedisSettings
 from tests.support.deploy_models import settings_for, write_model
 from tests.support.worker_bench import started
@@ -113,8 +113,8 @@ async def test_two_workers_serve_one_instance_until_one_of_them_leaves(
     await follower.aclose()
     await leader.until(lambda: leader.end("b"))
     assert leader.tokens("b")[:10] == leader.tokens("a")[: len(leader.tokens("b"))]
-    errors = [delta.error for delta in leader.deltas("b") if delta.error]
-    assert all(error.startswith(RETIRED) for error in errors)
+    reasons = [delta.reject_reason for delta in leader.deltas("b") if delta.error]
+    assert all(reason is RejectReason.RETIRED for reason in reasons)
     await leader.until(lambda: _is_empty(leader))
 
 
