@@ -66,8 +66,10 @@ Tells a worker to leave: it takes nothing new and finishes what it runs, as far 
 
   instar drain w1                   waits until it has left
   instar drain w1 --detach          only gives the order
+  instar drain w0 --force           also where no other worker serves its model
 
-Under `instar serve` it stays away until the service starts anew; when the last one leaves, the service ends.
+Under `instar serve` the worker stays away until the service starts anew. The service goes on without any
+worker: requests wait for one to join (gateway.queue_timeout_s).
 """
 
 COMPLETE = """\
@@ -135,6 +137,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     drain.add_argument("worker", metavar="WORKER", help="as `instar status` shows it")
     drain.add_argument("--wait", type=float, default=60.0, metavar="S", help="for it to leave [60]")
     drain.add_argument("--detach", action="store_true", help="return at once")
+    drain.add_argument("--force", action="store_true", help="also drain the last worker that serves a model")
     drain.add_argument("--json", action="store_true", help="as JSON")
 
     complete = command("complete", _complete, "complete a text", COMPLETE)

@@ -10,6 +10,7 @@ import { store } from "./store.js";
 import { chip } from "./why.js";
 
 const KEPT = 2; // outcomes under each form
+const ARMED_MS = 6000; // for so long a drain that was asked for can be confirmed
 
 const view = { orders: [], rows: new Map(), forms: {}, lists: new Map() };
 
@@ -118,30 +119,35 @@ function transformForm() {
   } };
 }
 
+/** Asks twice: before the order, and where the gateway says what nobody would serve any more. */
 function drainForm() {
   const worker = field("Worker", select());
-  let armed = "";
-  const form = order("Drain", "Let a worker finish what it runs, and leave", [worker], () => {
-    if (armed !== worker.input.value) {
-      armed = worker.input.value;
-      form.go.textContent = `Yes, ${armed} is to leave`;
-      setTimeout(disarm, 6000);
-      return null;
-    }
-    const path = `/admin/workers/${encodeURIComponent(armed)}/drain`;
-    disarm();
-    return { path };
-  }, { worker });
+  const asked = { worker: "", force: "" };
+  const ask = (label, force) => {
+    Object.assign(asked, { worker: worker.input.value, force });
+    text(form.go, label);
+    clearTimeout(asked.timer);
+    asked.timer = setTimeout(disarm, ARMED_MS);
+  };
   const disarm = () => {
-    armed = "";
+    asked.worker = "";
     text(form.go, "Drain");
   };
+  const form = order("Drain", "Let a worker finish what it runs, and leave", [worker], () => {
+    const id = worker.input.value;
+    if (asked.worker !== id) {
+      ask(`Yes, drain ${id}`, "");
+      return null;
+    }
+    disarm();
+    return { path: `/admin/workers/${encodeURIComponent(id)}/drain${asked.force}` };
+  }, { worker }, ({ code }) => code === "last_worker" && ask(`Drain ${worker.input.value} all the same`, "?force=true"));
   worker.input.addEventListener("change", disarm);
   return { ...form, draw: (state) => options(worker.input, state.workers.map(({ id }) => [id, id])) };
 }
 
-/** `make()`: {path, body}, or null where it wants to be asked again. */
-function order(title, hint, fields, make, byParam) {
+/** `make()`: {path, body}, or null to be asked again. `onRefused(error)`: the gateway refused the order. */
+function order(title, hint, fields, make, byParam, onRefused = () => {}) {
   const go = h("button.primary", { type: "submit" }, title);
   const told = notice();
   const list = h("ol.outcomes", { "aria-label": `What became of it: ${title}`, "aria-live": "polite" });
@@ -161,6 +167,7 @@ function order(title, hint, fields, make, byParam) {
       markChosen("", []);
     } catch (error) {
       refuse(error, byParam, told);
+      onRefused(error);
     } finally {
       go.disabled = false;
     }

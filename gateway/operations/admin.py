@@ -13,7 +13,7 @@ from bus.messages import Drain
 from gateway.errors import ApiError, unavailable
 from gateway.http.auth import check_admin
 from gateway.openai.formats import to_json
-from gateway.operations.orders import meant
+from gateway.operations.orders import loss_without, meant
 from gateway.operations.picture import picture
 from gateway.state import Gateway
 
@@ -63,12 +63,18 @@ async def requests(gateway: Here, prompts: bool = False) -> StreamingResponse:
 
 
 @router.post("/workers/{worker}/drain", status_code=202)
-async def drain(worker: str, gateway: Here) -> dict[str, Any]:
-    """The worker takes nothing new, finishes what it runs and leaves. 404 for one that is not there."""
+async def drain(worker: str, gateway: Here, force: bool = False) -> dict[str, Any]:
+    """Let a worker finish what it runs, take nothing new, and leave.
+
+    404 for a worker that is not there. 409 for the last worker that serves a model, unless `force`.
+    """
     card = gateway.cluster.workers.get(worker)
     if card is None:
         message = f"no worker {worker[:200]!r}; {meant(worker, gateway.cluster.workers)}"
         raise ApiError(404, message, param="worker", code="worker_not_found")
+    if not force and (why := loss_without(gateway.cluster, card)):
+        message = f"{why}. To drain {worker} all the same, add ?force=true (instar drain {worker} --force)"
+        raise ApiError(409, message, param="worker", code="last_worker")
     command = Drain(id=uuid.uuid4().hex, epoch=card.epoch)
     try:
         await gateway.bus.publish(gateway.bus.names.control(worker), command)

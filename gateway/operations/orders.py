@@ -112,6 +112,27 @@ def _leader(cluster: Cluster, instance: str) -> str:
     return ""
 
 
+def loss_without(cluster: Cluster, leaving: WorkerCard) -> str:
+    """What nobody would serve once `leaving` has left; "" where other workers serve all that it serves."""
+    if leaving.state == "draining":
+        return ""
+    models = {card.model for _, card in cluster.instances() if leaving.id in (card.workers or [leaving.id])}
+    models |= {card.model for card in leaving.instances}
+    staying = [one for one in cluster.workers.values() if one.id != leaving.id and one.state != "draining"]
+    served = {
+        card.model
+        for worker in staying
+        for card in worker.instances
+        if card.pp == 1 or leaving.id not in card.workers
+    }
+    if lost := sorted(models - served):
+        return (
+            f"{leaving.id} is the last worker that serves {', '.join(lost)}: after it has left, requests "
+            "wait for another worker until gateway.queue_timeout_s and then fail"
+        )
+    return "" if staying else f"{leaving.id} is the last worker: after it has left, nothing can be served"
+
+
 def swap(place: Place, body: SwapBody, morph_id: str) -> Swap:
     """Raises ApiError 400."""
     card = place.card

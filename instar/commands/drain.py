@@ -22,7 +22,8 @@ def drain(settings: Settings, args: argparse.Namespace) -> int:
     """Exit status 0 when it has left, or will (--detach); 1 when it has not in time, or nobody answers."""
     try:
         with gateway_client(settings, args.url, args.key, settings.gateway.admin_keys) as client:
-            ordered = ask_json(client, "POST", f"/admin/workers/{quote(args.worker, safe='')}/drain")
+            force = "?force=true" if args.force else ""
+            ordered = ask_json(client, "POST", f"/admin/workers/{quote(args.worker, safe='')}/drain{force}")
             if not args.detach:
                 return _tell_end(args.worker, _until_gone(client, ordered, args.wait), args)
     except GatewayProblem as problem:
@@ -38,7 +39,7 @@ def _until_gone(client: httpx.Client, ordered: dict[str, Any], within_s: float) 
     began, line, worker = time.monotonic(), LiveLine(), ordered["worker"]
     try:
         while True:
-            state = _state(client, worker)
+            state = dict(get_json(client, "/admin/state"))
             seconds = time.monotonic() - began
             if not any((one["id"], one["epoch"]) == (worker, ordered["epoch"]) for one in state["workers"]):
                 return seconds
@@ -52,16 +53,6 @@ def _until_gone(client: httpx.Client, ordered: dict[str, Any], within_s: float) 
         raise
     finally:
         line.end()
-
-
-def _state(client: httpx.Client, worker: str) -> dict[str, Any]:
-    try:
-        return dict(get_json(client, "/admin/state"))
-    except GatewayProblem as problem:
-        raise GatewayProblem(
-            f"{worker} was told to leave; then the gateway was gone, too: where it was the last worker, "
-            f"`instar serve` has ended with it ({problem})"
-        ) from problem
 
 
 def _requests(state: dict[str, Any], worker: str) -> str:

@@ -15,6 +15,10 @@ from instar.serve.console import Console
 from instar.serve.keeper import CONFIGURATION_ERROR, Backoff, Keeper, Outcome, Program, Role
 
 STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("worker",), ("monitor", "controller"), ("redis",))
+NO_WORKER = (
+    "No worker is left: requests wait for one to join (python -m worker); Ctrl-C stops the service, and the "
+    "next `instar serve` starts its workers again"
+)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -84,14 +88,13 @@ class Supervisor:
         if task.cancelled():
             return
         self._outcomes[keeper] = task.result()
-        if self._cannot_serve() or not self._anything_serves():
+        if self._cannot_serve():
             self._ending.set()
+        elif task.result() == "left" and not self.expected_workers():
+            self._console.say(NO_WORKER)
 
     def _of(self, role: Role) -> list[Keeper]:
         return [keeper for keeper in self.keepers if keeper.program.role == role]
-
-    def _anything_serves(self) -> bool:
-        return any(keeper not in self._outcomes for keeper in self._of("worker"))
 
     def _cannot_serve(self) -> str:
         """Why these settings cannot serve, in the last words of the process concerned; "" when they can."""

@@ -41,6 +41,8 @@ class Fake:
         self.deployments: list[dict[str, Any]] = []
         self.events = _past()
         self.orders: list[tuple[str, Any]] = []
+        self.last_worker = ""  # that is drained only by force
+        self.forced: list[str] = []
         self._listeners: set[asyncio.Queue[bytes]] = set()
         self._server: uvicorn.Server | None = None
 
@@ -192,6 +194,10 @@ class Fake:
         if request.path_params["order"].startswith("deployments"):
             return self._deployment(asked)
         if request.path_params["order"].endswith("/drain"):
+            if self.last_worker and "force" not in request.query_params:
+                told = f"{self.last_worker} is the last worker that serves demo"
+                return _error(409, told, "worker", "last_worker")
+            self.forced += [self.last_worker] * ("force" in request.query_params)
             return JSONResponse({"id": "d1", "worker": "w0", "state": "draining"}, 202)
         if asked and asked.get("layers") == [99]:
             return _error(400, "layers names 99; demo@w0 has layers 0 to 15", "layers")
@@ -293,8 +299,8 @@ def _morph(name: str, kind: str, target: str, workers: list[str], decided: str) 
     }
 
 
-def _error(status: int, message: str, param: str | None = None) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "param": param, "code": None}}, status)
+def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "param": param, "code": code}}, status)
 
 
 def _sse(kind: str, body: Any) -> bytes:

@@ -179,9 +179,22 @@ def test_drain_asks_before_it_is_sent(fake: Fake, open_page: OpenPage) -> None:
     page.get_by_role("tab", name="By hand").click()
     page.get_by_role("button", name="Drain", exact=True).click()
     assert fake.orders == []
-    page.get_by_role("button", name="Yes, w0 is to leave").click()
+    page.get_by_role("button", name="Yes, drain w0").click()
     wait_for_text(page, ".outcomes", "w0 finishes what it runs")
     assert fake.orders == [("workers/w0/drain", None)]
+
+
+def test_the_last_worker_is_drained_only_when_asked_again(fake: Fake, open_page: OpenPage) -> None:
+    fake.last_worker = "w0"
+    page = open_page(fake.url)
+    page.get_by_role("tab", name="By hand").click()
+    page.get_by_role("button", name="Drain", exact=True).click()
+    page.get_by_role("button", name="Yes, drain w0").click()
+    wait_for_text(page, ".error", "w0 is the last worker that serves demo")
+    assert fake.orders == [("workers/w0/drain", None)]
+    page.get_by_role("button", name="Drain w0 all the same").click()
+    wait_for_text(page, ".outcomes", "w0 finishes what it runs")
+    assert fake.orders == [("workers/w0/drain", None)] * 2 and fake.forced == ["w0"]
 
 
 def test_deployments_show_what_is_expected_of_them_beside_what_they_give(

@@ -43,3 +43,16 @@ def test_a_worker_that_is_not_there_is_no_drain(gateway: Script, capsys: pytest.
     assert (
         "instar drain: /admin/workers/w9/drain: 404: no worker 'w9'; did you mean" in capsys.readouterr().err
     )
+
+
+def test_the_last_worker_is_drained_only_by_force(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers = [
+        (409, {"error": {"message": "w0 is the last worker that serves demo", "code": "last_worker"}}),
+        (202, {"id": "d", "worker": "w0", "epoch": 7, "state": "draining"}),
+    ]
+    assert gateway.main("drain", "w0") == 1
+    assert "409: w0 is the last worker that serves demo" in capsys.readouterr().err
+    assert gateway.main("drain", "w0", "--force", "--detach") == 0
+    assert gateway.asked[-1] == ("POST", "/admin/workers/w0/drain?force=true", None)

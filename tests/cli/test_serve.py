@@ -250,6 +250,15 @@ async def test_a_drained_worker_is_not_started_again() -> None:
     assert await running.end() == 0
 
 
+async def test_the_service_goes_on_when_its_last_worker_was_drained() -> None:
+    running = Running(program("gateway", "gateway"), program("w0", "worker", "print('bye')"))
+    await running.until(lambda: "No worker is left: requests wait" in running.text)
+    await asyncio.sleep(0.1)
+    assert not running.task.done()
+    assert await running.end() == 0
+    assert running.text.count("No worker is left") == 1
+
+
 async def test_the_gateway_ends_first_and_redis_last() -> None:
     names: dict[str, Role] = {"redis": "redis", "gateway": "gateway", "monitor": "monitor", "w0": "worker"}
     code = """

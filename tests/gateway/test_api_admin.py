@@ -80,7 +80,7 @@ async def test_events_are_streamed_the_recent_ones_first(gate: Gate) -> None:
 
 async def test_a_drain_order_reaches_its_worker(gate: Gate) -> None:
     async with gate.http() as http:
-        answer = await http.post("/admin/workers/w0/drain")
+        answer = await http.post("/admin/workers/w0/drain?force=true")
         assert answer.status_code == 202 and answer.json()["epoch"] == gate.worker.epoch
         await gate.until("the order", lambda: gate.worker.drained)
         missing = await http.post("/admin/workers/w00/drain")
@@ -88,6 +88,33 @@ async def test_a_drain_order_reaches_its_worker(gate: Gate) -> None:
     assert missing.status_code == stranger.status_code == 404
     assert missing.json()["error"]["message"] == "no worker 'w00'; did you mean 'w0'?"
     assert stranger.json()["error"]["message"] == "no worker 'gpu-box'; there are: w0"
+
+
+async def test_the_last_worker_of_a_model_is_drained_only_by_force(gate: Gate) -> None:
+    """Then requests wait for another worker."""
+    async with gate.http() as http:
+        refused = await http.post("/admin/workers/w0/drain")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (409, "last_worker", "worker")
+        assert error["message"].startswith(
+            "w0 is the last worker that serves demo: after it has left, requests"
+        )
+        assert "?force=true (instar drain w0 --force)" in error["message"]
+        assert not gate.worker.drained
+        assert (await http.post("/admin/workers/w0/drain?force=true")).status_code == 202
+        await gate.until("the order", lambda: gate.worker.drained)
+        await gate.worker.leave()
+        waiting = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await gate.add_worker("w1")
+        assert (await waiting).status_code == 200
+        await gate.add_worker("w2")
+        for _ in range(200):
+            if len((await gate.state())["workers"]) == 2:
+                break
+            await asyncio.sleep(0.02)
+        assert (await http.post("/admin/workers/w1/drain")).status_code == 202
 
 
 async def test_metrics_count_what_clients_got(gate: Gate) -> None:
