@@ -27,21 +27,21 @@ import torch
 from bench.engine.offline import silence
 from bus.messages import PARTS, Precision
 from worker.engine.build import MIB, Shape, compile_kernels, fill_caches, make_cache, make_pool
-from worker.fingerprint.activations import peak_memory
-from worker.fingerprint.cut import CutPlan
 from worker.model import load_model
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.model import LoadFormat
 from worker.model.quantized_layout import BITS
 from worker.model.shard import Shard
 from worker.model.weights import tensors_of
-from worker.morph.host_images import at_once, writing_half
-from worker.morph.ranges import HalfRanges
 from worker.pipeline.build import start_leading
 from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
 from worker.pipeline.pipeline import Behind
 from worker.pipeline.stages import Stages
+from worker.profiler.device_memory import peak_memory
+from worker.profiler.fingerprint import CutPlan
+from worker.shape.host_images import at_once, writing_half
+from worker.shape.ranges import HalfRanges
 
 PIPELINE, TIMEOUT_S, START_S = "bench@w0", 60.0, 180.0
 

@@ -21,7 +21,7 @@ from bench.transform.group import MODEL, WAIT_S, Worker, group
 from bus.deployments import Configuration
 from bus.messages import Precision, Swap
 from worker.core import Limits
-from worker.fingerprint.activations import peak_memory
+from worker.profiler.device_memory import peak_memory
 
 T = TypeVar("T")
 TP = 2

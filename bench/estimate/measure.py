@@ -47,15 +47,15 @@ from bus.messages import PRECISIONS
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from worker.core import Limits
 from worker.engine.build import MIB, Shape, make_pool
-from worker.fingerprint.caches import cache_bytes
-from worker.fingerprint.cut import CutPlan
-from worker.fingerprint.grid import MAX_ROUNDS, ROUNDS, Grid, Point
-from worker.fingerprint.links import measure_links
-from worker.fingerprint.profiler import Profiler
-from worker.fingerprint.shapes import with_shapes
 from worker.memory import PagePool
 from worker.model import ModelConfig, read_config
 from worker.model.model import LoadFormat
+from worker.profiler.device_memory import cache_bytes
+from worker.profiler.fingerprint import CutPlan
+from worker.profiler.grid import MAX_ROUNDS, ROUNDS, Grid, Point
+from worker.profiler.links import measure_links
+from worker.profiler.profiler import Profiler
+from worker.profiler.stored import with_shapes
 
 INTENTS = [
     Intent(prompt_tokens=tokens, output_tokens=outputs, batch_size=size)

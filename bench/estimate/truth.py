@@ -14,10 +14,10 @@ from bus.messages import Precision, SamplingParams
 from worker.core import Limits, Request
 from worker.engine.build import Shape
 from worker.engine.instance import Instance
-from worker.fingerprint.activations import peak_memory
-from worker.fingerprint.cut import CutPlan, Fingerprint, load_cut
 from worker.memory import KVCache, PagePool
-from worker.morph.host_images import at_once
+from worker.profiler.device_memory import peak_memory
+from worker.profiler.fingerprint import CutPlan, Fingerprint, load_cut
+from worker.shape.host_images import at_once
 
 Case = tuple[Configuration, Intent]
 Prompts = Sequence[list[int]]

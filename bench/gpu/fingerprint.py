@@ -36,11 +36,11 @@ from bus.messages import PRECISIONS, Precision
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from controller.intents.estimates import estimate_all
 from worker.engine.build import Shape, make_pool
-from worker.fingerprint.cut import CutPlan
-from worker.fingerprint.grid import LEAST_ROUNDS, MAX_ROUNDS, ROUNDS, Grid, Point
-from worker.fingerprint.profiler import Profiler
 from worker.memory import PagePool
 from worker.model import ModelConfig, read_config
+from worker.profiler.fingerprint import CutPlan
+from worker.profiler.grid import LEAST_ROUNDS, MAX_ROUNDS, ROUNDS, Grid, Point
+from worker.profiler.profiler import Profiler
 
 POOL_SHARE = 0.85  # of the free memory; activations and what libraries keep is not in pages
 WAIT_S = 0.01  # while kernels are compiled in another thread

@@ -44,9 +44,9 @@ from bench.morph.floor import Floor, leave_caches
 from bus.messages import PARTS, MorphReport, Precision, SamplingParams, Swap
 from bus.settings import WorkerSettings
 from worker.core import Request
-from worker.morph.variants import LayerVariants
 from worker.service.loaded import Loaded
 from worker.service.loading import load
+from worker.shape.variants import LayerVariants
 
 SEQUENCES, PROMPT_TOKENS = 8, 64
 STEPS = 24  # of a part with no swap, at least

@@ -46,7 +46,7 @@ from bench.paper.service import (
 )
 from bench.quality.setup import DEMO
 from instar.errors import BenchProblem
-from worker.profile.order import load_order
+from worker.shape.layer_order import load_order
 
 RUNS: Final = Path("build/paper")
 PLANS: Final = {PLAN: ("full", "int4"), PLAN_ANY: ("full", "int8", "int4", "int3")}

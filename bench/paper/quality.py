@@ -22,7 +22,7 @@ from bench.paper.pyramid import PyramidDecoder, budgets
 from bench.paper.text import f1, mean_and_error, rouge_l
 from bench.quality.perplexity import Evaluator, Losses, Text, difference, perplexity
 from bench.quality.setup import DEMO, held_out, open_demo
-from worker.quantize.calibration import read_calibration
+from worker.offline.calibration import read_calibration
 
 LOW: Final = "int4"  # what the modes swap to
 BATCH: Final = 128  # windows at once, of what transformers runs

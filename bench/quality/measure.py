@@ -29,7 +29,7 @@ import torch
 
 from bench.quality.perplexity import Evaluator, Shape, Text, difference, perplexity
 from bench.quality.setup import DEMO, Model, held_out, make_missing_sets, open_demo
-from worker.profile.order import load_order, plain_order
+from worker.shape.layer_order import load_order, plain_order
 
 RESULT = RESULTS / "quality.json"
 RANDOM_SEEDS = (1, 2, 3)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from worker.quantize.decoder import Ends, Span, Tensors, run_layer
+from worker.offline.decoder import Ends, Span, Tensors, run_layer
 
 Shape = tuple[str, ...]  # of each layer, a name of its weights
 Losses = dict[Shape, list[float]]  # of each window, nats per scored token

@@ -12,13 +12,11 @@ from tokenizers import Tokenizer
 
 from bench.common.results import ROOT
 from worker.model.config import ModelConfig, read_config
-from worker.model.sources import Checkpoint
-from worker.quantize.calibration import read_calibration
-from worker.quantize.decoder import Ends, Tensors, load_ends, load_layer
-from worker.quantize.fingerprint import model_fingerprint
-from worker.quantize.make import Maker
-from worker.quantize.sets import BITS, find_set, set_path
-from worker.quantize.source import DEFAULT_GROUP, QuantizedLayers
+from worker.model.quantized_sets import BITS, find_set, set_path
+from worker.model.sources import Checkpoint, model_fingerprint
+from worker.offline.calibration import read_calibration
+from worker.offline.decoder import Ends, Tensors, load_ends, load_layer
+from worker.offline.quantizer import DEFAULT_GROUP, Maker, QuantizedLayers
 
 MODELS = ROOT / "models"
 DEMO = MODELS / "demo"

@@ -26,9 +26,8 @@ from bench.common.results import RESULTS
 import torch
 
 from bench.engine.offline import say
-from worker.model.config import ModelConfig
+from worker.model.config import ModelConfig, Rope
 from worker.model.layout import Padded, pad_ffn, plan_model
-from worker.model.rope import Rope
 
 PAGE_BYTES = 2 << 20
 DTYPE = torch.bfloat16

@@ -19,12 +19,12 @@ from worker.memory import CpuBackend, PagePool
 from worker.model import load_model
 from worker.model.shard import Shard
 from worker.morph.reshard import Resharder, make_resharder
-from worker.morph.variants import LayerVariants
 from worker.morph.verbs import NoVariants
 from worker.parallel import carriers
 from worker.parallel.all_gather import all_gather
 from worker.parallel.communicator import Communicator
 from worker.parallel.rows import Choice, RowCosts, choose
+from worker.shape.variants import LayerVariants
 
 PAGE_BYTES = 64 * 1024
 ALONE = Shard()

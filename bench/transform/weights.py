@@ -24,7 +24,7 @@ from bench.common.dummy_model import saved_model
 from worker.memory import CpuBackend, PagePool
 from worker.model import Model, load_model
 from worker.model.config import ModelConfig
-from worker.model.halves import feed_forward
+from worker.model.layer import feed_forward
 from worker.model.layout import RangePlan, pad_ffn
 from worker.model.shard import Shard
 from worker.morph.reshard import Resharder, make_resharder

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-# Each is `python -m worker.{name}`.
+# Each is `python -m worker.offline NAME`.
 OFFLINE = {
     "quantize": "make what a model's layers can be swapped for",
     "profile": "find the order in which layers are swapped",
@@ -23,7 +23,7 @@ def run_offline(name: str, argv: Sequence[str]) -> int:
     missing = [package for package in ("worker", "torch") if importlib.util.find_spec(package) is None]
     if not missing:
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", f"worker.{name}", *argv])
+        os.execv(sys.executable, [sys.executable, "-m", "worker.offline", name, *argv])
     sys.stderr.write(
         f"instar {name}: there is no {missing[0]} here, and it runs where the worker does:"
         " pip install 'instar[worker]'\n"

@@ -16,7 +16,7 @@ from bench.transform.padding import (
     padded,
     pages_per_tensor,
 )
-from worker.model.halves import feed_forward
+from worker.model.layer import feed_forward
 
 BY_NAME = {model.name: model for model in MODELS}
 PAPER = {  # Gyges, Table 3: pages per tensor at TP1 and at TP4

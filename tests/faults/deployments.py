@@ -22,7 +22,7 @@ from tests.support.empty_service import EmptyService
 from tests.support.known_truths import BITS, Truth, profile_of
 from tests.support.paths import DEMO_MODEL
 from tests.support.service import wait_for
-from worker.fingerprint.stored import profile_path, program_version, write_stored
+from worker.profiler.stored import profile_path, program_version, write_stored
 
 NUM_TOKENS: Final = 24
 OF_DEMO_MODELS: Final = [

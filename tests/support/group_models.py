@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore
 from kernels import AttentionPlan
 from tests.support.model_folders import Runner
 from worker.model import Segment, Shard
-from worker.model.halves import attention, feed_forward
+from worker.model.layer import attention, feed_forward
 from worker.model.weights import tensors_of
 from worker.parallel.communicator import Communicator, connect
 

@@ -23,18 +23,18 @@ from worker.engine.engine import Engine, StepResult
 from worker.engine.instance import Output
 from worker.memory import CpuBackend, PagePool
 from worker.model import load_model
-from worker.morph.copier import Copier
 from worker.morph.executor import MorphExecutor
 from worker.morph.reshard import make_resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.morph.variants import LayerVariants
 from worker.morph.verbs import NoVariants, Variants
 from worker.parallel.grouping import Grouping
 from worker.parallel.morphs import GroupMorphs
 from worker.parallel.place import Place
 from worker.parallel.wire import Peer
 from worker.service.engine_thread import EngineThread
+from worker.shape.copier import Copier
+from worker.shape.variants import LayerVariants
 
 BLOCK_TOKENS = 4
 

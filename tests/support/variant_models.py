@@ -10,12 +10,18 @@ import torch
 from bus.messages import PARTS, Part, Precision
 from tests.support.model_folders import Runner
 from worker.model import read_config
-from worker.model.sources import Checkpoint
+from worker.model.quantized_sets import (
+    QuantizedMatrix,
+    SetInfo,
+    matrix_name,
+    matrix_shapes,
+    round_to_nearest,
+    set_path,
+    write_set,
+)
+from worker.model.sources import Checkpoint, model_fingerprint
 from worker.model.weights import tensors_of
-from worker.morph.variants import LayerVariants
-from worker.quantize.awq import round_to_nearest
-from worker.quantize.fingerprint import model_fingerprint
-from worker.quantize.sets import QuantizedMatrix, SetInfo, matrix_name, matrix_shapes, set_path, write_set
+from worker.shape.variants import LayerVariants
 
 
 class Morphing:

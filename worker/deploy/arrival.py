@@ -27,10 +27,10 @@ from worker.deploy.site import PAGES_AT_ONCE, Resident, Site, holder_of
 from worker.engine.build import MIB, canary_steps
 from worker.memory import OutOfBlocks
 from worker.model import ModelError
-from worker.morph.copier import Copier, Copy
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
 from worker.morph.target import Target
+from worker.shape.copier import Copier, Copy
 
 Steps = Generator[bool, None, None]
 CardOf = Callable[[Newcomer, Target], InstanceCard]

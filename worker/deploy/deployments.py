@@ -12,12 +12,12 @@ from worker.deploy.arrival import ArrivalRun, CardOf
 from worker.deploy.departure import DepartureRun
 from worker.deploy.shares import Shares
 from worker.deploy.site import Site
-from worker.morph.copier import Copier
 from worker.morph.groups import Peers
 from worker.morph.run import Clock
 from worker.morph.target import Target
 from worker.pipeline.arrivals import FollowerArrival, LeaderArrival
 from worker.pipeline.split import leader_of
+from worker.shape.copier import Copier
 
 # Of the time, while the engine is busy: on a CPU loading takes cores and memory from the steps. A swap, which
 # is a matter of some layers, takes less; at its share a load would take minutes.

@@ -24,22 +24,22 @@ from worker.memory import KVCache, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.model import Model, ModelError, read_config
 from worker.model.config import ModelConfig
-from worker.model.hollow import hollow_model, mapped
 from worker.model.layout import ModelPlan, RangePlan, plan_model
-from worker.model.model import DTYPES
+from worker.model.model import DTYPES, hollow_model, mapped
 from worker.model.quantized_layout import BITS
 from worker.model.sources import Checkpoint, RandomWeights, Weights
 from worker.model.weights import LoadedRange
-from worker.morph.host_images import find_matrices
 from worker.morph.outcome import NotApplied
-from worker.morph.ranges import Pages, half_of, spans_of
 from worker.morph.resizer import KVResizer
-from worker.morph.source_copy import SourceCopy
 from worker.morph.target import Target
-from worker.morph.variants import LayerVariants
-from worker.morph.verbs import CopyJob, NoVariants, Variants, reserve_pages
+from worker.morph.verbs import NoVariants, Variants, reserve_pages
 from worker.pipeline.split import check_degree, own_part, own_shard
-from worker.profile.order import load_order
+from worker.shape.copier import CopyJob
+from worker.shape.copies import SourceCopy
+from worker.shape.host_images import find_matrices
+from worker.shape.layer_order import load_order
+from worker.shape.ranges import Pages, half_of, spans_of
+from worker.shape.variants import LayerVariants
 
 MayGoOn = Callable[[], bool]
 

@@ -11,12 +11,10 @@
 ======================  ==========================================================================
 """
 
-from worker.memory.blocks import BlockAllocator
+from worker.memory.backend import BlocksInUse, BrokenInvariant, MappingFailed, OutOfBlocks, OutOfPages
 from worker.memory.cpu import CpuBackend
-from worker.memory.errors import BlocksInUse, BrokenInvariant, MappingFailed, OutOfBlocks, OutOfPages
-from worker.memory.kv import KVCache
-from worker.memory.pool import PagePool
-from worker.memory.range import VirtualRange
+from worker.memory.kv_cache import BlockAllocator, KVCache
+from worker.memory.pool import PagePool, VirtualRange
 
 __all__ = [
     "BlockAllocator",

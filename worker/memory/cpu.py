@@ -17,8 +17,7 @@ import weakref
 import numpy as np
 import torch
 
-from worker.memory.backend import NO_PAGE, AddressSpace, OnWritten, Pages, runs, write_only
-from worker.memory.errors import MappingFailed
+from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritten, Pages, runs, write_only
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 
-from worker.memory.backend import NO_PAGE, AddressSpace, OnWritten, Pages, write_only
-from worker.memory.errors import MappingFailed
+from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritten, Pages, write_only
 
 
 class CudaSpace:

@@ -1,14 +1,27 @@
-"""The device's budget as pages, each with exactly one owner."""
+"""The page pool of a device, and the ranges of addresses that its pages are mapped into."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from bus.messages import PageCounts
-from worker.memory.backend import NO_PAGE, Backend, Pages
-from worker.memory.errors import BrokenInvariant, OutOfPages
-from worker.memory.range import Kind, VirtualRange
+from worker.memory.backend import (
+    NO_PAGE,
+    AddressSpace,
+    Backend,
+    BrokenInvariant,
+    OnWritten,
+    OutOfPages,
+    Pages,
+    write_only,
+)
+
+Kind = Literal["weights", "kv"]
 
 _FREE = 0
 _KINDS: dict[Kind, int] = {"weights": 1, "kv": 2}
@@ -85,3 +98,156 @@ class PagePool:
     def forget(self, released: VirtualRange) -> None:
         """For ranges: this one is gone."""
         self._ranges.remove(released)
+
+
+class VirtualRange:
+    """`pages[i]` is the physical page behind the range's page i, or NO_PAGE. Made by `PagePool.reserve`.
+
+    Addresses never change while the range lives, so views, kernels and CUDA graphs stay valid while pages
+    come and go below them. Unmapping waits for what the device was told before; whoever unmaps must know that
+    nothing else comes to use the page.
+    """
+
+    def __init__(self, pool: PagePool, space: AddressSpace, kind: Kind, owner: str) -> None:
+        self.kind, self.owner = kind, owner
+        self.num_pages = space.nbytes // pool.page_bytes
+        self._pool, self._space = pool, space
+        self._is_released = False
+
+    @property
+    def pages(self) -> Pages:
+        return self._space.pages
+
+    @property
+    def address(self) -> int:
+        return self._space.address
+
+    @property
+    def nbytes(self) -> int:
+        return self._space.nbytes
+
+    @property
+    def num_mapped(self) -> int:
+        return int(np.count_nonzero(self.pages != NO_PAGE))
+
+    def map(self, first_page: int, num_pages: int, *, zeroed: bool = True) -> None:
+        """Put pages of the pool behind [first_page, first_page + num_pages). All or nothing. zeroed: they
+        read as zeros; without, as what their last owner left, and it is quicker.
+
+        Raises OutOfPages, MappingFailed, and ValueError where the range ends or a page is mapped already.
+        """
+        where = self._span(first_page, num_pages)
+        if np.any(self.pages[where] != NO_PAGE):
+            raise ValueError(f"{self.owner}: a page of [{where.start}, {where.stop}) is mapped already")
+        taken = self._pool.lowest_free(num_pages, self.owner)
+        try:
+            self._pool.backend.map(self._space, first_page, taken, zeroed=zeroed)
+        finally:
+            self._pool.record(taken, self.kind, self.pages[where] != NO_PAGE)
+
+    def unmap(self, first_page: int, num_pages: int) -> None:
+        """Give the pages behind [first_page, first_page + num_pages) back.
+
+        Raises ValueError if one is not mapped, and MappingFailed, perhaps half-way: `pages` says what went.
+        """
+        where = self._span(first_page, num_pages)
+        given = self.pages[where].copy()
+        if np.any(given == NO_PAGE):
+            raise ValueError(f"{self.owner}: a page of [{where.start}, {where.stop}) is not mapped")
+        try:
+            self._pool.backend.unmap(self._space, first_page, num_pages)
+        finally:
+            self._pool.record(given, self.kind, self.pages[where] != NO_PAGE)
+
+    def resize(self, num_pages: int) -> None:
+        """Have the first `num_pages` pages mapped and no other; as `have`."""
+        if not 0 <= num_pages <= self.num_pages:
+            raise ValueError(f"{self.owner}: {num_pages} pages of a range of {self.num_pages}")
+        self.have(np.arange(self.num_pages) < num_pages)
+
+    def have(self, is_wanted: npt.NDArray[np.bool_], *, zeroed: bool = True) -> None:
+        """Have these pages mapped and no others: bool [num_pages]. After a failure half-way it can be asked
+        for again, or for what was there before. Raises as `map` and `unmap` do."""
+        is_mapped = self.pages != NO_PAGE
+        for first, length in runs_of(is_mapped & ~is_wanted):
+            self.unmap(first, length)
+        for first, length in runs_of(is_wanted & ~is_mapped):
+            self.map(first, length, zeroed=zeroed)
+
+    def release(self) -> None:
+        """Give every page back and leave the pool. Views must not be used any more; they fault. Repeating
+        it is harmless."""
+        if self._is_released:
+            return
+        self.resize(0)
+        self._is_released = True
+        self._pool.forget(self)
+
+    def write(self, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only) -> None:
+        """Copy contiguous uint8 [n] from host memory to mapped pages; the device has it when this returns.
+        then: called with the first byte and the end of each piece of the range that was written, at once.
+
+        Any thread may call this while the engine's thread runs steps: it takes no lock of the interpreter's
+        while it copies, and no stream or thread that steps run on. Nobody may map or unmap these pages
+        meanwhile. Raises ValueError where the range ends or a page is not mapped, and OSError or RuntimeError
+        when some of it may be written.
+        """
+        page_bytes, end = self._pool.page_bytes, offset_bytes + source.numel()
+        pages = self.pages[offset_bytes // page_bytes : -(-end // page_bytes)]
+        if offset_bytes < 0 or end > self.nbytes or np.any(pages == NO_PAGE):
+            raise ValueError(
+                f"{self.owner}: bytes [{offset_bytes}, {end}) of a range of {self.nbytes}"
+                " must be mapped to be written"
+            )
+        if source.numel():
+            self._pool.backend.write(self._space, offset_bytes, source, then)
+
+    def tensor(
+        self,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        offset_bytes: int = 0,
+    ) -> torch.Tensor:
+        """A view of the range without a copy: `shape` and `strides` (default: contiguous) in elements.
+
+        It may cover pages that are not mapped (now); touching those is a fault. Only the page of its first
+        byte must be mapped when it is made: CUDA tells the device of a pointer only for mapped memory.
+        Raises ValueError for that, for a view beyond the range, and for an offset between two elements.
+        """
+        itemsize = dtype.itemsize
+        strides = _contiguous(shape) if strides is None else strides
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        end = offset_bytes + elements * itemsize
+        if not all(shape) or offset_bytes % itemsize or offset_bytes < 0 or end > self.nbytes:
+            raise ValueError(
+                f"{self.owner}: no {dtype} view of shape {tuple(shape)} and strides {tuple(strides)} at byte"
+                f" {offset_bytes}; the range has {self.nbytes} bytes"
+            )
+        if self.pages[offset_bytes // self._pool.page_bytes] == NO_PAGE:
+            raise ValueError(f"{self.owner}: the page of byte {offset_bytes} must be mapped to make a view")
+        flat = self._space.view(offset_bytes, elements * itemsize)
+        return flat.view(dtype).as_strided(tuple(shape), tuple(strides))
+
+    def _span(self, first_page: int, num_pages: int) -> slice:
+        if self._is_released:
+            raise ValueError(f"{self.owner}: the range was released")
+        if first_page < 0 or num_pages < 1 or first_page + num_pages > self.num_pages:
+            raise ValueError(
+                f"{self.owner}: pages [{first_page}, {first_page + num_pages}) of a range of {self.num_pages}"
+            )
+        return slice(first_page, first_page + num_pages)
+
+
+def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where the mask is true: (index of the first, length) of each run."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

@@ -5,8 +5,7 @@
 fills the ranges, `halves` makes of a variant's tensors what a layer runs (`layer`), `transformer` runs them.
 """
 
-from worker.model.config import ModelConfig, read_config
-from worker.model.errors import ModelError
+from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.model import Model, load_model
 from worker.model.shard import Shard
 from worker.model.transformer import Segment

@@ -10,17 +10,23 @@ import torch
 
 from bus.messages import LayerShape
 from kernels import AttentionPlan
-from worker.memory import KVCache, PagePool
-from worker.model.config import ModelConfig, read_config
-from worker.model.errors import ModelError
-from worker.model.halves import Half, attention, feed_forward
-from worker.model.layer import Attention, Layer
-from worker.model.layout import ModelPlan, plan_model
-from worker.model.shard import ALONE, Shard
+from worker.memory import KVCache, PagePool, VirtualRange
+from worker.model.config import ModelConfig, ModelError, read_config
+from worker.model.layer import Attention, Half, Layer, attention, feed_forward
+from worker.model.layout import ModelPlan, RangePlan, plan_model
+from worker.model.shard import ALONE, ReduceGroup, Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
 from worker.model.transformer import Ends, Segment, Transformer
-from worker.model.weights import LayerWeights, LoadedRange, ModelWeights, Progress, WeightBytes, load_weights
-from worker.parallel.communicator import Communicator
+from worker.model.weights import (
+    LayerWeights,
+    LoadedRange,
+    ModelWeights,
+    Progress,
+    WeightBytes,
+    load_weights,
+    tensors_in,
+    tensors_of,
+)
 
 LoadFormat = Literal["safetensors", "dummy"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,7 +118,7 @@ class Model:
         plan: AttentionPlan,
         kv: KVCache,
         rows: torch.Tensor | None = None,
-        group: Communicator | None = None,
+        group: ReduceGroup | None = None,
     ) -> torch.Tensor:
         """The layers of this stage: as `Transformer.run`; the keys and values are in `kv` afterwards."""
         return self._transformer.run(residual, plan, kv.layers, rows, group)
@@ -178,3 +184,38 @@ def _ends(weights: ModelWeights) -> Ends | None:
         return None
     embedding, head = weights.embedding.tensors["embedding"], weights.head.tensors
     return Ends(embedding, head["norm"], head.get("head", embedding))
+
+
+def hollow_model(
+    config: ModelConfig, plan: ModelPlan, source: Weights, pool: PagePool, shard: Shard = ALONE
+) -> Model:
+    """Its tensors are on the device "meta". shard: the part of every layer that it is to compute; of the FFN
+    nothing else need ever have pages. In the engine's thread. Raises MappingFailed, and keeps nothing then.
+    """
+    made: list[VirtualRange] = []
+
+    def reserve(part: RangePlan) -> LoadedRange:
+        made.append(pool.reserve(part.nbytes, kind="weights", owner=f"{config.folder.name} {part.name}"))
+        imagined = torch.empty(part.nbytes, dtype=torch.uint8, device="meta")
+        return LoadedRange(made[-1], tensors_in(imagined, part.at(shard)))
+
+    pages = sum(int(part.at(shard).pages(pool.page_bytes).sum()) for part in plan.ranges())
+    try:
+        weights = ModelWeights(
+            embedding=reserve(plan.embedding) if plan.embedding else None,
+            layers=[LayerWeights(reserve(attention), reserve(ffn)) for attention, ffn in plan.layers],
+            head=reserve(plan.head) if plan.head else None,
+            size=WeightBytes(
+                weights=plan.weight_bytes, padding=plan.padding_bytes, mapped=pages * pool.page_bytes
+            ),
+        )
+        return Model(config, plan, weights, source, shard)
+    except BaseException:
+        for memory in made:
+            memory.release()
+        raise
+
+
+def mapped(loaded: LoadedRange, plan: RangePlan) -> None:
+    """All pages of `plan`, the shard's, are there now: its tensors are views of them."""
+    loaded.tensors.update(tensors_of(loaded.memory, plan))

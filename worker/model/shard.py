@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +35,16 @@ class Shard:
 
 
 ALONE = Shard()  # the whole
+
+
+class ReduceGroup(Protocol):
+    """The ranks that run the shards of a layer together; this one is `rank` of `size`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Replace x by the sum over all ranks, the same bits on each."""

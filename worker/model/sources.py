@@ -1,7 +1,8 @@
-"""Where the values of the weights come from: a safetensors checkpoint, or random numbers."""
+"""Sources of weights: a safetensors checkpoint, or random numbers."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Iterable
@@ -11,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from worker.model.errors import ModelError
-from worker.model.layout import Source
+from worker.model.config import ModelConfig, ModelError
+from worker.model.layout import Source, plan_model
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
@@ -142,3 +143,19 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def model_fingerprint(config: ModelConfig, checkpoint: Checkpoint) -> str:
+    """SHA-256, as hex, of what computes: sizes, rotary frequencies, and the first and last row of every
+    tensor. Reads a few MB of a checkpoint of any size. Raises ModelError."""
+    digest = hashlib.sha256(repr((config.num_heads, config.num_kv_heads, config.rms_norm_eps)).encode())
+    digest.update(repr((config.rope, config.sliding_windows)).encode())
+    plan = plan_model(config, config.dtype, page_bytes=4096, max_tp=1)
+    sources = sorted((s for part in plan.ranges() for s in part.sources), key=lambda s: s.tensor)
+    for source in sources:
+        last = source.shape[0] - 1
+        rows = [checkpoint.read(source.tensor, slice(at, at + 1)) for at in (0, last)]
+        digest.update(f"{source.tensor} {source.shape} {rows[0].dtype}".encode())
+        for row in rows:
+            digest.update(row.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

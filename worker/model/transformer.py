@@ -22,8 +22,7 @@ import torch
 from kernels import AttentionPlan, add_rms_norm, linear, rms_norm
 from worker.model.config import ModelConfig
 from worker.model.layer import Layer
-from worker.model.shard import Shard
-from worker.parallel.communicator import Communicator
+from worker.model.shard import ReduceGroup, Shard
 
 CachesAt = Callable[[int], list[torch.Tensor]]  # degree -> the cache of each layer in its block numbers
 
@@ -42,7 +41,7 @@ class Segment:
     end: int
     plan: AttentionPlan
     degree: int = 1
-    group: Communicator | None = None  # of `degree` ranks; None: alone
+    group: ReduceGroup | None = None  # of `degree` ranks; None: alone
     rows: slice = field(default_factory=lambda: slice(None))
     is_giver: bool = True  # this rank gives its group's rows
 
@@ -113,7 +112,7 @@ class Transformer:
         plan: AttentionPlan,
         caches: list[torch.Tensor],
         rows: torch.Tensor | None = None,
-        group: Communicator | None = None,
+        group: ReduceGroup | None = None,
     ) -> torch.Tensor:
         """All layers of this stage: residual [T, H], which is written to, to the residual behind them. rows,
         of the last stage: only these go on after the last layer's attention; [R, H] then. group: the ranks of
@@ -188,6 +187,6 @@ class Transformer:
             raise ValueError(f"the segments end at layer {at} of {len(self.layers)}")
 
 
-def _sum(x: torch.Tensor, group: Communicator | None) -> None:
+def _sum(x: torch.Tensor, group: ReduceGroup | None) -> None:
     if group is not None and x.shape[0]:
         group.all_reduce(x)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from worker.memory import PagePool, VirtualRange
-from worker.model.config import ModelConfig
-from worker.model.errors import ModelError
+from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import ModelPlan, RangePlan
 from worker.model.sources import Weights
 

@@ -25,17 +25,16 @@ from bus.messages import (
 )
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
-from worker.morph.copier import Copier
 from worker.morph.deployments import Deployments
 from worker.morph.groups import Groups, Peers
 from worker.morph.job import Job
 from worker.morph.outcome import NotApplied
-from worker.morph.pace import Pace
 from worker.morph.plan import plan_swap
 from worker.morph.resizer import ResizeRun
 from worker.morph.run import Run
 from worker.morph.swapper import Flights, SwapRun
 from worker.morph.target import Target
+from worker.shape.copier import Copier, Pace
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from bus.messages import PARTS, Part
 from worker.memory import PagePool
 from worker.model.model import Model
 from worker.model.shard import Shard
-from worker.morph.checked_pages import CheckedPages
-from worker.morph.host_copy import Span
-from worker.morph.ranges import HalfRanges, Pages, Place, checked_pages, name_of
-from worker.morph.source_copy import SourceCopy
-from worker.morph.variants import LayerVariants
-from worker.morph.verbs import CopyJob, Variants
+from worker.morph.verbs import Variants
+from worker.shape.checks import CheckedPages
+from worker.shape.copier import CopyJob
+from worker.shape.copies import SourceCopy, Span
+from worker.shape.ranges import HalfRanges, Pages, Place, checked_pages, name_of
+from worker.shape.variants import LayerVariants
 
 PagesCopy = Callable[[Place, Pages], CopyJob]  # fills these mapped pages of a variant
 Checked = Callable[[Place], CheckedPages]

@@ -18,11 +18,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from bus.messages import Number, Precision
-from worker.morph.copier import Copier, Copy
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Patience, halves_text
 from worker.morph.target import Target
+from worker.shape.copier import Copier, Copy
 
 Flight = Generator[bool, None, None]  # steps of one half, as `run.Run.steps`
 MAX_FLYING = 4  # halves: while one is copied others wait for a boundary or for their turn

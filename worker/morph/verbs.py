@@ -1,26 +1,12 @@
-"""What swaps ask of a model's variants. `worker.morph.variants` has them; tests have others."""
+"""What swaps ask of a model's variants. `worker.shape.variants` has them; tests have others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from bus.messages import PARTS, Part, Precision
-
-
-class CopyJob(Protocol):
-    """Fills the pages of one variant, in another thread than the engine's; holds no lock while it copies."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def read_bytes(self) -> int:
-        """What its time goes by: the bytes that it must go through to write `nbytes`."""
-
-    def __call__(self, may_go_on: Callable[[], bool], /) -> None:
-        """Copies in chunks of some milliseconds at most and asks after each; returns at once on False.
-        On a device with streams it returns when the device has all of it."""
+from worker.shape.copier import CopyJob
 
 
 class Variants(Protocol):

@@ -12,16 +12,16 @@ from typing import Protocol
 
 import torch
 
-from worker.morph.host_copy import Span
-from worker.morph.sums import ROW_BYTES
 from worker.parallel.carriers import outboxes_of
 from worker.parallel.communicator import Communicator
 from worker.parallel.exchange import Moved
 from worker.parallel.outboxes import Outboxes
+from worker.shape.checks import ROW_BYTES
+from worker.shape.copies import Span
 
 
 class Memory(Protocol):
-    """Bytes by their places; `worker.morph.checked_pages.CheckedPages` has a layer's."""
+    """Bytes by their places; `worker.shape.checks.CheckedPages` has a layer's."""
 
     def read(self, begin: int, end: int) -> torch.Tensor: ...
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from worker.model.shard import Shard
-from worker.morph.checked_pages import CheckedPages
-from worker.morph.copier import Copier, Copy
-from worker.morph.host_copy import Span
-from worker.morph.verbs import CopyJob
+from worker.shape.checks import CheckedPages
+from worker.shape.copier import Copier, Copy, CopyJob
+from worker.shape.copies import Span
 
 MAX_COPIES = 2  # layers: one is copied, the next one waits with its pages mapped
 

@@ -9,13 +9,12 @@ from worker.engine.instance import Instance
 from worker.memory import BlockAllocator, KVCache
 from worker.model import Model
 from worker.model.shard import Shard
-from worker.morph.copier import Copier
-from worker.morph.rate import Rate
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.parallel.filling import Weights
 from worker.parallel.rows import RowCosts
 from worker.parallel.share import BlockShare
+from worker.shape.copier import Copier, Rate
 
 ALONE = Shard()
 

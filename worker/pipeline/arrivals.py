@@ -19,7 +19,6 @@ from bus.messages import Deploy, InstanceCard
 from worker.deploy.arrival import ArrivalRun, CardOf, Steps
 from worker.deploy.site import Site
 from worker.engine.build import canary_steps
-from worker.morph.copier import Copier
 from worker.morph.outcome import NotApplied
 from worker.morph.resizer import KVResizer
 from worker.morph.run import Clock
@@ -32,6 +31,7 @@ from worker.pipeline.kept import KeptVariants
 from worker.pipeline.pipeline import Behind, PipelineLost, Seat
 from worker.pipeline.split import leader_of, pipeline_of
 from worker.pipeline.stages import Stages
+from worker.shape.copier import Copier
 
 JOIN_WITHIN_S = 300.0  # for the leader's own load; who orders it gives up before
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.messages import Part, Precision
-from worker.morph.verbs import CopyJob, Variants
+from worker.morph.verbs import Variants
+from worker.shape.copier import CopyJob
 
 
 class KeptVariants:

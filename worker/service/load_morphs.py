@@ -15,18 +15,18 @@ from worker.memory import PagePool
 from worker.model import Model
 from worker.model.layout import degrees
 from worker.model.quantized_layout import BITS
-from worker.morph.copier import Copier
 from worker.morph.executor import MorphExecutor
 from worker.morph.reshard import make_resharder
 from worker.morph.target import Target
-from worker.morph.variants import LayerVariants
 from worker.morph.verbs import NoVariants, Variants
 from worker.parallel.grouping import Grouping
 from worker.parallel.morphs import GroupMorphs
 from worker.parallel.place import Place
-from worker.profile.order import load_order
 from worker.service.cards import card_of_newcomer
 from worker.service.loaded import Progress
+from worker.shape.copier import Copier
+from worker.shape.layer_order import load_order
+from worker.shape.variants import LayerVariants
 
 # Of an exchange: as large as keeps the cost of its calls small, and no larger.
 CPU_STAGE_BYTES, CUDA_STAGE_BYTES = 1 << 23, 1 << 25

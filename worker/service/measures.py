@@ -9,8 +9,8 @@ import time
 from bus.client import Bus, BusFull, BusUnavailable
 from bus.deployments import Measure, Profile
 from bus.messages import Event
-from worker.fingerprint.measurer import CannotMeasure, Measurer
-from worker.fingerprint.measuring import News
+from worker.profiler.measurer import CannotMeasure, Measurer
+from worker.profiler.measuring import News
 from worker.service.engine_thread import EngineThread
 from worker.service.tasks import end
 

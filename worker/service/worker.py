@@ -15,9 +15,9 @@ from bus.messages import PRECISIONS, InstanceCard, MorphReport, WorkerCard
 from bus.service import run_until
 from bus.settings import Settings
 from worker.engine.engine import StepResult
-from worker.fingerprint.measurer import measurer_of
-from worker.fingerprint.measuring import Measuring
-from worker.fingerprint.stored import kind_of
+from worker.profiler.measurer import measurer_of
+from worker.profiler.measuring import Measuring
+from worker.profiler.stored import kind_of
 from worker.service.dispatch import Dispatch
 from worker.service.engine_thread import EngineThread, Snapshot
 from worker.service.gateways import watch_gateways

@@ -12,7 +12,7 @@ import torch
 import kernels
 from kernels import reference
 from tests.support.kernel_checks import MIXED, AttentionCase, assert_close, plan_of
-from worker.memory.layouts import Layout, as_kernels_see, kv_stride_order, pieces_per_shard, storage_shape
+from tests.support.kv_layouts import Layout, as_kernels_see, kv_stride_order, pieces_per_shard, storage_shape
 
 SIZES = (5, 4, 8, 16)  # blocks, heads, tokens, dim
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.model_folders import FAMILIES, Runner, make_oracle
 from worker.model import Model, Shard
-from worker.model.halves import attention, feed_forward
+from worker.model.layer import attention, feed_forward
 from worker.model.weights import tensors_of
 
 # Float32 on both sides; only the order of sums differs.

@@ -26,8 +26,8 @@ from worker.model import load_model
 from worker.morph.executor import MorphExecutor
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.morph.variants import LayerVariants
 from worker.morph.verbs import reserve_pages
+from worker.shape.variants import LayerVariants
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built")
 

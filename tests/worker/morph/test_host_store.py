@@ -17,9 +17,9 @@ import torch
 
 from tests.support.paths import ROOT
 from worker.model import ModelError
-from worker.morph import host_file
-from worker.morph.host import HostStore, Images
-from worker.morph.host_file import HEADER_BYTES, Progress, remove_abandoned
+from worker.shape import shared_file
+from worker.shape.host_store import HostStore, Images
+from worker.shape.shared_file import HEADER_BYTES, Progress, remove_abandoned
 
 SIZES = {"a": 5000, "b": 1, "c": 70000}
 
@@ -62,7 +62,7 @@ def run_maker(folder: Path, body: str) -> subprocess.Popen[str]:
 import kernels, os, sys, time, torch
 from pathlib import Path
 from tests.worker.morph.test_host_store import SIZES, Maker
-from worker.morph.host import HostStore
+from worker.shape.host_store import HostStore
 def make(images, progress):
 {body}
 store = HostStore(Path({str(folder)!r}), "key", SIZES, make)
@@ -231,7 +231,7 @@ def test_who_waited_for_a_maker_that_failed_makes_it(tmp_path: Path) -> None:
 def test_too_little_room_names_both_numbers_and_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_file, "room", lambda folder: 3 << 20)
+    monkeypatch.setattr(shared_file, "room", lambda folder: 3 << 20)
     maker = Maker()
     with pytest.raises(ModelError, match=r"take 9\.0 MiB .* 3\.0 MiB are free; .*variants, or .*host_dir"):
         HostStore(tmp_path, "key", {"large": 9 << 20}, maker)
@@ -257,7 +257,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 def test_room_of_memory_is_no_more_than_the_machine_has() -> None:
     found = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
-    assert found and 0 < host_file.room(Path("/dev/shm")) <= int(found[1]) * 1024
+    assert found and 0 < shared_file.room(Path("/dev/shm")) <= int(found[1]) * 1024
 
 
 def wait_for_maker(folder: Path) -> None:

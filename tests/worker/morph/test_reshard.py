@@ -20,12 +20,12 @@ from tests.support.variant_models import Morphing
 from worker.memory import MappingFailed, OutOfPages
 from worker.model import Shard, read_config
 from worker.model.layout import RangePlan, plan_model
-from worker.model.products import StackedProduct, TransposedProduct
+from worker.model.linear import StackedProduct, TransposedProduct
 from worker.model.quantized_layout import BITS, GROUP, plan_quantized
+from worker.model.quantized_sets import round_to_nearest
 from worker.morph.reshard import Resharder, make_resharder
-from worker.morph.variants_check import WrongVariant
 from worker.morph.verbs import NoVariants
-from worker.quantize.awq import round_to_nearest
+from worker.shape.checks import WrongVariant
 
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
 WIDE = {"head_dim": 32}  # o has enough inputs to be quantised at degree 4
@@ -370,7 +370,7 @@ def test_what_the_system_refuses_half_way_is_undone_or_done_again(
 def test_what_was_mapped_is_unmapped_again_whether_its_copy_ended_or_not(
     resharding: Resharding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.morph.host_copy._CPU_CHUNK_BYTES", 4096)
+    monkeypatch.setattr("worker.shape.copies._CPU_CHUNK_BYTES", 4096)
     pool, weights = resharding.pool, resharding.weights
     whole = resharding.bytes()
     weights.narrow(1, Shard(1, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.morph.sums import ROW_BYTES, RowSums, num_rows, row_sums
+from worker.shape.checks import ROW_BYTES, RowSums, num_rows, row_sums
 
 
 def naive(data: torch.Tensor) -> list[int]:

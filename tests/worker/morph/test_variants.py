@@ -19,18 +19,18 @@ from tests.support.model_folders import FAMILIES, TINY, Runner, make_oracle
 from tests.support.variant_models import Morphing, write_sets
 from worker.memory import OutOfPages, VirtualRange
 from worker.model import ModelError, Shard, read_config
-from worker.model.halves import attention, feed_forward
+from worker.model.layer import attention, feed_forward
 from worker.model.layout import plan_model
 from worker.model.quantized_layout import BITS, GROUP, plan_quantized
-from worker.model.weights import tensors_of
-from worker.morph.ranges import Place
-from worker.morph.variants import LayerVariants
-from worker.morph.variants_check import WrongVariant, check_outputs
-from worker.quantize.awq import round_to_nearest
-from worker.quantize.sets import (
+from worker.model.quantized_sets import (
     MATRICES,
+    round_to_nearest,
     set_path,
 )
+from worker.model.weights import tensors_of
+from worker.shape.checks import WrongVariant, check_outputs
+from worker.shape.ranges import Place
+from worker.shape.variants import LayerVariants
 
 # Float32 on both sides; only the order of sums differs.
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
@@ -411,7 +411,7 @@ def test_a_reference_that_is_damaged_itself_lets_nothing_pass(morphing: Morphing
 
 
 def test_a_copy_stops_when_it_is_told_to(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.morph.host_copy._CPU_CHUNK_BYTES", 4096)
+    monkeypatch.setattr("worker.shape.copies._CPU_CHUNK_BYTES", 4096)
     made = Morphing(wide, tmp_path)
     made.variants.map(0, "ffn", "int8")
     job, asked = made.variants.copy_job(0, "ffn", "int8"), list[None]()

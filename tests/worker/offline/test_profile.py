@@ -14,16 +14,13 @@ import torch.nn.functional as F
 from tests.support.model_folders import make_oracle
 from tests.support.tiny_model import byte_level
 from worker.model import ModelError, read_config
-from worker.model.sources import Checkpoint
-from worker.profile.__main__ import main
-from worker.profile.greedy import Profiler
-from worker.profile.loss import losses
-from worker.profile.order import load_order, profile_path
-from worker.profile.scores import Metric, Weights, similarity
-from worker.quantize.calibration import read_calibration
-from worker.quantize.decoder import Ends, Span, Tensors, load_ends, load_layer, run_layer
-from worker.quantize.fingerprint import model_fingerprint
-from worker.quantize.source import QuantizedLayers
+from worker.model.sources import Checkpoint, model_fingerprint
+from worker.offline.__main__ import main
+from worker.offline.calibration import read_calibration
+from worker.offline.decoder import Ends, Span, Tensors, load_ends, load_layer, run_layer
+from worker.offline.importance import Metric, Profiler, Weights, similarity
+from worker.offline.quantizer import QuantizedLayers
+from worker.shape.layer_order import load_order, losses, profile_path
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -52,7 +49,7 @@ def text(tmp_path: Path) -> Path:
 
 def profile(folder: Path, text: Path, *more: str) -> int:
     sizes = ["--windows", "2", "--window-tokens", "48", "--device", "cpu"]
-    return main([str(folder), "--calibration", str(text), *sizes, *more])
+    return main(["profile", str(folder), "--calibration", str(text), *sizes, *more])
 
 
 class Parts:

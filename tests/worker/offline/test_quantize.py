@@ -18,14 +18,21 @@ from tests.support.model_folders import FAMILIES, Runner, make_oracle
 from tests.support.paths import MODELS
 from tests.support.tiny_model import byte_level
 from worker.model import ModelError, read_config
-from worker.model.sources import Checkpoint
-from worker.quantize import make as make_module
-from worker.quantize.__main__ import main
-from worker.quantize.awq import Moments, activation_aware, round_to_nearest
-from worker.quantize.calibration import is_held_out, read_calibration
-from worker.quantize.decoder import Span, load_ends, load_layer, run_layer
-from worker.quantize.fingerprint import model_fingerprint
-from worker.quantize.sets import INPUTS, MATRICES, QuantizedSet, checksum, find_set, set_path
+from worker.model.quantized_sets import (
+    INPUTS,
+    MATRICES,
+    QuantizedSet,
+    checksum,
+    find_set,
+    round_to_nearest,
+    set_path,
+)
+from worker.model.sources import Checkpoint, model_fingerprint
+from worker.offline import quantizer
+from worker.offline.__main__ import main
+from worker.offline.awq import Moments, activation_aware
+from worker.offline.calibration import is_held_out, read_calibration
+from worker.offline.decoder import Span, load_ends, load_layer, run_layer
 
 CPU = torch.device("cpu")
 
@@ -55,7 +62,7 @@ def text(tmp_path: Path) -> Path:
 
 def quantize(folder: Path, text: Path, *more: str) -> int:
     options = ["--windows", "3", "--window-tokens", "64", "--bits", "4", "--device", "cpu"]
-    return main([str(folder), "--calibration", str(text), *options, *more])
+    return main(["quantize", str(folder), "--calibration", str(text), *options, *more])
 
 
 def opened(folder: Path, precision: str = "int4", method: str = "awq") -> QuantizedSet:
@@ -169,7 +176,7 @@ def test_a_stopped_run_goes_on_and_makes_the_same(
     for target in folders:
         shutil.copytree(saved, target)
     assert quantize(folders[0], text) == 0
-    quantise_layer, calls = make_module.quantise_layer, []
+    quantise_layer, calls = quantizer.quantise_layer, []
 
     def stops_at_the_third(*args: Any) -> Any:
         calls.append(1)
@@ -177,7 +184,7 @@ def test_a_stopped_run_goes_on_and_makes_the_same(
             raise KeyboardInterrupt
         return quantise_layer(*args)
 
-    monkeypatch.setattr(make_module, "quantise_layer", stops_at_the_third)
+    monkeypatch.setattr(quantizer, "quantise_layer", stops_at_the_third)
     assert quantize(folders[1], text) == 130
     assert find_set(folders[1], "int4") is None
     assert quantize(folders[1], text) == 0
@@ -191,15 +198,15 @@ def test_a_stopped_run_goes_on_and_makes_the_same(
 def test_layers_left_by_another_job_are_made_again(
     folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantise_layer = make_module.quantise_layer
+    quantise_layer = quantizer.quantise_layer
 
     def stops(*args: Any) -> Any:
         raise KeyboardInterrupt
 
     layers: Iterator[Any] = iter([quantise_layer, stops])
-    monkeypatch.setattr(make_module, "quantise_layer", lambda *args: next(layers)(*args))
+    monkeypatch.setattr(quantizer, "quantise_layer", lambda *args: next(layers)(*args))
     assert quantize(folder, text, "--group", "32") == 130
-    monkeypatch.setattr(make_module, "quantise_layer", quantise_layer)
+    monkeypatch.setattr(quantizer, "quantise_layer", quantise_layer)
     assert quantize(folder, text, "--group", "64") == 0
     assert opened(folder).info.group == 64
 

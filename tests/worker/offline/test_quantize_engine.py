@@ -15,7 +15,7 @@ from bench.quality.setup import DEMO, Model, held_out, open_demo
 from bus.messages import PARTS
 from tests.support import model_folders
 from tests.support.variant_models import Morphing
-from worker.profile.order import load_order
+from worker.shape.layer_order import load_order
 
 TOKENS = 180
 SWAPPED = (1, 3, 6)

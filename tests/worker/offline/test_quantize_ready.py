@@ -16,11 +16,10 @@ from kernels import quantize_rtn
 from tests.support.model_folders import make_oracle
 from tests.support.tiny_model import byte_level
 from worker.model import read_config
-from worker.model.sources import Checkpoint
-from worker.quantize.__main__ import main
-from worker.quantize.decoder import Span, Tensors, load_ends, load_layer, run_layer
-from worker.quantize.fingerprint import model_fingerprint
-from worker.quantize.sets import MATRICES, QuantizedMatrix, QuantizedSet, set_path
+from worker.model.quantized_sets import MATRICES, QuantizedMatrix, QuantizedSet, set_path
+from worker.model.sources import Checkpoint, model_fingerprint
+from worker.offline.__main__ import main
+from worker.offline.decoder import Span, Tensors, load_ends, load_layer, run_layer
 
 CPU = torch.device("cpu")
 GROUP = 32
@@ -147,7 +146,7 @@ def taken(full: Path, method: str) -> QuantizedSet:
 
 
 def take(full: Path, ready: Path, *more: str) -> int:
-    return main([str(full), "--from", str(ready), *more])
+    return main(["quantize", str(full), "--from", str(ready), *more])
 
 
 def layer_of(full: Path, made: QuantizedSet, layer: int) -> Tensors:
@@ -232,7 +231,7 @@ def test_one_scale_for_all_inputs_is_repeated(tmp_path: Path) -> None:
         if name.endswith(".g_idx"):
             ready.tensors[name] = ready.tensors[name] * 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("worker.quantize.ready._UNLIKE", 100.0)  # the scales are made up
+        patch.setattr("worker.offline.ready_checkpoint._UNLIKE", 100.0)  # the scales are made up
         assert take(full, ready.write(), "--group", "64") == 0
     matrix: QuantizedMatrix = taken(full, "gptq").layer(read_config(full), 0)["mlp.down_proj"]
     assert matrix.group == 64

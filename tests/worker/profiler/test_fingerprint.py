@@ -16,17 +16,16 @@ from bus.deployments import LinkSample, MemorySample
 from bus.messages import PARTS, Precision
 from tests.support.model_folders import Runner, make_oracle, make_pool
 from tests.support.variant_models import Morphing
-from worker.fingerprint.activations import peak_memory
-from worker.fingerprint.cut import CutPlan, load_cut
-from worker.fingerprint.grid import Grid, Point, is_settled
-from worker.fingerprint.profiler import Profiler
-from worker.fingerprint.room import NoRoom
-from worker.fingerprint.shapes import with_shapes
 from worker.memory import PagePool
 from worker.model import load_model, read_config
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint
-from worker.morph.host_images import at_once
+from worker.profiler.device_memory import peak_memory
+from worker.profiler.fingerprint import CutPlan, load_cut
+from worker.profiler.grid import Grid, Point, is_settled
+from worker.profiler.profiler import NoRoom, Profiler
+from worker.profiler.stored import with_shapes
+from worker.shape.host_images import at_once
 
 PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")
 

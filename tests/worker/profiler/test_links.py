@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from bus.deployments import LinkSample, Peer
-from worker.fingerprint import links
-from worker.fingerprint.links import measure_links
 from worker.pipeline import probe
 from worker.pipeline.hop import Hop
 from worker.pipeline.stages import Stages
+from worker.profiler import links
+from worker.profiler.links import measure_links
 
 HOST = "127.0.0.1"
 HIDDEN = 64

@@ -16,12 +16,12 @@ from bus.deployments import Measure, Peer, Profile
 from bus.settings import WorkerSettings
 from tests.support.engine_toys import Client, request, run, toy_engine
 from tests.support.model_folders import make_oracle, make_pool
-from worker.fingerprint.measurer import CannotMeasure, Measurer
-from worker.fingerprint.measuring import Measuring, News
-from worker.fingerprint.profiler import Steps
-from worker.fingerprint.stored import profile_path, program_version
 from worker.memory import PagePool
 from worker.pipeline.stages import Stages
+from worker.profiler.measurer import CannotMeasure, Measurer
+from worker.profiler.measuring import Measuring, News
+from worker.profiler.profiler import Steps
+from worker.profiler.stored import profile_path, program_version
 
 
 class FakeProfiler:
@@ -202,7 +202,7 @@ def test_what_a_precision_loses_is_read_each_time_from_its_profile(
 ) -> None:
     measurer, command = measurer_of(pool), command_of(folder)
     assert measured(measurer, command).loss == {}
-    monkeypatch.setattr("worker.fingerprint.measurer.losses", lambda *_: {"int4": 0.02})
+    monkeypatch.setattr("worker.profiler.measurer.losses", lambda *_: {"int4": 0.02})
     found = measurer.find(command)
     assert found is not None
     assert found.loss == {"int4": 0.02}
@@ -221,7 +221,7 @@ def test_a_profile_of_another_program_or_a_damaged_one_is_measured_again(
     path.write_bytes(content[: len(content) // 2])
     assert measurer.find(command) is None
     path.write_bytes(content)
-    monkeypatch.setattr("worker.fingerprint.measurer.program_version", lambda: "99")
+    monkeypatch.setattr("worker.profiler.measurer.program_version", lambda: "99")
     assert measurer.find(command) is None
 
 

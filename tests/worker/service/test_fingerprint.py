@@ -18,8 +18,8 @@ from bus.settings import RedisSettings
 from tests.support.deploy_models import settings_for, write_model
 from tests.support.loaded_bench import QUICK, LoadedBench
 from tests.support.worker_bench import started
-from worker.fingerprint.measurer import Measurer
-from worker.fingerprint.profiler import Profiler
+from worker.profiler.measurer import Measurer
+from worker.profiler.profiler import Profiler
 
 
 @dataclass
@@ -89,7 +89,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
         return prepare(replace(self, max_rounds=10**6), command)
 
     monkeypatch.setattr(Measurer, "prepare", without_end)
-    monkeypatch.setattr("worker.fingerprint.measurer.ROUNDS", 10**6)
+    monkeypatch.setattr("worker.profiler.measurer.ROUNDS", 10**6)
 
 
 async def test_a_model_is_measured_beside_requests_and_never_twice(

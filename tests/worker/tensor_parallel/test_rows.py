@@ -16,14 +16,13 @@ from tests.support.group_workers import GroupWorker, model_fixtures, swap, trans
 from tests.worker.tensor_parallel.test_exchange import Member, together
 from tests.worker.tensor_parallel.test_workers import oracle, prompt
 from worker.model.shard import Shard
-from worker.morph.checked_pages import CheckedPages
-from worker.morph.host_copy import Span
-from worker.morph.rate import Rate
-from worker.morph.sums import ROW_BYTES
 from worker.parallel.all_gather import all_gather
 from worker.parallel.communicator import PeerLost
 from worker.parallel.exchange import Moved
 from worker.parallel.rows import Choice, RowCosts, choose, row_costs
+from worker.shape.checks import ROW_BYTES, CheckedPages
+from worker.shape.copier import Rate
+from worker.shape.copies import Span
 
 # ---------------------------------------------------------------------------- which way
 

@@ -1,0 +1,267 @@
+"""The KV cache of one model on one device, and the allocator of its blocks."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+
+from worker.memory.backend import BlocksInUse, BrokenInvariant, OutOfBlocks, OutOfPages
+from worker.memory.pool import PagePool, VirtualRange
+
+
+class KVCache:
+    """One virtual range per layer, seen as [max_blocks, Hkv, 2, block_tokens, D]: header-centric.
+
+    Heads are outermost within a block, so a block of H heads is also two blocks of H/2 heads at the same
+    addresses. The view spans the reserved space from the first growth on and never changes; only blocks
+    below `num_blocks` have memory. All layers have the same number of pages, always.
+    A block need not divide a page: it may straddle two, and the last page may end in part of a block.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        max_blocks: int,
+        owner: str,
+    ) -> None:
+        """Reserves addresses for max_blocks per layer and maps nothing. Raises MappingFailed."""
+        self.pool, self.owner, self.dtype = pool, owner, dtype
+        self.block_tokens, self.max_blocks = block_tokens, max_blocks
+        self._most_blocks = max_blocks
+        self.block_shape = (num_kv_heads, 2, block_tokens, head_dim)
+        self.block_bytes: int = 2 * num_kv_heads * block_tokens * head_dim * dtype.itemsize  # in one layer
+        self.layers: list[torch.Tensor] = []  # empty until the first growth
+        self.allocator = BlockAllocator()
+        self._ranges: list[VirtualRange] = []
+        try:
+            for i in range(num_layers):
+                name = f"{owner} KV of layer {i}"
+                self._ranges.append(pool.reserve(max_blocks * self.block_bytes, kind="kv", owner=name))
+        except RuntimeError:
+            self.release()
+            raise
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._ranges)
+
+    @property
+    def pages_per_layer(self) -> int:
+        return self._ranges[0].num_mapped
+
+    @property
+    def num_blocks(self) -> int:
+        return self.allocator.capacity
+
+    @property
+    def growable_pages(self) -> int:
+        """Pages per layer by which it could grow now."""
+        room = min(self._ranges[0].num_pages, self.pages_for(self._most_blocks)) - self.pages_per_layer
+        return max(0, min(room, self.pool.num_free // len(self._ranges)))
+
+    def layers_at(self, degree: int) -> list[torch.Tensor]:
+        """The layers as a tensor-parallel group of `degree` sees them, at the same addresses:
+        [max_blocks * degree, Hkv // degree, 2, block_tokens, D]. Block c is its c * degree .. + degree - 1.
+
+        Raises ValueError if the heads cannot be split so.
+        """
+        num_kv_heads, *rest = self.block_shape
+        if degree < 1 or num_kv_heads % degree:
+            raise ValueError(
+                f"{self.owner}: {num_kv_heads} KV heads cannot be split over {degree} ranks; take a divisor"
+            )
+        shape = (self.max_blocks * degree, num_kv_heads // degree, *rest)
+        return [layer.view(shape) for layer in self.layers]
+
+    def pages_for(self, num_blocks: int) -> int:
+        """Pages per layer that hold `num_blocks` blocks."""
+        return self.pool.pages_for(num_blocks * self.block_bytes)
+
+    def blocks_in(self, pages_per_layer: int) -> int:
+        """Whole blocks that so many pages per layer hold."""
+        return min(pages_per_layer * self.pool.page_bytes // self.block_bytes, self._most_blocks)
+
+    def limit(self, num_blocks: int) -> None:
+        """Have no more than these, ever: others who take part have no more. Raises as `shrink` does."""
+        self.shrink(max(0, self.pages_per_layer - self.pages_for(num_blocks)))
+        self.allocator.truncate(min(num_blocks, self.num_blocks))
+        self._most_blocks = num_blocks
+
+    def grow(self, pages_per_layer: int) -> None:
+        """Map so many more pages in every layer, or none. New blocks hold what their pages held before:
+        attention reads no token that was not written.
+
+        Raises OutOfPages (with the pages of all layers together), MappingFailed, ValueError past max_blocks.
+        """
+        if pages_per_layer == 0:
+            return
+        needed, free = pages_per_layer * len(self._ranges), self.pool.num_free
+        if needed > free:
+            raise OutOfPages(needed, free, self.pool.num_pages, f"{self.owner} KV cache")
+        before = self.pages_per_layer
+        self._resize(before, before + pages_per_layer)
+        if not self.layers:
+            shape = (self.max_blocks, *self.block_shape)
+            self.layers = [layer.tensor(self.dtype, shape) for layer in self._ranges]
+        self.allocator.extend(self.blocks_in(before + pages_per_layer))
+
+    def shrink(self, pages_per_layer: int) -> None:
+        """Unmap the last so many pages of every layer, or none.
+
+        Raises BlocksInUse while a block in them is live, and ValueError below zero pages.
+        """
+        if pages_per_layer == 0:
+            return
+        before = self.pages_per_layer
+        after = before - pages_per_layer
+        if after < 0:
+            raise ValueError(f"{self.owner} KV cache has {before} pages per layer, not {pages_per_layer}")
+        self.allocator.truncate(self.blocks_in(after))
+        try:
+            self._resize(before, after)
+        except RuntimeError:
+            if all(layer.num_mapped == before for layer in self._ranges):
+                self.allocator.extend(self.blocks_in(before))
+            raise
+
+    def release(self) -> None:
+        """Give all pages and addresses back, live blocks or not; the views must not be used any more."""
+        self.layers = []
+        for layer in self._ranges:
+            layer.release()
+        self.allocator = BlockAllocator()
+
+    def check_integrity(self) -> None:
+        """Raises BrokenInvariant for the blocks, and if layers differ in pages."""
+        self.allocator.check_integrity()
+        pages = {layer.num_mapped for layer in self._ranges}
+        if len(pages) > 1:
+            raise BrokenInvariant(f"{self.owner} KV cache: layers have {sorted(pages)} pages")
+
+    def _resize(self, before: int, after: int) -> None:
+        """`after` pages in every layer, or `before` again where that fails. Where even this fails, the error
+        has a note of it, the layers' records are true and `check_integrity` tells that they differ."""
+        try:
+            for layer in self._ranges:
+                if after > before:
+                    layer.map(before, after - before, zeroed=False)
+                else:
+                    layer.unmap(after, before - after)
+        except (RuntimeError, ValueError) as error:
+            for layer in self._ranges:
+                try:
+                    layer.resize(before)
+                except RuntimeError as another:
+                    error.add_note(f"{layer.owner} keeps {layer.num_mapped} pages, not {before}: {another}")
+            raise
+
+
+class BlockAllocator:
+    """Block ids 0..capacity-1, the lowest free ones first.
+
+    Lowest first, not first in first out: live blocks gather at the low end, so the tail is mostly free
+    when the cache shrinks and few blocks have to move. Costs a heap operation per block.
+    """
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._free: list[int] = []  # a heap
+        self._in_use = bytearray()  # _in_use[id]; its length is the capacity
+        self.extend(capacity)
+
+    @property
+    def capacity(self) -> int:
+        return len(self._in_use)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - self.num_free
+
+    @property
+    def used(self) -> list[int]:
+        return [block for block in range(self.capacity) if self._in_use[block]]
+
+    def claim(self, blocks: Sequence[int]) -> None:
+        """Take these very blocks. Raises ValueError, and takes none, if one is not free."""
+        wanted = set(blocks)
+        free = set(self._free)
+        if not wanted <= free or len(wanted) != len(blocks):
+            raise ValueError(f"KV blocks claimed that are not free: {sorted(wanted - free)[:8]}")
+        self._free = sorted(free - wanted)
+        for block in blocks:
+            self._in_use[block] = True
+
+    def allocate(self, n: int) -> list[int]:
+        """Take n blocks, ascending. Raises OutOfBlocks and takes none if fewer are free."""
+        if n > len(self._free):
+            raise OutOfBlocks(n, len(self._free), self.capacity)
+        taken = [heapq.heappop(self._free) for _ in range(n)]
+        for block in taken:
+            self._in_use[block] = True
+        return taken
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give blocks back. Raises ValueError, having freed none, if one is not in use or comes twice."""
+        wrong = [b for b in blocks if not (0 <= b < self.capacity and self._in_use[b])]
+        if wrong or len(set(blocks)) != len(blocks):
+            raise ValueError(f"KV blocks freed that are not in use, or freed twice: {wrong or list(blocks)}")
+        for block in blocks:
+            self._in_use[block] = False
+            heapq.heappush(self._free, block)
+
+    def live_from(self, capacity: int) -> list[int]:
+        """Blocks in use at or above `capacity`: what must move before shrinking to it."""
+        return [block for block in range(capacity, self.capacity) if self._in_use[block]]
+
+    def moves_below(self, capacity: int) -> list[tuple[int, int]]:
+        """(from, to) for every block in use at or above `capacity`: the lowest free ones below it are the
+        targets. Changes nothing. Raises OutOfBlocks if they do not all find one."""
+        live = self.live_from(capacity)
+        targets = heapq.nsmallest(len(live), (block for block in self._free if block < capacity))
+        if len(targets) < len(live):
+            raise OutOfBlocks(len(live), len(targets), capacity)
+        return list(zip(live, targets, strict=True))
+
+    def relocate(self, moves: Sequence[tuple[int, int]]) -> None:
+        """What was in each first block of `moves_below` is in the second one now; the first is free."""
+        taken = {target for _, target in moves}
+        self._free = [block for block in self._free if block not in taken] + [source for source, _ in moves]
+        heapq.heapify(self._free)
+        for source, target in moves:
+            self._in_use[source], self._in_use[target] = False, True
+
+    def extend(self, capacity: int) -> None:
+        """Grow to `capacity`; the new ids are free. Raises ValueError if it is less than now."""
+        if capacity < self.capacity:
+            raise ValueError(f"cannot extend {self.capacity} KV blocks to {capacity}; truncate")
+        self._free.extend(range(self.capacity, capacity))  # the largest ids at the end keep the heap a heap
+        self._in_use.extend(bytes(capacity - self.capacity))
+
+    def truncate(self, capacity: int) -> None:
+        """Shrink to `capacity`. Raises BlocksInUse, and changes nothing, if a block above it is in use."""
+        live = self.live_from(capacity)
+        if live:
+            raise BlocksInUse(live, capacity)
+        self._free = [block for block in self._free if block < capacity]
+        heapq.heapify(self._free)
+        del self._in_use[capacity:]
+
+    def check_integrity(self) -> None:
+        """Raises BrokenInvariant unless every block is either free, once, or in use."""
+        free = set(self._free)
+        expected = {block for block in range(self.capacity) if not self._in_use[block]}
+        if len(free) != len(self._free) or free != expected:
+            raise BrokenInvariant(
+                f"KV blocks both free and in use, or neither: {sorted(free ^ expected)[:8]}"
+            )

@@ -1,0 +1,240 @@
+"""Sets of quantised matrices as files: written whole, read matrix by matrix, every byte checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kernels.packing import TILE, pack, packed_size, unpack
+from kernels.quantized import quantize_rtn
+from worker.model.config import ModelConfig, ModelError
+
+Precision = Literal["int8", "int4", "int3"]
+Method = Literal["awq", "gptq", "rtn"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+METHODS: tuple[Method, ...] = get_args(Method)  # the better first
+BITS: dict[Precision, int] = {"int8": 8, "int4": 4, "int3": 3}
+
+FORMAT = "1"
+FOLDER = "instar"  # inside the model's
+
+# The matrices of a layer, by what they read: those of a line share an input_scale.
+INPUTS: dict[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+MATRICES = tuple(name for names in INPUTS.values() for name in names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedMatrix:
+    """codes uint8 [N, K rounded up to 64 * bits / 8] packed, scales float16 and zeros uint8
+    [N, ceil(K / group)], input_scale float32 [K] or None."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    input_scale: torch.Tensor | None
+    bits: int
+    group: int
+    num_inputs: int
+
+    def dense(self) -> torch.Tensor:
+        """float32 [N, K]: the full matrix that makes the same product, input_scale multiplied in."""
+        codes = unpack(self.codes, self.bits)[:, : self.num_inputs].float()
+        groups = torch.arange(self.num_inputs, device=codes.device) // self.group
+        values = codes.sub_(self.zeros[:, groups]).mul_(self.scales[:, groups])
+        return values if self.input_scale is None else values.mul_(self.input_scale)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the endings of their names in a file."""
+        parts = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
+        return parts if self.input_scale is None else {**parts, "input_scale": self.input_scale}
+
+
+def round_to_nearest(
+    weight: torch.Tensor, bits: int, group: int, input_scale: torch.Tensor | None = None
+) -> QuantizedMatrix:
+    """weight float [N, K]. With input_scale [K], it is weight / input_scale that is rounded."""
+    scaled = weight.float() if input_scale is None else weight.float() / input_scale
+    codes, scales, zeros = quantize_rtn(scaled, bits, group)
+    padding = -codes.shape[1] % TILE
+    # Past the last input stands the last group's zero, which is 0 as a value.
+    codes = torch.cat([codes, zeros[:, -1:].expand(-1, padding)], 1)
+    return QuantizedMatrix(
+        codes=pack(codes, bits),
+        scales=scales,
+        zeros=zeros,
+        input_scale=None if input_scale is None else input_scale.float(),
+        bits=bits,
+        group=group,
+        num_inputs=weight.shape[1],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetInfo:
+    """What a set says of itself. model: fingerprint of the checkpoint it was made from."""
+
+    bits: int
+    group: int
+    method: str
+    model: str
+    calibration: str = ""
+
+
+def matrix_name(layer: int, matrix: str) -> str:
+    """The full name of one of MATRICES."""
+    return f"model.layers.{layer}.{matrix}"
+
+
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(N, K) of each of MATRICES."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    sizes = [config.q_size, config.kv_size, config.kv_size]
+    shapes = [*((n, hidden) for n in sizes), (hidden, config.q_size), *[(ffn, hidden)] * 2, (hidden, ffn)]
+    return dict(zip(MATRICES, shapes, strict=True))
+
+
+def set_path(folder: Path, precision: str, method: str) -> Path:
+    return folder / FOLDER / f"{precision}-{method}.safetensors"
+
+
+def find_set(folder: Path, precision: str, method: str = "") -> Path | None:
+    """The set of this method, or of the best one that there is; None if there is none."""
+    paths = (set_path(folder, precision, m) for m in ([method] if method else METHODS))
+    return next((path for path in paths if path.is_file()), None)
+
+
+class QuantizedSet:
+    """A set opened for reading."""
+
+    def __init__(self, path: Path, *, model: str) -> None:
+        """model: the fingerprint of the checkpoint it must belong to.
+
+        Raises ModelError: not readable, truncated, of another format, or made from another model.
+        """
+        self.path = path
+        try:
+            file: Any = safe_open(path, framework="pt", device="cpu")
+            self._file, self._names = file, set(file.keys())
+            metadata: Mapping[str, str] = file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: damaged or truncated: {error}; {_REMEDY}") from error
+        self.info, self._checksums = _read_metadata(path, metadata)
+        if self.info.model != model:
+            raise ModelError(
+                f"{path}: made from another model ({self.info.model[:12]}, and this one is {model[:12]});"
+                f" {_REMEDY}"
+            )
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> QuantizedMatrix:
+        """The matrix of N x K = shape. Raises ModelError: missing, another shape, or damaged."""
+        info, (outputs, inputs) = self.info, shape
+        groups = (outputs, -(-inputs // info.group))
+        packed = (outputs, packed_size(-(-inputs // TILE) * TILE, info.bits))
+        made = QuantizedMatrix(
+            codes=self._read(f"{name}.codes", torch.uint8, packed),
+            scales=self._read(f"{name}.scales", torch.float16, groups),
+            zeros=self._read(f"{name}.zeros", torch.uint8, groups),
+            input_scale=self._read(f"{name}.input_scale", torch.float32, (inputs,))
+            if f"{name}.input_scale" in self._names
+            else None,
+            bits=info.bits,
+            group=info.group,
+            num_inputs=inputs,
+        )
+        if self._checksums.get(name) != checksum(made):
+            raise ModelError(f"{self.path}: {name} is damaged: its checksum does not match; {_REMEDY}")
+        return made
+
+    def layer(self, config: ModelConfig, layer: int) -> dict[str, QuantizedMatrix]:
+        """All of MATRICES. Raises ModelError."""
+        shapes = matrix_shapes(config)
+        return {matrix: self.matrix(matrix_name(layer, matrix), shapes[matrix]) for matrix in MATRICES}
+
+    def _read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._names:
+            raise ModelError(f"{self.path}: no tensor {name} in it; {_REMEDY}")
+        try:
+            tensor: torch.Tensor = self._file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self.path}: {name}: {error}; {_REMEDY}") from error
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self.path}: {name} is {tensor.dtype} {list(tensor.shape)}; this model needs"
+                f" {dtype} {list(shape)}"
+            )
+        return tensor
+
+
+_REMEDY = "make it again with `instar quantize`, or remove it"
+
+
+def write_set(path: Path, info: SetInfo, matrices: Iterator[tuple[str, QuantizedMatrix]]) -> None:
+    """Write whole or not at all: beside the path first, then renamed. Raises OSError."""
+    tensors: dict[str, torch.Tensor] = {}
+    checksums: dict[str, int] = {}
+    for name, matrix in matrices:
+        for ending, part in matrix.tensors().items():
+            stored = part.contiguous().cpu()
+            # q, k and v share theirs, and the library refuses shared memory.
+            tensors[f"{name}.{ending}"] = stored.clone() if ending == "input_scale" else stored
+        checksums[name] = checksum(matrix)
+    metadata = {
+        "format": FORMAT,
+        "bits": str(info.bits),
+        "group": str(info.group),
+        "method": info.method,
+        "model": info.model,
+        "calibration": info.calibration,
+        "crc32": json.dumps(checksums),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        save_file(tensors, unfinished, metadata)
+        unfinished.chmod(0o644)  # the library makes files that only their owner can read
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def checksum(matrix: QuantizedMatrix) -> int:
+    """CRC-32 over all bytes of its tensors."""
+    value = 0
+    for part in matrix.tensors().values():
+        value = zlib.crc32(part.contiguous().cpu().numpy().data, value)
+    return value
+
+
+def _read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[SetInfo, dict[str, int]]:
+    if metadata.get("format") != FORMAT:
+        raise ModelError(
+            f"{path}: no quantised set of format {FORMAT} (it says {metadata.get('format')!r}); {_REMEDY}"
+        )
+    try:
+        info = SetInfo(
+            bits=int(metadata["bits"]),
+            group=int(metadata["group"]),
+            method=metadata["method"],
+            model=metadata["model"],
+            calibration=metadata["calibration"],
+        )
+        checksums: dict[str, int] = json.loads(metadata["crc32"])
+    except (KeyError, ValueError) as error:
+        raise ModelError(f"{path}: its metadata is damaged ({error!r}); {_REMEDY}") from error
+    if info.bits not in BITS.values() or info.group < 1:
+        raise ModelError(f"{path}: {info.bits} bits in groups of {info.group} are not supported; {_REMEDY}")
+    return info, checksums

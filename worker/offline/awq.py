@@ -1,0 +1,119 @@
+"""Round-to-nearest, and activation-aware scales for it (AWQ, Lin et al. 2024, MLSys).
+
+Letters: K inputs, N outputs of a matrix, g inputs of a group. What the inputs of a product look like is kept
+as their second moments C = sum of x x^T over the calibration tokens, [K, K]: the squared error of a product
+with W + E is then tr(E C E^T), exactly, whatever the number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from worker.model.quantized_sets import QuantizedMatrix, round_to_nearest
+
+_SCALE_STEPS = 20  # exponents 0, 1/20, ... 19/20 (the paper's grid)
+_CLIP_STEPS = 10  # ranges of 100 %, 95 %, ... 55 % of a group's
+_LEAST_MAGNITUDE = 1e-4  # of an input that is never used, beside a mean of about 1
+
+
+class Moments:
+    """What a product's inputs look like: sums over all tokens seen."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._second: torch.Tensor | None = None
+        self._magnitude: torch.Tensor | None = None
+
+    def add(self, x: torch.Tensor) -> None:
+        """x [..., K]."""
+        rows = x.flatten(0, -2).float()
+        second, magnitude = rows.T @ rows, rows.abs().sum(0)
+        self.num_tokens += rows.shape[0]
+        self._second = second if self._second is None else self._second.add_(second)
+        self._magnitude = magnitude if self._magnitude is None else self._magnitude.add_(magnitude)
+
+    @property
+    def second(self) -> torch.Tensor:
+        """C / tokens, float32 [K, K]."""
+        assert self._second is not None, "nothing was added"
+        return self._second / self.num_tokens
+
+    @property
+    def magnitude(self) -> torch.Tensor:
+        """mean |x|, float32 [K]."""
+        assert self._magnitude is not None, "nothing was added"
+        return self._magnitude / self.num_tokens
+
+
+def activation_aware(
+    weights: Mapping[str, torch.Tensor], moments: Moments, bits: int, group: int
+) -> dict[str, QuantizedMatrix]:
+    """Quantise the matrices that read one input, [N, K] each, with one scale per input for all of them.
+
+    Inputs of large magnitude get finer steps: column k is multiplied by s[k] = magnitude[k] ^ alpha before
+    rounding and its input divided by it. alpha is the one of least error over the calibration tokens; 0 is
+    among them, so the error is never above round-to-nearest's. Then each group's range is cut where that
+    lowers the error.
+    """
+    second = moments.second
+    errors = []
+    for scale in _scales(moments.magnitude):
+        made = (round_to_nearest(weight, bits, group, 1 / scale) for weight in weights.values())
+        error = sum(
+            float(_error(weight, matrix.dense(), second))
+            for weight, matrix in zip(weights.values(), made, strict=True)
+        )
+        errors.append((error, scale))
+    input_scale = 1 / min(errors, key=lambda pair: pair[0])[1]
+    return {name: _clipped(weight, second, bits, group, input_scale) for name, weight in weights.items()}
+
+
+def _scales(magnitude: torch.Tensor) -> list[torch.Tensor]:
+    made = (magnitude.clamp(min=_LEAST_MAGNITUDE) ** (step / _SCALE_STEPS) for step in range(_SCALE_STEPS))
+    return [scale / (scale.max() * scale.min()).sqrt() for scale in made]
+
+
+def _clipped(
+    weight: torch.Tensor, second: torch.Tensor, bits: int, group: int, input_scale: torch.Tensor
+) -> QuantizedMatrix:
+    """Try smaller ranges for each group of each output by itself, as if the other groups were exact; keep
+    the result if the product as a whole is the better for it."""
+    plain = round_to_nearest(weight, bits, group, input_scale)
+    scaled = weight.float() / input_scale
+    groups = F.pad(scaled, (0, -scaled.shape[1] % group)).unflatten(1, (-1, group))  # [N, K / g, g]
+    blocks = _diagonal_blocks(second, group)
+    best, chosen = None, scaled
+    for step in range(_CLIP_STEPS):
+        share = 1 - 0.05 * step
+        limits = groups.aminmax(dim=-1, keepdim=True)
+        candidate = groups.clamp(limits.min * share, limits.max * share).flatten(1)[:, : scaled.shape[1]]
+        matrix = round_to_nearest(candidate * input_scale, bits, group, input_scale)
+        wrong = F.pad(matrix.dense() - weight, (0, -weight.shape[1] % group))
+        wrong = wrong.unflatten(1, (-1, group))
+        errors = torch.einsum("ngi,gij,ngj->ng", wrong, blocks, wrong)
+        better = torch.ones_like(errors, dtype=torch.bool) if best is None else errors < best
+        best = errors if best is None else torch.where(better, errors, best)
+        columns = better.repeat_interleave(group, 1)[:, : scaled.shape[1]]
+        chosen = torch.where(columns, candidate, chosen)
+    cut = round_to_nearest(chosen * input_scale, bits, group, input_scale)
+    is_better = _error(weight, cut.dense(), second) < _error(weight, plain.dense(), second)
+    return cut if is_better else plain
+
+
+def _diagonal_blocks(second: torch.Tensor, group: int) -> torch.Tensor:
+    """[K, K] to [K / g, g, g]."""
+    padding = -second.shape[0] % group
+    whole = F.pad(second, (0, padding, 0, padding))
+    count = whole.shape[0] // group
+    return torch.stack(
+        [whole[i * group : (i + 1) * group, i * group : (i + 1) * group] for i in range(count)]
+    )
+
+
+def _error(weight: torch.Tensor, approximated: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of the product over the calibration tokens, summed over outputs."""
+    wrong = approximated - weight
+    return ((wrong @ second) * wrong).sum()

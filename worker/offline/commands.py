@@ -1,0 +1,135 @@
+"""The commands `instar quantize` and `instar profile`."""
+
+from __future__ import annotations
+
+import argparse
+
+import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+
+# isort: split
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from worker.model.config import ModelError, read_config
+from worker.model.quantized_sets import Method
+from worker.model.sources import Checkpoint, model_fingerprint
+from worker.offline.calibration import read_calibration
+from worker.offline.decoder import load_ends, load_layer
+from worker.offline.importance import Metric, Profiler, Weights
+from worker.offline.progress import Progress, say
+from worker.offline.quantizer import Maker, QuantizedLayers
+from worker.offline.ready_checkpoint import take_over
+from worker.shape.layer_order import Profile, profile_path, read_profile, write_profile
+
+
+def quantize(args: argparse.Namespace) -> None:
+    """Raises ModelError, OSError."""
+    config = read_config(args.model)
+    checkpoint = Checkpoint(config.folder)
+    if args.ready:
+        path = take_over(config, checkpoint, args.ready, args.group)
+        say(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+        return
+    methods: list[Method] = ["awq", "rtn"] if args.method == "both" else [args.method]
+    calibration = None
+    if "awq" in methods:
+        calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
+        windows, tokens = calibration.tokens.shape
+        say(f"calibration: {windows} windows of {tokens} tokens of {calibration.source}")
+    maker = Maker(config, checkpoint, calibration, device_of(args.device))
+    targets = maker.targets(methods, args.bits, args.group)
+    for target in [] if args.again else [t for t in targets if t.is_made]:
+        say(f"{target.path}: is there already, made the same way (--again makes it anew)")
+        targets.remove(target)
+    if targets:
+        maker.make(targets)
+
+
+def device_of(name: str) -> torch.device:
+    """Raises ModelError."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {name!r} cannot be used: {error}".splitlines()[0]) from error
+    return device
+
+
+def profile(args: argparse.Namespace) -> None:
+    """Raises ModelError, OSError."""
+    config = read_config(args.model)
+    checkpoint = Checkpoint(config.folder)
+    device = device_of(args.device)
+    calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
+    fingerprint = model_fingerprint(config, checkpoint)
+    dtype = torch.float32 if device.type == "cpu" else config.dtype
+    quantised = QuantizedLayers(
+        config,
+        checkpoint,
+        precision=args.precision,
+        method=args.method,
+        model=fingerprint,
+        dtype=dtype,
+        device=device,
+    )
+    num_windows, num_tokens = calibration.tokens.shape
+    say(
+        f"{args.precision} {quantised.method}; calibration: {num_windows} windows of {num_tokens} tokens of"
+        f" {calibration.source}"
+    )
+    progress: Progress | None = None
+
+    def advance() -> None:
+        if progress is not None:
+            progress.advance()
+
+    metric: Metric = args.metric
+    path = profile_path(config.folder, args.precision)
+    wished = Profile(
+        model=fingerprint,
+        precision=args.precision,
+        method=quantised.method,
+        metric=metric,
+        weights=list(args.weights),
+        calibration=calibration.digest,
+        windows=[num_windows, num_tokens],
+        sequence=[],
+        scores={},
+        seconds=0.0,
+    )
+    with torch.inference_mode():
+        profiler = Profiler(
+            load_ends(config, checkpoint, dtype, device),
+            [load_layer(config, checkpoint, i, dtype, device) for i in range(config.num_layers)],
+            quantised,
+            calibration.tokens.to(device),
+            metric,
+        )
+        if made := _without_perplexity(path, wished, config.num_layers):
+            say(f"{path}: the same order without perplexities: measures these alone")
+            profiler.follow(made.sequence)
+        else:
+            progress = Progress("profile", profiler.num_trials, "trials")
+            sequence, scores = profiler.sequence(Weights(*args.weights), advance)
+            made = replace(
+                wished, sequence=sequence, scores=asdict(scores), seconds=round(progress.seconds, 1)
+            )
+    made = replace(made, perplexity=[round(each, 4) for each in profiler.perplexity])
+    write_profile(path, made)
+    say(f"{path}: swap layers in the order {', '.join(map(str, made.sequence))}; {_lost(made)}")
+
+
+def _without_perplexity(path: Path, wished: Profile, num_layers: int) -> Profile | None:
+    """What is stored, if it is what is asked for but for perplexities: its trials need not be run again."""
+    try:
+        found = read_profile(path, model=wished.model, num_layers=num_layers)
+    except ModelError:
+        return None
+    same = replace(found, sequence=[], scores={}, seconds=0.0) == wished
+    return found if same else None
+
+
+def _lost(made: Profile) -> str:
+    return f"all of them in {made.precision} lose {made.loss or 0.0:.2%} of perplexity"

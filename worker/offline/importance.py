@@ -1,0 +1,167 @@
+"""The importance of a model's layers: Algorithm 1 of MorphServe (appendix A.2) and its scores (section 4.2).
+
+With Q swapped, every layer j outside Q is tried: j in its quantised weights, then all layers after it, then
+the output against that of Q alone. What layers before j make does not change, so the hidden states at every
+layer's entry are kept for the current Q, and a trial runs the layers from j on only: half of them on average.
+L layers and W windows take about L^3 / 6 * W runs of a layer, and L^2 / 2 * W of the head.
+
+The scores (equations 2-5) are similarities: the nearer to 1 (cosine) or 0 (L2, negative), the less a swap of
+the layer should harm.
+
+====  ==============================================================  =============================
+name  compares                                                        when
+====  ==============================================================  =============================
+LTS   a layer's input and its output                                  once, nothing swapped
+LRS   a layer's output and that of its quantised weights              once, nothing swapped
+MDS   the model's output with Q swapped and with Q and the layer      for every Q of the sequence
+====  ==============================================================  =============================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from worker.offline.decoder import Ends, Span, Tensors, run_layer
+
+Metric = Literal["cosine", "l2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """LIS = lts * LTS + lrs * LRS + mds * MDS (equation 5; the paper's defaults)."""
+
+    lts: float = 0.25
+    lrs: float = 0.25
+    mds: float = 0.5
+
+    def score(self, lts: float, lrs: float, mds: float) -> float:
+        return self.lts * lts + self.lrs * lrs + self.mds * mds
+
+
+def similarity(reference: torch.Tensor, other: torch.Tensor, metric: Metric) -> float:
+    """Mean over the rows of [..., n]: the cosine of the angle, or minus the distance relative to the
+    reference's length (relative, so that hidden states and logits can be weighed against each other)."""
+    a, b = reference.flatten(0, -2).float(), other.flatten(0, -2).float()
+    if metric == "cosine":
+        return float(F.cosine_similarity(a, b, dim=-1).double().mean())
+    distances = (a - b).norm(dim=-1) / a.norm(dim=-1).clamp(min=1e-12)
+    return float(-distances.double().mean())
+
+
+@dataclass(slots=True)
+class Scores:
+    """lts and lrs by layer; mds and lis by place in the sequence: of the layer chosen there."""
+
+    lts: list[float] = field(default_factory=list)
+    lrs: list[float] = field(default_factory=list)
+    mds: list[float] = field(default_factory=list)
+    lis: list[float] = field(default_factory=list)
+
+
+class Profiler:
+    """Layers as they are swapped one after the other.
+
+    layers: the full weights of each, replaced here as layers join Q. quantised: a layer's matrices in few
+    bits, made when asked for. windows int64 [W, T].
+    """
+
+    def __init__(
+        self,
+        ends: Ends,
+        layers: list[Tensors],
+        quantised: Callable[[int], Tensors],
+        windows: torch.Tensor,
+        metric: Metric,
+    ) -> None:
+        self._ends, self._layers, self._quantised = ends, layers, quantised
+        self._metric, self._windows = metric, windows
+        # entries[w][j]: window w at the entry of layer j for the current Q; [L] is what the head reads.
+        self._entries = [[ends.embed(window[None])] for window in windows]
+        for entries in self._entries:
+            for layer in range(len(layers)):
+                entries.append(self._run(layer, entries[layer], layers[layer]))
+        self.perplexity = [self._perplexity()]  # of the windows, by how many layers are swapped
+
+    def sequence(self, weights: Weights, advance: Callable[[], None]) -> tuple[list[int], Scores]:
+        """All layers in the order of greatest LIS, the lower of equals first; `advance` is called once for
+        each of the `num_trials`."""
+        scores = self._local()
+        remaining, order = list(range(len(self._layers))), list[int]()
+        while remaining:
+            mds = self._degradation(remaining, advance)
+            lis = {j: weights.score(scores.lts[j], scores.lrs[j], mds[j]) for j in remaining}
+            best = max(remaining, key=lambda j: (lis[j], -j))
+            scores.mds.append(mds[best])
+            scores.lis.append(lis[best])
+            order.append(best)
+            remaining.remove(best)
+            self._swap(best)
+        return order, scores
+
+    def follow(self, sequence: Sequence[int]) -> None:
+        """Swap them in this order, for the perplexities alone."""
+        for layer in sequence:
+            self._swap(layer)
+
+    @property
+    def num_trials(self) -> int:
+        return len(self._layers) * (len(self._layers) + 1) // 2 * len(self._entries)
+
+    def _local(self) -> Scores:
+        """LTS and LRS of every layer, in the full model."""
+        scores = Scores()
+        for layer in range(len(self._layers)):
+            swapped = self._swapped(layer)
+            kept, replaced = [], []
+            for entries in self._entries:
+                before, after = entries[layer], entries[layer + 1]
+                kept.append(similarity(before, after, self._metric))
+                replaced.append(similarity(after, self._run(layer, before, swapped), self._metric))
+            scores.lts.append(_mean(kept))
+            scores.lrs.append(_mean(replaced))
+        return scores
+
+    def _degradation(self, candidates: Sequence[int], advance: Callable[[], None]) -> dict[int, float]:
+        """MDS of each."""
+        found: dict[int, list[float]] = {j: [] for j in candidates}
+        for entries in self._entries:
+            reference = self._ends.logits(entries[-1])
+            for j in candidates:
+                x = self._run(j, entries[j], self._swapped(j))
+                for layer in range(j + 1, len(self._layers)):
+                    x = self._run(layer, x, self._layers[layer])
+                found[j].append(similarity(reference, self._ends.logits(x), self._metric))
+                advance()
+        return {j: _mean(values) for j, values in found.items()}
+
+    def _swap(self, layer: int) -> None:
+        """The layer joins Q for good."""
+        self._layers[layer] = self._swapped(layer)
+        for entries in self._entries:
+            for later in range(layer, len(self._layers)):
+                entries[later + 1] = self._run(later, entries[later], self._layers[later])
+        self.perplexity.append(self._perplexity())
+
+    def _perplexity(self) -> float:
+        """Of every window's tokens behind its first."""
+        nats = [
+            float(F.cross_entropy(self._ends.logits(entries[-1])[0, :-1].float(), window[1:]))
+            for entries, window in zip(self._entries, self._windows, strict=True)
+        ]
+        return math.exp(_mean(nats))
+
+    def _swapped(self, layer: int) -> Tensors:
+        return {**self._layers[layer], **self._quantised(layer)}
+
+    def _run(self, layer: int, x: torch.Tensor, weights: Tensors) -> torch.Tensor:
+        return run_layer(self._ends, layer, x, [Span(0, x.shape[1], weights)])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,35 @@
+"""The progress lines of an offline tool."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+def say(text: str) -> None:
+    """One line, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+class Progress:
+    """Says how far a job is, at most every `every_s` seconds and at its end, with the time left."""
+
+    def __init__(self, name: str, total: int, unit: str, every_s: float = 2.0) -> None:
+        self._name, self._total, self._unit, self._every_s = name, total, unit, every_s
+        self._began = self._said = time.monotonic()
+        self._done = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def advance(self, done: int = 1) -> None:
+        self._done += done
+        now = time.monotonic()
+        if now - self._said < self._every_s and self._done < self._total:
+            return
+        self._said = now
+        left = self.seconds / self._done * (self._total - self._done)
+        tail = f", about {left:.0f} s left" if self._done < self._total else ""
+        say(f"{self._name}: {self._done} of {self._total} {self._unit}, {self.seconds:.0f} s{tail}")

@@ -1,0 +1,95 @@
+"""Measurements of a device's memory: the peak of a step, and the size of its caches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Peak:
+    """What `peak_memory` found; valid behind its block."""
+
+    nbytes = 0
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Of tensors made within, on CUDA as its allocator counts them, on a CPU as the operators return them:
+    what an operator needs inside, and numpy's arrays, it does not see."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak.nbytes = torch.cuda.max_memory_allocated(device) - before
+        return
+    with _Allocations() as seen:
+        yield peak
+    peak.nbytes = seen.most
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+    """Counts the storages that operators make while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        made = func(*args, **(kwargs or {}))
+        for storage in _storages(made):
+            if storage._cdata not in given and storage._cdata not in self._known:
+                self._add(storage)
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+
+        def gone(_: object) -> None:
+            del self._known[key]
+            self.live -= nbytes
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+
+
+def _storages(values: object) -> Iterator[torch.UntypedStorage]:
+    return (each.untyped_storage() for each in tree_iter(values) if isinstance(each, torch.Tensor))
+
+
+CPU_SHARE_BYTES = 64 << 20  # of a last-level cache that many cores have in common: more than is left to two
+_LAST_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+_SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def cache_bytes(device: torch.device) -> int:
+    """What the device's last level keeps of what it read."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return min(CPU_SHARE_BYTES, _size(_LAST_LEVEL))
+
+
+def _size(path: Path) -> int:
+    try:
+        text = path.read_text().strip()
+        return int(text[:-1]) * _SIZES[text[-1]]
+    except (OSError, ValueError, KeyError, IndexError):
+        return CPU_SHARE_BYTES

@@ -1,0 +1,329 @@
+"""A fingerprint: the first layers of a model with its embedding and head, in every precision at once.
+
+A fingerprint of one layer is one of two of which the second is left out, and precisions lie side by side as a
+swap's variants do: to measure another is to install other halves. So all are measured in turns, and what
+disturbs the machine disturbs them alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+import kernels
+from bus.messages import PARTS, LayerShape, Part, Precision
+from kernels import AttentionPlan
+from worker.memory import KVCache, PagePool, VirtualRange
+from worker.model import Model, ModelConfig, ModelError, Segment
+from worker.model.layer import Attention, FeedForward, Half, Layer
+from worker.model.layout import RangePlan, Source, degrees, plan_model
+from worker.model.quantized_layout import BITS, plan_quantized
+from worker.model.quantized_sets import QuantizedSet, find_set
+from worker.model.shard import Shard
+from worker.model.sources import Checkpoint, RandomWeights, Weights
+from worker.model.weights import LayerWeights, LoadedRange, ModelWeights, WeightBytes, tensors_of
+from worker.shape.host_images import FromSet, Matrices, Pieces, Rounded, writing_half
+from worker.shape.ranges import HalfRanges
+
+DEPTHS = (1, 2)
+SHARES = (2,)  # degrees of which a rank's own work is measured
+COPY_BYTES = 8 << 20  # of a tensor at a time: some milliseconds
+
+Loading = Callable[[RangePlan], Pieces[LoadedRange]]
+
+
+class CutPlan:
+    """Where a fingerprint lies: pure arithmetic, before anything is loaded."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        precisions: Sequence[Precision],
+        *,
+        dtype: torch.dtype,
+        page_bytes: int,
+        max_tp: int = 1,
+        load_format: str = "safetensors",
+        method: str = "",
+        depths: Sequence[int] = DEPTHS,
+        cache_bytes: int = 0,
+    ) -> None:
+        """config: of the whole model. depths: numbers of layers to be measured, as far as the model has them.
+        cache_bytes: of the device; so much of the layers takes turns (`caches`). The rest as the worker that
+        measures would load it. Raises ModelError: no checkpoint, a quantised set that cannot be used."""
+        self.depths = sorted({min(depth, config.num_layers) for depth in depths})
+        self.whole, self.config = config, config.part(0, self.depths[-1])
+        self.all_precisions = list(dict.fromkeys(precisions))
+        self.precisions = [name for name in self.all_precisions if name != "full"]
+        self.page_bytes = page_bytes
+        self.model = plan_model(self.config, dtype, page_bytes, max_tp)
+        self.source: Weights = RandomWeights() if load_format == "dummy" else Checkpoint(config.folder)
+        self.matrices: dict[Precision, Matrices] = {
+            name: _matrices(config, name, method, self.source) for name in self.precisions
+        }
+        self.quantized: dict[tuple[Part, Precision], RangePlan] = {}
+        for name, matrices in self.matrices.items():
+            halves = plan_quantized(
+                self.config,
+                self.model,
+                page_bytes,
+                name,
+                group=matrices.group,
+                has_input_scale=matrices.has_input_scale,
+            )
+            self.quantized |= {(part, name): plan for part, plan in zip(PARTS, halves, strict=True)}
+        self.turns: dict[Precision, int] = {"full": self._num_turns("full", cache_bytes)}
+        self.turns |= {name: self._num_turns(name, cache_bytes) for name in self.precisions}
+        self.config = config.part(0, max(self.turns.values()))
+        self.model = plan_model(self.config, dtype, page_bytes, max_tp)
+
+    @property
+    def num_pages(self) -> int:
+        """Of the weights, in all precisions."""
+        ends = sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
+        return ends + sum(
+            turns * sum(self._pages(part) for part in self.layer_ranges(name))
+            for name, turns in self.turns.items()
+        )
+
+    def weight_bytes(self, num_layers: int, precision: Precision, tp: int = 1) -> int:
+        """Whole pages of a model of so many layers that is served in this precision, on all ranks of a degree
+        together: each has both ends, and of a layer the pages that hold something of its shard."""
+        ends = sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
+        shards = [Shard(rank, tp) for rank in range(tp)]
+        pages = sum(self._pages_at(part, shard) for part in self.layer_ranges(precision) for shard in shards)
+        return self.page_bytes * (tp * ends + num_layers * pages)
+
+    @property
+    def degrees(self) -> list[int]:
+        """That its weights can be cut to."""
+        return degrees(self.whole, self.model.max_tp)
+
+    @property
+    def shares(self) -> list[int]:
+        """Those of them of which a rank is measured."""
+        return [tp for tp in self.degrees if tp in SHARES]
+
+    def _num_turns(self, precision: Precision, cache_bytes: int) -> int:
+        """Layers of it that there are."""
+        of_layer = sum(part.nbytes for part in self.layer_ranges(precision))
+        return min(self.whole.num_layers, max(self.depths[-1], -(-cache_bytes // of_layer)))
+
+    def layer_ranges(self, precision: Precision) -> list[RangePlan]:
+        if precision == "full":
+            return list(self.model.layers[0])
+        return [self.quantized[part, precision] for part in PARTS]
+
+    def _pages_at(self, part: RangePlan, shard: Shard) -> int:
+        return int(part.at(shard).pages(self.page_bytes).sum()) if shard.size > 1 else self._pages(part)
+
+    def _pages(self, part: RangePlan) -> int:
+        return -(-part.nbytes // self.page_bytes)
+
+
+class Fingerprint:
+    """The loaded layers; runs those that `use` chose, alone or as rank 0 of a group that says nothing.
+    `model` has them."""
+
+    def __init__(self, plan: CutPlan, model: Model, pool: PagePool) -> None:
+        """model: the cut, in full precision. Raises MappingFailed."""
+        self.plan, self.model = plan, model
+        self._ranges = HalfRanges(model, pool, plan.quantized)
+        self._group: Silent | None = None
+        self._layers: dict[tuple[Precision, int], list[Layer]] = {}
+        self._take("full")
+        self._used: tuple[list[Layer], int] = self._layers["full", 1], plan.depths[-1]
+        self._next = 0
+
+    def use(self, num_layers: int, precision: Precision, tp: int = 1) -> None:
+        """Between two steps: the next ones run so many; of degrees above 1 (`CutPlan.shares`) rank 0's
+        part."""
+        self._used = self._layers[precision, tp], num_layers
+        self._group = Silent(tp) if tp > 1 else None
+        self.turn()
+
+    def turn(self) -> None:
+        """Between two steps: the next one runs the layers whose turn it is."""
+        layers, num_layers = self._used
+        self.model.layers[:] = [layers[(self._next + i) % len(layers)] for i in range(num_layers)]
+        self._next = (self._next + num_layers) % len(layers)
+
+    def forward(
+        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """As `Model.forward`. A rank's logits mean nothing: nobody adds what the others have."""
+        if self._group is None:
+            return self.model.forward(token_ids, plan, kv, logit_rows)
+        part = Segment(0, len(self.model.layers), plan, self._group.size, self._group)
+        return self.model.forward_segments(token_ids, [part], kv, logit_rows, slice(None))
+
+    def shape(self) -> list[LayerShape]:
+        return self.model.shape()
+
+    def quantise(self, precision: Precision) -> Pieces[None]:
+        """Make the layers' halves of one precision. Raises OutOfPages, MappingFailed, ModelError."""
+        for index in range(self.plan.turns[precision]):
+            weights = self.model.weights[index]
+            for part in PARTS:
+                memory = self._ranges.memory((index, part, precision))
+                memory.map(0, memory.num_pages)
+                tensors = tensors_of(memory, self.plan.quantized[part, precision])
+                full = weights.attention if part == "attention" else weights.feed_forward
+                yield from writing_half(tensors, self.plan.matrices[precision], index, full.tensors)
+        self._take(precision)
+
+    def _take(self, precision: Precision) -> None:
+        """The layers over what is there now. A rank's are other views of the same pages; the parts of all
+        ranks take turns, as if rank 0 had them: its own alone are small enough to stay in the caches."""
+        for tp in (1, *self.plan.shares):
+            self._layers[precision, tp] = [
+                _layer_of({part: self._ranges.half((index, part, precision), shard) for part in PARTS}, tp)
+                for shard in (Shard(rank, tp) for rank in range(tp))
+                for index in range(self.plan.turns[precision])
+            ]
+
+    def release(self) -> None:
+        """Give every page back."""
+        self._ranges.release()
+        self.model.release()
+
+
+def load_cut(plan: CutPlan, pool: PagePool) -> Pieces[Fingerprint]:
+    """In full precision; of the checkpoint only the tensors of its layers, embedding and head are read. Gives
+    all pages back where it fails or is closed. Raises ModelError, OutOfPages, MappingFailed."""
+    plan.source.check([source for part in plan.model.ranges() for source in part.sources])
+    made: list[VirtualRange] = []
+
+    def load(part: RangePlan) -> Pieces[LoadedRange]:
+        memory = pool.reserve(part.nbytes, kind="weights", owner=f"fingerprint {part.name}")
+        made.append(memory)
+        memory.map(0, memory.num_pages)
+        tensors = tensors_of(memory, part)
+        for source in part.sources:
+            for _ in _fill(source.target(tensors), source, plan.source):
+                yield
+        return LoadedRange(memory, tensors)
+
+    try:
+        weights = yield from _load_all(plan, load)
+        return Fingerprint(plan, Model(plan.config, plan.model, weights, plan.source), pool)
+    except BaseException:
+        for memory in made:
+            memory.release()
+        raise
+
+
+def warm_up(plan: CutPlan, block_tokens: int, device: torch.device) -> Iterator[None]:
+    """Compile what its shapes need, in a thread: it can take a minute, and steps go on meanwhile. Raises what
+    a compiler raises."""
+    problem: list[BaseException] = []
+
+    def work() -> None:
+        config = plan.config
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            for tp in (1, *plan.shares):  # Triton compiles for a number of heads
+                kernels.warm_up(
+                    plan.model.dtype,
+                    hidden_size=config.hidden_size,
+                    intermediate_size=config.intermediate_size,
+                    num_heads=config.num_heads // tp,
+                    num_kv_heads=config.num_kv_heads // tp,
+                    head_dim=config.head_dim,
+                    block_tokens=block_tokens,
+                    device=device,
+                    bits=[BITS[precision] for precision in plan.precisions],
+                )
+        except BaseException as error:  # noqa: BLE001 raised again in the engine's thread
+            problem.append(error)
+
+    thread = threading.Thread(target=work, name="fingerprint-warm-up", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        yield
+    if problem:
+        raise problem[0]
+
+
+def _load_all(plan: CutPlan, load: Loading) -> Pieces[ModelWeights]:
+    """Layers that take turns in fewer bits only are, in full precision, the others again."""
+    model = plan.model
+    assert model.embedding and model.head, "the first layers come with both ends"
+    embedding = yield from load(model.embedding)
+    layers = []
+    for attention, feed_forward in model.layers[: plan.turns["full"]]:
+        layers.append(LayerWeights((yield from load(attention)), (yield from load(feed_forward))))
+    head = yield from load(model.head)
+    mapped = sum(part.memory.num_mapped for layer in layers for part in (layer.attention, layer.feed_forward))
+    mapped += embedding.memory.num_mapped + head.memory.num_mapped
+    size = WeightBytes(
+        weights=model.weight_bytes, padding=model.padding_bytes, mapped=mapped * plan.page_bytes
+    )
+    all_layers = [layers[index % len(layers)] for index in range(len(model.layers))]
+    return ModelWeights(embedding, all_layers, head, size)
+
+
+def _fill(target: torch.Tensor, source: Source, weights: Weights) -> Iterator[None]:
+    """`weights.fill`, of a checkpoint some rows at a time."""
+    if not isinstance(weights, Checkpoint):
+        weights.fill(target, source)
+        yield
+        return
+    stored = weights.read(source.tensor)
+    rows = max(1, COPY_BYTES * stored.shape[0] // max(1, stored.nbytes))
+    into = target.T if source.is_transposed else target
+    for first in range(0, stored.shape[0], rows):
+        into[first : first + rows].copy_(stored[first : first + rows])
+        yield
+
+
+def _layer_of(halves: Mapping[Part, Half], tp: int) -> Layer:
+    attention, feed_forward = halves["attention"], halves["ffn"]
+    assert isinstance(attention, Attention)
+    assert isinstance(feed_forward, FeedForward)
+    return Layer(attention, feed_forward, Shard(0, tp))
+
+
+def _matrices(config: ModelConfig, precision: Precision, method: str, source: Weights) -> Matrices:
+    """As a worker would serve them. Whether a set is of this very model is for those to see who serve it: to
+    know it takes rows of every layer."""
+    if isinstance(source, Checkpoint) and (path := find_set(config.folder, precision, method)):
+        return FromSet(config, QuantizedSet(path, model=_model_of(path)))
+    return Rounded(config, BITS[precision])
+
+
+def _model_of(path: Path) -> str:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str((file.metadata() or {}).get("model", ""))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: damaged or truncated: {error}") from error
+
+
+@dataclass(slots=True)
+class Silent:
+    """A `Communicator` whose calls do nothing, so that steps take what rank 0's own work takes."""
+
+    size: int
+    rank: int = 0
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """x stays what this rank has made."""
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+    ) -> None:
+        """`received` stays as it is."""
+
+    def close(self) -> None:
+        """Nobody is left alone."""

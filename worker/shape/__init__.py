@@ -1,0 +1,1 @@
+"""Which weights a device holds: layer variants, their host copies, and the copies between them."""

@@ -1,0 +1,172 @@
+"""Checks of a variant in its pages: sums of its bytes, and its outputs for a fixed input.
+
+Sums find every changed bit. Outputs find wrong kernels and pages that hold something else, but not a single
+changed bit, since each output is a sum of thousands of products.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+import kernels
+from worker.memory import VirtualRange
+from worker.model.layer import Half
+from worker.model.linear import Product, QuantizedProduct, outputs_of
+
+ROW_BYTES = 4096
+
+
+def num_rows(nbytes: int) -> int:
+    return -(-nbytes // ROW_BYTES)
+
+
+def row_sums(data: torch.Tensor) -> torch.Tensor:
+    """int64 [rows] on the host, of uint8 [n] anywhere: each row of 4096 bytes as words of eight, added modulo
+    2^64; the last row is filled up with zeros. A changed bit changes a sum, and rows in other places show."""
+    sums = RowSums(data)
+    sums.take(0, len(data))
+    return sums.found
+
+
+class RowSums:
+    """The sums of uint8 [n] anywhere, taken bit by bit: on the CPU by the calling thread, with no lock of the
+    interpreter's, and quicker (27 GB/s) while the bytes are in its caches."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.found = torch.zeros(num_rows(len(data)), dtype=torch.int64)  # row_sums, as far as taken
+        self._data = data
+        whole = data[: len(data) // ROW_BYTES * ROW_BYTES].view(torch.int64).view(-1, ROW_BYTES // 8)
+        self._whole = whole.numpy() if data.device.type == "cpu" else whole
+        self._rows = self.found.numpy()
+
+    def take(self, first: int, end: int) -> None:
+        """Of bytes first <= i < end; first begins a row, end ends one or all."""
+        rows = slice(first // ROW_BYTES, end // ROW_BYTES)
+        if isinstance(self._whole, np.ndarray):
+            np.sum(self._whole[rows], axis=1, out=self._rows[rows])
+        else:
+            self.found[rows] = self._whole[rows].sum(1).cpu()
+        if end % ROW_BYTES:
+            rest = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=self._data.device)
+            rest[: end % ROW_BYTES] = self._data[rows.stop * ROW_BYTES : end]
+            self.found[rows.stop] = rest.view(torch.int64).sum().cpu()
+
+
+_TOKENS = 4
+_REFERENCE_ELEMENTS = 1 << 18
+
+# Largest error of one output, and of all together, in units of the outputs' root mean square. Sums differ in
+# their order, and outputs are rounded to the dtype: a bfloat16 of 4 deviations is off by up to 0.008 of one.
+# A page of 64 KiB that was not copied is 0.05 of a 7B model's FFN in one product.
+_LIMITS = {
+    torch.float32: (1e-3, 1e-4),
+    torch.float16: (2e-2, 2e-3),
+    torch.bfloat16: (8e-2, 8e-3),
+}
+
+
+class WrongVariant(RuntimeError):
+    """A variant does not compute what its original does: its pages hold something else."""
+
+
+def probe(half: Half, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What each of its products makes of the fixed input: float32 [4, N] each."""
+    return [product(_input(product.num_inputs, dtype, product.device)).float() for product in half.products]
+
+
+def expected_outputs(half: Half, dtype: torch.dtype) -> torch.Tensor:
+    """The same by the plain reference: float32 [num_outputs], flat."""
+    inputs = (_input(product.num_inputs, dtype, product.device) for product in half.products)
+    made = [_reference(product, x) for product, x in zip(half.products, inputs, strict=True)]
+    return torch.cat([each.float().flatten() for each in made])
+
+
+def _reference(product: Product, x: torch.Tensor) -> torch.Tensor:
+    """Some outputs of every unit at a time: the whole matrix in float32 would leave the caches."""
+    with kernels.use_face("reference"):
+        if not isinstance(product, QuantizedProduct):
+            return product(x)
+        weight, made = product.weight, []
+        rows = max(1, _REFERENCE_ELEMENTS // (weight.num_units * weight.unit_inputs))
+        for first in range(0, weight.unit_outputs, rows):
+            part = outputs_of(weight, slice(first, first + rows))
+            made.append(kernels.quantized_linear(x, part).unflatten(1, (-1, part.unit_outputs)))
+        out = torch.cat(made, 2).flatten(1)
+        return out if product.bias is None else out + product.bias
+
+
+def num_outputs(half: Half) -> int:
+    """Floats in all of `probe`."""
+    return sum(_TOKENS * product.num_outputs for product in half.products)
+
+
+def check_outputs(what: str, half: Half, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """expected: float32 [num_outputs], flat. Raises WrongVariant, naming `what` and the error."""
+    first = 0
+    for i, got in enumerate(probe(half, dtype)):
+        # Squares of a damaged float32 would overflow it, and against an infinite unit nothing is wrong.
+        wanted = expected[first : first + got.numel()].view(got.shape).to(got.device, torch.float64)
+        first += got.numel()
+        unit = wanted.square().mean().sqrt().clamp(min=1e-30)
+        wrong = (got - wanted) / unit
+        worst, overall = float(wrong.abs().max()), float(wrong.square().mean().sqrt())
+        most, most_overall = _LIMITS[dtype]
+        if not (worst <= most and overall <= most_overall):  # NaN is wrong, too
+            raise WrongVariant(
+                f"{what}: product {i + 1} of {len(half.products)} is off by {worst:.2g} at worst and"
+                f" {overall:.2g} overall (of {most:g} and {most_overall:g} that rounding may be)"
+            )
+
+
+@lru_cache(maxsize=16)
+def _input(num_inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    random = torch.Generator().manual_seed(num_inputs)
+    return torch.randn(_TOKENS, num_inputs, generator=random).to(device, dtype)
+
+
+class CheckedPages:
+    """The mapped pages of one variant. What is put there is read again, and is what it should be, or
+    WrongVariant is raised."""
+
+    def __init__(
+        self, what: str, target: VirtualRange, nbytes: int, sums: torch.Tensor | None, advice: str
+    ) -> None:
+        """nbytes: of the whole variant. sums: `row_sums` of it as it was made; None: nobody knows them, and
+        nothing is checked. what, advice: for the error."""
+        self._what, self._target, self._nbytes = what, target, nbytes
+        self._sums, self._advice = sums, advice
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """uint8 [end - begin], a view; its pages must be mapped."""
+        return self._target.tensor(torch.uint8, (end - begin,), offset_bytes=begin)
+
+    def put(self, begin: int, source: torch.Tensor) -> None:
+        """Contiguous uint8 [n], from the host or the device, to the bytes from `begin` on, where a row of
+        `row_sums` begins; it ends with one, or with the variant."""
+        end = begin + len(source)
+        sums = RowSums(self.read(begin, end)) if self._sums is not None else None
+
+        def take(start: int, stop: int) -> None:
+            if sums:
+                sums.take(start - begin, stop - begin)
+
+        if source.device.type == "cpu":
+            self._target.write(begin, source, take)
+        else:
+            self.read(begin, end).copy_(source)
+            take(begin, end)
+        if sums:
+            self._hold_against(sums.found, begin // ROW_BYTES)
+
+    def _hold_against(self, found: torch.Tensor, first: int) -> None:
+        assert self._sums is not None
+        wanted = self._sums[first : first + len(found)]
+        if not found.equal(wanted):
+            wrong = (found != wanted).nonzero().flatten() + first
+            raise WrongVariant(
+                f"{self._what}: {len(wrong)} of {num_rows(self._nbytes)} pieces of {ROW_BYTES} bytes are not"
+                f" what was made, the first at byte {int(wrong[0]) * ROW_BYTES}; {self._advice}"
+            )

@@ -1,0 +1,207 @@
+"""What the host images of a model's layers hold: bytes as they lie in the ranges, and what they compute.
+
+Full precision is copied out of the loaded ranges. A quantised half is arranged from packed matrices
+(`QuantizedMatrix`: made by `instar quantize`, or rounded here from the loaded weights) into the units of
+`worker.model.quantized_layout`. Groups larger than a unit allows are split: their scales are repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+
+from bus.messages import Precision
+from worker.model.config import ModelConfig, ModelError, read_config
+from worker.model.model import Model
+from worker.model.quantized_layout import BITS, GROUP
+from worker.model.quantized_sets import (
+    INPUTS,
+    QuantizedMatrix,
+    QuantizedSet,
+    find_set,
+    matrix_name,
+    matrix_shapes,
+    round_to_nearest,
+    set_path,
+)
+from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.weights import Tensors
+
+# Rows are rounded so many elements at a time: temporaries then stay in caches (measured on two cores: 8 ns an
+# element; with 2^24 at a time 20).
+_ROUNDED_ELEMENTS = 1 << 20
+
+T = TypeVar("T")
+Pieces = Generator[None, None, T]  # yields between pieces of work of some milliseconds, returns what it made
+
+
+class Matrices(Protocol):
+    """Where the quantised matrices of one variant come from."""
+
+    name: str  # tells it from every other source, contents included
+    group: int
+    has_input_scale: bool
+
+    def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
+        """Those of one of `INPUTS`, in its order; `full` holds the layer's half as it was loaded."""
+
+
+class FromSet:
+    """Matrices that `instar quantize` made."""
+
+    def __init__(self, config: ModelConfig, stored: QuantizedSet) -> None:
+        self._config, self._stored = config, stored
+        with safe_open(stored.path, framework="pt") as file:
+            contents = sorted((file.metadata() or {}).items())  # checksums of all matrices among them
+            tensors: list[str] = list(file.keys())
+            self.has_input_scale = any(tensor.endswith(".input_scale") for tensor in tensors)
+        self.group = stored.info.group
+        self.name = f"{stored.path.name} {hashlib.sha256(repr(contents).encode()).hexdigest()}"
+
+    def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
+        shapes, made = matrix_shapes(self._config), []
+        for name in INPUTS[product]:
+            stored = matrix_name(self._config.first_layer + layer, name)
+            made.append(self._stored.matrix(stored, shapes[name]))
+            yield
+        return made
+
+
+class Rounded:
+    """Round-to-nearest of what was loaded."""
+
+    def __init__(self, config: ModelConfig, bits: int) -> None:
+        self._config, self._bits = config, bits
+        self.group, self.has_input_scale = GROUP, False
+        self.name = f"rounded to {bits} bits in groups of {GROUP}"
+
+    def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
+        made = []
+        for matrix in self._dense(product, full):
+            made.append((yield from self._round(matrix)))
+        return made
+
+    def _dense(self, product: str, full: Tensors) -> list[torch.Tensor]:
+        """[N, K] each."""
+        config = self._config
+        if product == "gate_up":
+            return list(full["gate_up"][:, : config.intermediate_size])
+        if product == "down":
+            return [full["down"][: config.intermediate_size].T]
+        if product == "qkv":
+            return list(full["qkv"].split([config.q_size, config.kv_size, config.kv_size]))
+        return [full["o"]]
+
+    def _round(self, matrix: torch.Tensor) -> Pieces[QuantizedMatrix]:
+        rows = max(1, _ROUNDED_ELEMENTS // matrix.shape[1])
+        made = []
+        for part in matrix.split(rows):
+            made.append(round_to_nearest(part, self._bits, self.group))
+            yield
+        return QuantizedMatrix(
+            codes=torch.cat([part.codes for part in made]),
+            scales=torch.cat([part.scales for part in made]),
+            zeros=torch.cat([part.zeros for part in made]),
+            input_scale=None,
+            bits=self._bits,
+            group=self.group,
+            num_inputs=matrix.shape[1],
+        )
+
+
+def find_matrices(model: Model, precision: Precision, method: str) -> Matrices:
+    """The set in the model's folder; without one, or for a model without a checkpoint, what was loaded is
+    rounded to the nearest. method: "awq", "gptq", "rtn", or "" for the best that there is. Raises ModelError
+    for a set that is damaged, of another model, or missing though it was asked for."""
+    config = model.config
+    if isinstance(model.source, Checkpoint):
+        if path := find_set(config.folder, precision, method):
+            whole = read_config(config.folder)  # of which these may be some layers
+            return FromSet(config, QuantizedSet(path, model=model_fingerprint(whole, model.source)))
+        if method not in ("", "rtn"):
+            raise ModelError(
+                f"{set_path(config.folder, precision, method)} is missing and worker.quantization is"
+                f" {method!r}; make it with `instar quantize`, or leave worker.quantization empty"
+            )
+    return Rounded(config, BITS[precision])
+
+
+def write_half(target: Tensors, matrices: Matrices, layer: int, full: Tensors) -> None:
+    """Fill a quantised half's views of zeros."""
+    at_once(writing_half(target, matrices, layer, full))
+
+
+def writing_half(target: Tensors, matrices: Matrices, layer: int, full: Tensors) -> Pieces[None]:
+    """The same between steps of an engine."""
+    products = [product for product in INPUTS if f"{product}.codes" in target]
+    for product in products:
+        made = yield from matrices.read(layer, product, full)
+        _write_product(target, product, made)
+        yield
+    for name, kept in target.items():
+        if name.partition(".")[0] not in products:
+            kept.copy_(full[name])
+
+
+def at_once(pieces: Pieces[T]) -> T:
+    """What all the pieces make."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            made: T = end.value
+            return made
+
+
+def _write_product(target: Tensors, product: str, matrices: Sequence[QuantizedMatrix]) -> None:
+    packed = target[f"{product}.codes"]
+    unit_inputs = packed.shape[-1] * 8 // matrices[0].bits
+    for ending in ("codes", "scales", "zeros"):
+        units = target[f"{product}.{ending}"]
+        units = units if units.dim() == 3 else units[None]
+        parts = [matrix.tensors()[ending] for matrix in matrices]
+        if ending != "codes":
+            parts = [
+                part.repeat_interleave(matrices[0].group * units.shape[2] // unit_inputs, 1) for part in parts
+            ]
+        if product in ("o", "down"):
+            whole = _fit(parts[0], units.shape[1], units.shape[0] * units.shape[2])
+            units.copy_(whole.unflatten(1, (units.shape[0], -1)).transpose(0, 1))
+        else:
+            _write_outputs(units, parts)
+    if f"{product}.input_scale" in target:
+        _write_input_scale(target[f"{product}.input_scale"], product, matrices[0].input_scale)
+
+
+def _write_outputs(units: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Each unit of [U, Nu, columns] gets its run of rows of the first part, then of the second."""
+    first = 0
+    for part in parts:
+        # Where there are several units the parts are alike, and padded alike.
+        rows = part.shape[0] if len(parts) == 3 else units.shape[1] // len(parts)
+        whole = _fit(part, units.shape[0] * rows, units.shape[2])
+        units[:, first : first + rows].copy_(whole.unflatten(0, (-1, rows)))
+        first += rows
+
+
+def _write_input_scale(target: torch.Tensor, product: str, input_scale: torch.Tensor | None) -> None:
+    """[K], or [U, K] where every unit has that of its own inputs."""
+    target.fill_(1.0)
+    if input_scale is None:
+        return
+    if product == "down":
+        units, inputs = target.shape
+        whole = F.pad(input_scale, (0, units * inputs - len(input_scale)), value=1.0)
+        target.copy_(whole.view(units, inputs))
+    else:
+        target[..., : len(input_scale)] = input_scale.to(target.device)
+
+
+def _fit(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Zeros behind the last row and column, or fewer columns of padding than there were."""
+    return F.pad(matrix[:, :columns], (0, max(0, columns - matrix.shape[1]), 0, rows - matrix.shape[0]))
