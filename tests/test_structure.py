@@ -66,6 +66,13 @@ def imports_of(path: Path) -> set[str]:
     }
 
 
+def test_benchmarks_import_no_test() -> None:
+    """Benchmarks run without the tests' folder and their requirements."""
+    files = (ROOT / "bench").rglob("*.py")
+    found = {path: name for path in files for name in imports_of(path) if name.split(".")[0] == "tests"}
+    assert found == {}
+
+
 def test_kernels_have_no_version() -> None:
     """transformers looks for a package of that name by its version."""
     assert "__version__" not in (ROOT / "kernels" / "__init__.py").read_text()

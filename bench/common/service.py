@@ -1,27 +1,284 @@
-"""What benches of a real service share: whose CPU time was spent, and its last words where it fails."""
+"""The real service as processes under a test's control: Redis, gateways, monitor, controller, workers.
+
+Nothing is mocked. A test starts a `Service`, talks to it over HTTP, and harms its processes by id.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
+import redis
 
-from tests.support.service import Service
+from bench.common.results import DEMO, ROOT
+from instar.serve.redis_server import find_redis_server
+
+LEASE_S = 1.5  # short, so that a death is noticed within a test's patience
+
+
+def free_port() -> int:
+    """Below those that the system gives to clients: none of them takes it before its server does. Tests that
+    run at once choose at random."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of 100 ports is free")
+
+
+def wait_for(what: str, true: Callable[[], Any], within_s: float = 30.0, every_s: float = 0.05) -> Any:
+    """Poll until `true()` is truthy and return it; AssertionError names `what` after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if value := true():
+            return value
+        time.sleep(every_s)
+    raise AssertionError(f"waited {within_s} s for {what}")
+
+
+@dataclass
+class Process:
+    """One child process and its log."""
+
+    name: str
+    args: list[str]
+    env: dict[str, str]
+    log: Path
+    popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Process:
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(self.args, env=self.env, cwd=ROOT, stdout=log, stderr=log)
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.popen is not None, f"{self.name} was never started"
+        return self.popen.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.popen is not None and self.popen.poll() is None
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """kill -9, and wait for the body."""
+        if self.is_alive:
+            assert self.popen is not None
+            self.popen.kill()
+            self.popen.wait(10)
+
+    def terminate(self, within_s: float = 40.0) -> int:
+        """SIGTERM; returns the exit status. A stopped process is continued first."""
+        assert self.popen is not None
+        if self.is_alive:
+            self.popen.send_signal(signal.SIGCONT)
+            self.popen.terminate()
+        return self.wait(within_s)
+
+    def wait(self, within_s: float = 40.0) -> int:
+        assert self.popen is not None
+        return self.popen.wait(within_s)
+
+    def tail(self, lines: int = 30) -> str:
+        return (
+            "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+        )
+
+
+@dataclass
+class Service:
+    """`settings` are INSTAR_* variables without the prefix, e.g. {"GATEWAY__MAX_QUEUE": "4"}."""
+
+    num_workers: int = 1
+    num_gateways: int = 1
+    settings: dict[str, str] = field(default_factory=dict)
+    model: Path = DEMO
+    redis_port: int = 0
+    redis_url: str = ""  # where the services find Redis; tests put a proxy between by naming its address
+    worker_redis_urls: dict[str, str] = field(default_factory=dict)
+    append_only: bool = False
+    redis_args: tuple[str, ...] = ()
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    def __enter__(self) -> Service:
+        self.folder = Path(tempfile.mkdtemp(prefix="instar-test-"))
+        self.redis_port = self.redis_port or free_port()
+        self.gateway_ports = [free_port() for _ in range(self.num_gateways)]
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ---------------------------------------------------------------- start and stop
+
+    def start(self) -> None:
+        self.start_redis()
+        self.redis_url = self.redis_url or self.own_redis_url
+        for name in ("monitor", "controller"):
+            self.add(name, name)
+        for index in range(self.num_gateways):
+            self.add_gateway(index)
+        for index in range(self.num_workers):
+            self.add_worker(f"w{index}")
+        self.wait_ready()
+
+    def stop(self) -> None:
+        for process in reversed(list(self.processes.values())):
+            if process.is_alive:
+                process.signal(signal.SIGCONT)
+            process.kill()
+
+    def add(self, name: str, module: str, **env: str) -> Process:
+        base = {k: v for k, v in os.environ.items() if not k.startswith("INSTAR_")}
+        config = self.folder / "instar.toml"
+        config.touch()
+        ours = {
+            "INSTAR_CONFIG": str(config),
+            "INSTAR_REDIS__URL": self.redis_url,
+            "INSTAR_WORKER__LEASE_S": str(LEASE_S),
+            "INSTAR_WORKER__MEMORY_MB": "256",
+            "INSTAR_WORKER__THREADS": "1",
+            "INSTAR_LOG__LEVEL": "info",
+        } | {f"INSTAR_{key}": value for key, value in self.settings.items()}
+        process = Process(
+            name, [sys.executable, "-m", module], base | ours | env, self.folder / f"{name}.log"
+        )
+        self.processes[name] = process
+        return process.start()
+
+    def add_gateway(self, index: int) -> Process:
+        return self.add(
+            f"gateway{index}",
+            "gateway",
+            INSTAR_GATEWAY__PORT=str(self.gateway_ports[index]),
+            INSTAR_GATEWAY__ID=f"g{index}",
+        )
+
+    def add_worker(self, worker: str) -> Process:
+        return self.add(
+            worker,
+            "worker",
+            INSTAR_WORKER__ID=worker,
+            INSTAR_WORKER__MODELS=f'["demo={self.model}"]',
+            INSTAR_REDIS__URL=self.worker_redis_urls.get(worker, self.redis_url),
+        )
+
+    def start_redis(self, port: int = 0) -> Process:
+        """`port` starts a second, empty server beside the service's own."""
+        name = f"redis-{port}" if port else "redis"
+        args = [
+            str(find_redis_server()),
+            *("--port", str(port or self.redis_port), "--bind", "127.0.0.1", "--dir", str(self.folder)),
+            *("--save", "", "--appendonly", "yes" if self.append_only else "no"),
+            *("--maxmemory-policy", "noeviction", *self.redis_args),
+        ]
+        process = Process(name, args, dict(os.environ), self.folder / f"{name}.log").start()
+        self.processes[name] = process
+        wait_for("Redis to answer", lambda: self.redis_answers(port))
+        return process
+
+    # ---------------------------------------------------------------- looking at it
+
+    @property
+    def own_redis_url(self) -> str:
+        return f"redis://127.0.0.1:{self.redis_port}/0"
+
+    @property
+    def redis(self) -> redis.Redis:
+        return redis.Redis(port=self.redis_port, socket_timeout=10)
+
+    def redis_answers(self, port: int = 0) -> bool:
+        client = redis.Redis(port=port or self.redis_port, socket_timeout=5)
+        with contextlib.suppress(redis.RedisError, OSError), client:
+            return bool(client.ping())
+        return False
+
+    def url(self, gateway: int = 0) -> str:
+        return f"http://127.0.0.1:{self.gateway_ports[gateway]}"
+
+    def get(self, path: str, gateway: int = 0) -> httpx.Response:
+        return httpx.get(self.url(gateway) + path, timeout=10)
+
+    def state(self, gateway: int = 0) -> dict[str, Any]:
+        return dict(self.get("/admin/state", gateway).json())
+
+    def serving_workers(self, gateway: int = 0) -> set[str]:
+        with contextlib.suppress(httpx.HTTPError):
+            return {w["id"] for w in self.state(gateway)["workers"] if w["state"] == "serving"}
+        return set()
+
+    def wait_ready(self, within_s: float = 180.0) -> None:
+        wanted = {name for name in self.processes if name.startswith("w")}
+        for index in range(self.num_gateways):
+            try:
+                self._wait_serving(wanted, index, within_s)
+            except AssertionError as problem:
+                raise AssertionError(f"{problem}\n{self.logs()}") from None
+
+    def _wait_serving(self, wanted: set[str], gateway: int, within_s: float) -> None:
+        wait_for(f"{wanted} to serve", lambda: wanted <= self.serving_workers(gateway), within_s)
+
+    def blocks_used(self, gateway: int = 0) -> float:
+        """KV blocks in use over all instances, as the workers last reported; infinite if one did not."""
+        used = [i["kv"]["used"] for i in self.state(gateway)["instances"]]
+        return float("inf") if None in used else sum(used)
+
+    def metric(self, name: str, gateway: int = 0) -> float:
+        """Sum over the label sets of one Prometheus series; 0.0 where it has not appeared."""
+        lines = self.get("/metrics", gateway).text.splitlines()
+        return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.split("{")[0].split(" ")[0] == name)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {p.name}\n{p.tail()}" for p in self.processes.values())
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Adds the processes' last words to an assertion that fails."""
+        try:
+            yield
+        except AssertionError as problem:
+            raise AssertionError(f"{problem}\n{self.logs()}") from problem
+
+
+class EmptyService(Service):
+    """A service whose workers start without a model and wait for what is deployed."""
+
+    def add_worker(self, worker: str) -> Process:
+        env = {"INSTAR_WORKER__ID": worker, "INSTAR_WORKER__MODELS": "[]"}
+        return self.add(worker, "worker", INSTAR_WORKER__MAY_BE_EMPTY="true", **env)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuSeconds:
-    """Spent so far by the service and its client, and by everybody else on the machine."""
+    """CPU seconds spent so far by the service and its client (`ours`), and by other programs (`others`)."""
 
     ours: float
     others: float
 
 
 def cpu_seconds(service: Service) -> CpuSeconds:
-    """This process is the client."""
+    """Return the CPU seconds spent so far; this process counts as the client."""
     pids = [process.pid for process in service.processes.values()]
     times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
     ours = sum(spent.user + spent.system for spent in times)
@@ -30,9 +287,9 @@ def cpu_seconds(service: Service) -> CpuSeconds:
     return CpuSeconds(ours, busy - ours)
 
 
-@contextmanager
+@contextlib.contextmanager
 def noting_logs(service: Service) -> Iterator[None]:
-    """Adds the words of its processes to what goes wrong."""
+    """Add the last log lines of the service's processes to an exception."""
     try:
         yield
     except BaseException as problem:

@@ -29,14 +29,13 @@ from typing import Any
 
 from httpx import HTTPError
 
-from bench.common.results import RESULTS
+from bench.common.results import DEMO, RESULTS
 from bench.deploy.plot import draw
 from bench.deploy.report import FIXED, NUM_WORKERS, Chosen, Run, batches, intents_of, report, say_card
 from bench.deploy.service import DeployService, Placed, running
 from bench.engine.offline import say
 from bench.serving.setup import model_folder
 from bus.deployments import Configuration, Intent
-from tests.support.paths import DEMO_MODEL
 
 MODELS = ("demo", "30M", "60M")
 REQUEST = Intent(prompt_tokens=160, output_tokens=32)
@@ -93,7 +92,7 @@ def models(names: Sequence[str]) -> Iterator[dict[str, Path]]:
 @contextmanager
 def demo_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="instar-bench-") as folder:
-        for file in DEMO_MODEL.iterdir():
+        for file in DEMO.iterdir():
             if file.is_file():
                 (Path(folder) / file.name).symlink_to(file)
         yield Path(folder)

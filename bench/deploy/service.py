@@ -13,11 +13,9 @@ from typing import Any, Final
 
 import httpx
 
-from bench.common.service import CpuSeconds, cpu_seconds, noting_logs
+from bench.common.service import CpuSeconds, EmptyService, cpu_seconds, noting_logs, wait_for
 from bench.deploy.report import MAX_TP
 from bus.deployments import Configuration, Intent
-from tests.support.empty_service import EmptyService
-from tests.support.service import wait_for
 
 SETTINGS: Final = {
     "WORKER__PAGE_KIB": "64",

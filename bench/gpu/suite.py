@@ -67,7 +67,7 @@ def say(text: str = "") -> None:
 
 def check_kernels() -> list[str]:
     """What failed, by name."""
-    from tests.support.kernel_checks import checks, failures
+    from bench.kernels.checks import checks, failures
 
     say(f"kernels: {sum(1 for _ in checks('cuda', 'cuda'))} checks against the oracles")
     return [f"{name}: {problem}" for name, problem in failures("cuda", "cuda") if problem]
@@ -105,7 +105,7 @@ def check_memory() -> list[str]:
 
 def check_engine() -> list[str]:
     """Greedy output of tiny random models of every family, against transformers, token for token."""
-    from tests.support.model_folders import FAMILIES, make_oracle
+    from bench.common.oracles import FAMILIES, make_oracle
 
     say(f"engine: greedy output of {len(FAMILIES)} tiny models against transformers")
     problems = []

@@ -27,10 +27,10 @@ import torch
 from bench.gpu import transform_workers as gpu_transform_workers
 from bench.gpu.alone import run_alone
 from bench.gpu.transform_workers import Workers
+from bench.kernels.checks import AttentionCase, assert_close, plan_of
 from bench.transform import kv as transform_kv
 from bench.transform.ranks import run_ranks
 from kernels import reference
-from tests.support.kernel_checks import AttentionCase, assert_close, plan_of
 from worker.engine.build import make_pool
 from worker.memory import KVCache, PagePool, VirtualRange
 from worker.parallel.communicator import Communicator

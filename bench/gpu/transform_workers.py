@@ -20,8 +20,8 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
+from bench.common.oracles import make_oracle
 from bench.transform.group import Change, Leader, Made, group
-from tests.support.model_folders import make_oracle
 
 WORKERS = 4
 # (degree, members in the order of their shards there): pairs, all, and back.

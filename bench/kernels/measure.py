@@ -25,9 +25,9 @@ from bench.common.results import RESULTS
 # isort: split
 import torch
 
+from bench.kernels.checks import AttentionCase, plan_of
 from bench.kernels.quantized import quantized_products
 from kernels import reference
-from tests.support.kernel_checks import AttentionCase, plan_of
 
 RESULT = RESULTS / "kernels.json"
 SHAPES = ((512, 512), (512, 1408), (1408, 512), (512, 4096), (768, 2048), (2048, 768))  # inputs, outputs

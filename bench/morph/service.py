@@ -14,11 +14,10 @@ from typing import Any, Final
 
 import httpx
 
-from bench.common.service import CpuSeconds, cpu_seconds, noting_logs
+from bench.common.service import CpuSeconds, Service, cpu_seconds, noting_logs, wait_for
 from bus.codec import decode
 from bus.messages import Event, InstanceTelemetry, LayerShape, MorphReport, WorkerTelemetry
 from bus.names import Names
-from tests.support.service import Service, wait_for
 
 # models/demo in float32 is 27.6 MB; what is left for the KV cache is little more than a third of that.
 BUDGET_MB: Final = 33

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from bench.common.service import noting_logs
+from bench.common.service import Service, noting_logs, wait_for
 from bench.morph.service import BUDGET_MB, SETTINGS, Configuration, MorphService
 from bench.paper.plan import Plan
-from tests.support.service import Service, wait_for
 
 FULL, INT4 = "full precision", "static INT4"
 STATIC_4, STATIC_2 = "static 1/4", "static 1/2"

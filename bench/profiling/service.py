@@ -11,14 +11,13 @@ from typing import Any, Final
 
 import httpx
 
-from bench.common.service import CpuSeconds, cpu_seconds, noting_logs
+from bench.common.service import CpuSeconds, Service, cpu_seconds, noting_logs, wait_for
 from bus.checkpoints import digest_of
 from bus.codec import decode, encode
 from bus.deployments import Measure, Profile
 from bus.messages import PRECISIONS, CancelMorph, Event, WorkerCard
 from bus.names import Names
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
-from tests.support.service import Service, wait_for
 
 SETTINGS: Final = {
     "WORKER__MEMORY_MB": "320",

@@ -15,11 +15,10 @@ from typing import Any, Final
 
 import httpx
 
-from bench.common.service import CpuSeconds, cpu_seconds, noting_logs
+from bench.common.service import CpuSeconds, Process, Service, cpu_seconds, noting_logs, wait_for
 from bus.codec import decode
 from bus.messages import InstanceCard, MorphReport, WorkerCard, WorkerTelemetry
 from bus.names import Names
-from tests.support.service import Process, Service, wait_for
 
 SETTINGS: Final = {
     "WORKER__PAGE_KIB": "64",

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from bench.common.service import free_port
 from tests.browser.picture import NUM_LAYERS, Instance, deployment, policy, worker
 from tests.support.paths import ROOT
-from tests.support.service import free_port
 
 DASHBOARD = ROOT / "gateway" / "dashboard"
 CSP = {"content-security-policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"}

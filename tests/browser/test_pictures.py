@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from bench.common.service import Service, wait_for
 from tests.browser.conftest import OpenPage
 from tests.support.paths import DEMO_MODEL
-from tests.support.service import Service, wait_for
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

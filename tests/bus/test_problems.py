@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from redis._parsers import BaseParser
 
+from bench.common.service import free_port
 from bus.client import (
     BadRedisUrl,
     BusUnavailable,
@@ -25,7 +26,6 @@ from bus.connection import public_url, translated
 from bus.settings import RedisSettings
 from tests.conftest import settings_of
 from tests.support.redis_process import RedisProcess
-from tests.support.service import free_port
 
 Answer = Callable[[bytes], bytes | None]
 

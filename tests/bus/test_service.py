@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.common.service import free_port
 from bus import logs
 from bus.service import CONFIGURATION_ERROR, run_until
 from bus.settings import LogSettings
 from tests.support.paths import ROOT
 from tests.support.redis_process import RedisProcess
-from tests.support.service import free_port
 
 
 @pytest.fixture

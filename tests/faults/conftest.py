@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bench.common.service import Service
 from tests.support.paths import ROOT
-from tests.support.service import Service
 
 if TYPE_CHECKING:
     from tests.faults.transforms import Shapes

@@ -13,15 +13,14 @@ from typing import Any, Final, Self
 import httpx
 import pytest
 
+from bench.common.service import EmptyService, wait_for
 from bus.checkpoints import digest_of
 from bus.deployments import Configuration
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from tests.faults.load import PROMPT
 from tests.faults.morphs import NUM_LAYERS, QUICK_NUMBERS
-from tests.support.empty_service import EmptyService
 from tests.support.known_truths import BITS, Truth, profile_of
 from tests.support.paths import DEMO_MODEL
-from tests.support.service import wait_for
 from worker.profiler.stored import profile_path, program_version, write_stored
 
 NUM_TOKENS: Final = 24

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import openai
 
-from tests.support.service import Service, wait_for
+from bench.common.service import Service, wait_for
 
 PROMPT = "def read_lines(path):\n    "
 # The penalty keeps a greedy text from going round in circles, where a wrong token would not show.

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from bench.common.service import Process, Service
 from bus.messages import PARTS, PRECISIONS
 from tests.faults.morphs import NUM_LAYERS, Hand, assert_complete, assert_exact_while_full, stream
 from tests.faults.storm import Job, Storm
-from tests.support.service import Process, Service
 
 MIB = 1024 * 1024
 STREAM_TOKENS = 200

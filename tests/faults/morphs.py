@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 
+from bench.common.service import Service, wait_for
 from bus.codec import decode
 from bus.messages import Event, MorphReport
 from bus.names import Names
 from tests.faults.load import Stream
-from tests.support.service import Service, wait_for
 
 NUM_LAYERS = 8  # of models/demo
 FULL = {"attention": "full", "ffn": "full"}

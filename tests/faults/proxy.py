@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tests.support.service import free_port
+from bench.common.service import free_port
 
 
 @dataclass

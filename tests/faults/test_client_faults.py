@@ -15,9 +15,9 @@ from typing import Any
 import openai
 import pytest
 
+from bench.common.service import Service, wait_for
 from tests.faults.conftest import heal
 from tests.faults.load import LONG_STREAM, PROMPT, Load, Stream, client, complete, p99
-from tests.support.service import Service, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 Report = Callable[[dict[str, Any]], None]

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+from bench.common.service import Process, wait_for
 from tests.faults.deployments import (
     OF_DEMO_MODELS,
     Asking,
@@ -24,7 +25,6 @@ from tests.faults.deployments import (
     pretend_measured,
     workers_of,
 )
-from tests.support.service import Process, wait_for
 
 KEPT, ALONE = "kept", {"tp": 1, "pp": 1, "precision": "full", "prompt_tokens": 64, "output_tokens": 24}
 SETTINGS: Final = {

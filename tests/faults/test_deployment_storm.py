@@ -19,6 +19,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from bench.common.service import wait_for
 from tests.faults.deployments import (
     NUM_TOKENS,
     OF_DEMO_MODELS,
@@ -31,7 +32,6 @@ from tests.faults.deployments import (
 )
 from tests.faults.load import p99
 from tests.faults.storm import Job, Storm
-from tests.support.service import wait_for
 
 STORM_S = float(os.environ.get("STORM_S", "40"))
 KEPT, OTHERS = "kept", ("one", "two")

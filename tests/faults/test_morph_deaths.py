@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import Service, wait_for
 from bus.messages import Event, MorphReport
 from tests.faults.conftest import heal
 from tests.faults.load import Load
@@ -27,7 +28,6 @@ from tests.faults.morphs import (
     stream,
     told,
 )
-from tests.support.service import Service, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(240)]
 Report = Callable[[dict[str, Any]], None]

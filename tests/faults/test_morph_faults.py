@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import Service, wait_for
 from tests.faults.morphs import (
     FULL,
     NUM_LAYERS,
@@ -21,7 +22,6 @@ from tests.faults.morphs import (
     settings,
     stream,
 )
-from tests.support.service import Service, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import Service, wait_for
 from tests.faults.load import Load
 from tests.faults.morph_storm import PROMPTS, STREAM_TOKENS, MorphStorm
 from tests.faults.morphs import NUM_LAYERS, SMALL_BUDGET, Hand, assert_complete, settings, stream
-from tests.support.service import Service, wait_for
 
 STORM_S = float(os.environ.get("STORM_S", "8"))
 # Morphs may take what they like here: the more of them, the better.

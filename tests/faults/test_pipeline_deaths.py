@@ -8,11 +8,11 @@ import threading
 import httpx
 import pytest
 
+from bench.common.service import Service, wait_for
 from bus.client import connect
 from bus.messages import Deploy, Stage
 from bus.settings import RedisSettings
 from tests.support.paths import DEMO_MODEL
-from tests.support.service import Service, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

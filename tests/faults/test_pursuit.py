@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import pytest
 
+from bench.common.service import wait_for
 from bus.messages import Event
 from tests.faults.deployments import (
     OF_DEMO_MODELS,
@@ -21,7 +22,6 @@ from tests.faults.deployments import (
     workers_of,
 )
 from tests.faults.morphs import told
-from tests.support.service import wait_for
 
 WINDOW_S, COOLDOWN_S = 3.0, 6.0
 FULL: Final = {"precision": "full", "prompt_tokens": 64, "output_tokens": 24}

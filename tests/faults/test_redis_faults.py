@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import LEASE_S, Service, free_port, wait_for
 from tests.faults.conftest import heal
 from tests.faults.load import LONG_STREAM, Load, Stream, complete
 from tests.faults.proxy import FaultProxy
-from tests.support.service import LEASE_S, Service, free_port, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 Report = Callable[[dict[str, Any]], None]

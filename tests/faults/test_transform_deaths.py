@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import Service
 from tests.faults.load import Load
 from tests.faults.morphs import NUM_LAYERS
 from tests.faults.transforms import FOLLOWER, LEADER, MEMBERS, ONLY_FULL, Order, Shapes, other, role, serving
-from tests.support.service import Service
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 Report = Callable[[dict[str, Any]], None]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import wait_for
 from tests.faults.load import Load
 from tests.faults.morphs import NUM_LAYERS
 from tests.faults.transforms import FOLLOWER, LEADER, MEMBERS, ONLY_FULL, Shapes, other, role, serving
-from tests.support.service import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 Report = Callable[[dict[str, Any]], None]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import LEASE_S, Service, wait_for
 from tests.faults.conftest import heal
 from tests.faults.load import LONG_STREAM, PROMPT, Load, Stream, complete
-from tests.support.service import LEASE_S, Service, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 Report = Callable[[dict[str, Any]], None]

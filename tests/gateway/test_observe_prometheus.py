@@ -13,8 +13,8 @@ import httpx
 import pytest
 import yaml
 
+from bench.common.service import Process, Service, free_port, wait_for
 from tests.gateway.test_observe import OBSERVE, rules, shown
-from tests.support.service import Process, Service, free_port, wait_for
 
 PROMETHEUS: Final = shutil.which("prometheus")
 LOAD_S: Final = 12.0

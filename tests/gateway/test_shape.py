@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.service import Service, wait_for
+from bench.common.service import Service, wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import free_port
 from bus.messages import StepOutput
 from bus.settings import RedisSettings, SettingsError, TracingSettings
 from gateway.delivery.inflight import Target
@@ -23,7 +24,6 @@ from gateway.tracing.phases import phases
 from tests.support.gateway_core import Core
 from tests.support.gateway_harness import BODY, Gate, running
 from tests.support.otlp_collector import Collector, collecting
-from tests.support.service import free_port
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
 

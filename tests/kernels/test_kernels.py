@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import kernels
+from bench.kernels.checks import checks
 from kernels.gpu.attention import MAX_SPLITS, num_splits
-from tests.support.kernel_checks import checks
 
 
 @pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in checks("cpu", "cpu")])
@@ -24,7 +24,7 @@ def test_a_cpu_kernel_agrees_with_its_oracle(check: Callable[[], None]) -> None:
 def test_triton_kernels_agree_with_their_oracles_in_the_interpreter(part: str) -> None:
     # The interpreter is chosen when triton is imported, so it needs a process of its own.
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.kernel_checks", "cuda", "cpu", part],
+        [sys.executable, "-m", "bench.kernels.checks", "cuda", "cpu", part],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import kernels
+from bench.kernels.quantized_weights import quantized
 from kernels.packing import BITS
 from kernels.quantized import QuantizedWeight
-from tests.support.quantized_weights import quantized
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.common.service import Service, wait_for
 from bus.codec import decode, encode
 from bus.messages import Deploy, MorphReport, Retire, Stage
 from tests.support.paths import DEMO_MODEL
-from tests.support.service import Service, wait_for
 
 pytestmark = [
     pytest.mark.faults,

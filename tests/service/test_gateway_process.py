@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.common.service import free_port, wait_for
 from bus.settings import RedisSettings
 from tests.support.gateway_harness import ANSWER, BODY, running
 from tests.support.gateway_streams import answer
 from tests.support.paths import ROOT
-from tests.support.service import free_port, wait_for
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
 

@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 
+from bench.common.service import LEASE_S, Service, wait_for
 from tests.faults.load import LONG_STREAM, Stream, complete
 from tests.support.paths import DEMO_MODEL
-from tests.support.service import LEASE_S, Service, wait_for
 
 pytestmark = [
     pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.common.service import LEASE_S, Service, wait_for
 from instar.cli import main
 from tests.faults.load import LONG_STREAM, Stream
 from tests.faults.morphs import Hand
 from tests.support.paths import DEMO_MODEL
-from tests.support.service import LEASE_S, Service, wait_for
 
 pytestmark = [
     pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from bench.common.oracles import make_oracle
 from bus.client import Bus
 from bus.messages import SamplingParams, StepOutput, Submit
 from bus.settings import RedisSettings, WorkerSettings
-from tests.support.model_folders import make_oracle
 from tests.support.paths import ROOT
 from worker.engine.build import fair_shares
 from worker.service import watchdog

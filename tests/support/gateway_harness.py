@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 
+from bench.common.service import free_port
 from bus.client import Bus, connect
 from bus.messages import Metrics, Submit
 from bus.settings import GatewaySettings, RedisSettings, Settings, TracingSettings, WorkerSettings
@@ -20,7 +21,6 @@ from gateway.service import main
 from gateway.text.tokenizer import Tokenizer
 from tests.support import metrics_samples
 from tests.support.fake_worker import LEASE_S, FakeWorker
-from tests.support.service import free_port
 
 BODY: dict[str, Any] = {"model": "demo", "prompt": "fox", "max_tokens": 100}
 ANSWER = "the quick Größe 🌍 jumps over 你好, too."

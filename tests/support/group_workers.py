@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.oracles import make_oracle
 from bus.messages import MorphReport, Precision, Resize, SamplingParams, Swap, Transform
-from tests.support.model_folders import make_oracle
 from tests.support.threaded_worker import ThreadedWorker
 from worker.core import Limits, Request
 from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, saved as Hugging Face saves them, and steps over a paged cache."""
+"""Steps of a model over a paged cache, and its pool of pages."""
 
 from __future__ import annotations
 
@@ -6,60 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from kernels import AttentionPlan
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, load_model
-
-TINY: dict[str, Any] = {
-    "vocab_size": 211,
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-}
-
-# Every family, with the options in which it differs from the others.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama with biases": ("Llama", {"attention_bias": True}),
-    "llama with wide heads": ("Llama", {"head_dim": 24}),
-    "llama with rows that fit no page": ("Llama", {"hidden_size": 80, "head_dim": 10}),
-    "llama, multi-head, tied": ("Llama", {"num_key_value_heads": 8, "tie_word_embeddings": True}),
-    "mistral with a sliding window": ("Mistral", {"sliding_window": 13}),
-    "mistral without a window": ("Mistral", {"sliding_window": None, "head_dim": 16}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2, tied, window in the last layers": (
-        "Qwen2",
-        {
-            "tie_word_embeddings": True,
-            "use_sliding_window": True,
-            "sliding_window": 11,
-            "max_window_layers": 1,
-        },
-    ),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
-}
-
-
-def make_oracle(family: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A transformers model in float32 with nothing left at its initial value: biases and norms are random."""
-    name, options = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**(TINY | options | changes))
-    config._attn_implementation = "eager"
-    torch.manual_seed(seed)
-    oracle = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in oracle.named_parameters():
-            if parameter_name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0.0, 0.08)
-    return oracle
 
 
 def make_pool(megabytes: int = 8, page_bytes: int = 4096) -> PagePool:

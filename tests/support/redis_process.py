@@ -14,8 +14,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from bench.common.service import free_port
 from instar.serve.redis_server import find_redis_server
-from tests.support.service import free_port
 
 START_LIMIT_S = 10.0
 

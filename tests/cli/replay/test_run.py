@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import free_port, wait_for
 from bus.settings import GatewaySettings, RedisSettings, Settings
 from instar.cli import main
 from instar.errors import BenchProblem, ServerProblem
@@ -33,7 +34,6 @@ from instar.replay.wire import Exchange, Server
 from tests.support.gateway_harness import Gate, running
 from tests.support.paths import ROOT, TRACES
 from tests.support.replay_samples import Answer, Stub, events, flags, refused, stub
-from tests.support.service import free_port, wait_for
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.oracles import FAMILIES, make_oracle
 from tests.support.engine_toys import Client, request, run
-from tests.support.model_folders import FAMILIES, make_oracle
 from tests.support.paths import DEMO_MODEL
 from worker.core import Limits
 from worker.engine.build import fill_caches, make_cache, make_instance, make_pool, run_canary

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kernels
+from bench.kernels.checks import MIXED, AttentionCase, assert_close, plan_of
 from kernels import reference
-from tests.support.kernel_checks import MIXED, AttentionCase, assert_close, plan_of
 from tests.support.kv_layouts import Layout, as_kernels_see, kv_stride_order, pieces_per_shard, storage_shape
 
 SIZES = (5, 4, 8, 16)  # blocks, heads, tokens, dim

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.model_folders import FAMILIES, TINY, Runner, make_oracle, make_pool
+from bench.common.oracles import FAMILIES, TINY, make_oracle
+from tests.support.model_folders import Runner, make_pool
 from worker.memory import MappingFailed, PagePool
 from worker.model import ModelError, load_model, read_config
 from worker.model.layout import Padded, degrees, pad_ffn, plan_model

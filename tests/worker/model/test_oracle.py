@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.model_folders import FAMILIES, Runner, make_oracle
+from bench.common.oracles import FAMILIES, make_oracle
+from tests.support.model_folders import Runner
 from worker.model import Model, Shard
 from worker.model.layer import attention, feed_forward
 from worker.model.weights import tensors_of

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.common.oracles import FAMILIES, make_oracle
 from tests.support.group_models import Chunks, Ranks
-from tests.support.model_folders import FAMILIES, Runner, make_oracle
+from tests.support.model_folders import Runner
 from worker.model import Segment
 
 # Float32 on both sides; the ranks' partial sums are added in another order. Logits are about 1 in size.

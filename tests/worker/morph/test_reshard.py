@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench.common.oracles import FAMILIES, TINY, make_oracle
 from bus.messages import PARTS, PRECISIONS, LayerShape, Part, Precision
 from tests.support.group_models import Ranks
-from tests.support.model_folders import FAMILIES, TINY, Runner, make_oracle
+from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing
 from worker.memory import MappingFailed, OutOfPages
 from worker.model import Shard, read_config

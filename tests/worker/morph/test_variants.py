@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.oracles import FAMILIES, TINY, make_oracle
 from bus.messages import PARTS, PRECISIONS, LayerShape, Part, Precision
-from tests.support.model_folders import FAMILIES, TINY, Runner, make_oracle
+from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing, write_sets
 from worker.memory import OutOfPages, VirtualRange
 from worker.model import ModelError, Shard, read_config

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.model_folders import make_oracle
+from bench.common.oracles import make_oracle
 from tests.support.tiny_model import byte_level
 from worker.model import ModelError, read_config
 from worker.model.sources import Checkpoint, model_fingerprint

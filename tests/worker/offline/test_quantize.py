@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.oracles import FAMILIES, make_oracle
 from instar.commands.offline import run_offline
 from kernels import quantize_rtn
-from tests.support.model_folders import FAMILIES, Runner, make_oracle
+from tests.support.model_folders import Runner
 from tests.support.paths import MODELS
 from tests.support.tiny_model import byte_level
 from worker.model import ModelError, read_config

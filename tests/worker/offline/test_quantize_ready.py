@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.common.oracles import make_oracle
 from kernels import quantize_rtn
-from tests.support.model_folders import make_oracle
 from tests.support.tiny_model import byte_level
 from worker.model import read_config
 from worker.model.quantized_sets import MATRICES, QuantizedMatrix, QuantizedSet, set_path

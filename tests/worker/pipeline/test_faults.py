@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.oracles import make_oracle
+from bench.common.service import wait_for
 from bus.messages import RejectReason, SamplingParams
-from tests.support.model_folders import make_oracle
 from tests.support.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
-from tests.support.service import wait_for
 from worker.core import Request
 from worker.engine.instance import Output
 from worker.model import ModelError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.model_folders import make_oracle
+from bench.common.oracles import make_oracle
 from tests.support.pipeline_workers import Line
 from worker.morph.resizer import KVResizer
 

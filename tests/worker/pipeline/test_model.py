@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.model_folders import FAMILIES, Runner, make_oracle
+from bench.common.oracles import FAMILIES, make_oracle
+from tests.support.model_folders import Runner
 from worker.model import ModelError, load_model
 
 LAYERS = 4

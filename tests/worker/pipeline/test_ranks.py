@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.service import wait_for
+from bench.common.service import wait_for
 from worker.model.shard import ALONE, Shard
 from worker.parallel.communicator import PeerLost
 from worker.pipeline.ranks import Ranks

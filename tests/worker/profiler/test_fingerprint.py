@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.oracles import make_oracle
 from bus.deployments import LinkSample, MemorySample
 from bus.messages import PARTS, Precision
-from tests.support.model_folders import Runner, make_oracle, make_pool
+from tests.support.model_folders import Runner, make_pool
 from tests.support.variant_models import Morphing
 from worker.memory import PagePool
 from worker.model import load_model, read_config

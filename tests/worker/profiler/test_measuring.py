@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from bench.common.oracles import make_oracle
 from bus.checkpoints import digest_of
 from bus.deployments import Measure, Peer, Profile
 from bus.settings import WorkerSettings
 from tests.support.engine_toys import Client, request, run, toy_engine
-from tests.support.model_folders import make_oracle, make_pool
+from tests.support.model_folders import make_pool
 from worker.memory import PagePool
 from worker.pipeline.stages import Stages
 from worker.profiler.measurer import CannotMeasure, Measurer

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.common.oracles import make_oracle
 from tests.support.group_workers import transform, workers
-from tests.support.model_folders import make_oracle
 from worker.engine.work import Work
 from worker.parallel.budget import SHORT_SHARE, Need, allowances, even
 from worker.parallel.canary import TOKENS

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from bench.common.service import wait_for
 from tests.faults.deployments import DeployingService, assert_everything_is_given_back, pretend_measured
 from tests.support.paths import DEMO_MODEL
-from tests.support.service import wait_for
 
 pytestmark = [
     pytest.mark.faults,

@@ -10,7 +10,7 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from tests.support.service import wait_for
+from bench.common.service import wait_for
 from worker.parallel.links import Link, Links
 from worker.parallel.wire import Bye, Messages
 

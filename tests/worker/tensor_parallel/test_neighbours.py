@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from bench.common.oracles import make_oracle
 from bus.messages import InstanceCard, WorkerCard
 from tests.support.group_workers import transform, workers
-from tests.support.model_folders import make_oracle
 from worker.parallel.communicator import PeerLost, connect
 from worker.parallel.meetings import Meetings, new_meeting
 from worker.parallel.wire import Peer

@@ -1,7 +1,7 @@
 """Every kernel against its oracle, over a sweep: plain functions, so that a machine with a GPU and nothing
 but torch and triton can run them too (`bench/gpu/suite.py`).
 
-    python -m tests.support.kernel_checks FACE DEVICE [PART]
+    python -m bench.kernels.checks FACE DEVICE [PART]
 
 FACE: cpu, cuda (Triton; with TRITON_INTERPRET=1 on cpu). PART: one of PARTS.
 """
@@ -17,8 +17,8 @@ from functools import partial
 import torch
 
 import kernels
+from bench.kernels.quantized_checks import quantized_checks
 from kernels import AttentionPlan, reference
-from tests.support.quantized_checks import quantized_checks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Two roundings of the last bit of values around 1; the interpreter truncates to bfloat16 instead of rounding.

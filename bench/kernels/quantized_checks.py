@@ -1,5 +1,5 @@
 """Products with quantised weights against their oracle: every number of bits, group, split, dtype and a few
-numbers of units and tokens. Plain functions, as in `tests.support.kernel_checks`."""
+numbers of units and tokens. Plain functions, as in `bench.kernels.checks`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 
 import kernels
+from bench.kernels.quantized_weights import quantized
 from kernels.packing import BITS
 from kernels.quantized import QuantizedWeight, Split
-from tests.support.quantized_weights import quantized
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUPS = (32, 64, 96, 192)  # half a tile, a tile, no whole tiles, all inputs of a unit
