@@ -38,7 +38,7 @@ This module imports nothing, so that `bus.messages` stays usable where neither R
 A restart is told before any reader goes on and before `workers()` hands out the new server's picture.
 Wait with `asyncio.timeout`, not `asyncio.wait_for`: the latter loses cancellations on Python 3.11.
 
-Beside it: `bus.histogram` (Accumulator, merge, difference, quantile, vLLM's bounds), `bus.logs.set_up`,
+Beside it: `bus.histogram` (Accumulator, merge, difference, quantile), `bus.logs.set_up`,
 `bus.service.run(name, main)` (settings, logging, uvloop, SIGTERM, exit status of a process), `bus.pending`
 and `bus.leftovers` (what the dead leave, for the controller), `bus.checkpoints` (a model's folder).
 """

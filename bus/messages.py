@@ -348,10 +348,9 @@ class WorkerCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Mergeable: counts[i] values <= bounds[i] and > bounds[i-1]; counts[-1] is above every bound."""
+    """A mergeable sketch: the number of values by bucket (see `bus.histogram`), and their sum."""
 
-    bounds: tuple[float, ...]
-    counts: list[int]
+    counts: dict[int, int] = field(default_factory=dict)
     total: float = 0.0
 
 

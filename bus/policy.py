@@ -67,7 +67,7 @@ def _about(**declaration: Any) -> dict[str, PolicyField]:
 
 
 def _layers_of(shares: Mapping[str, float], name: str) -> dict[str, ModeEffect]:
-    """The effect of modes on a number of layers: a share of the model's, at least one, unless set."""
+    """Return the effects of modes on a number of layers: a share of the model's, at least one, unless set."""
 
     def effect(share: float) -> ModeEffect:
         def value(policy: Policy, num_layers: int) -> int:
@@ -252,8 +252,10 @@ class Policy:
     )
 
     def in_force(self, num_layers: int) -> Policy | None:
-        """The policy with the effects of its mode on a model of `num_layers` layers; None: nothing morphs
-        by itself."""
+        """Return the policy with the effects of its mode on a model of `num_layers` layers.
+
+        None in mode manual: nothing morphs by itself.
+        """
         if self.mode == "manual":
             return None
         effects = {one.name: one.by_mode[self.mode] for one in FIELDS if self.mode in one.by_mode}

@@ -1,1 +1,1 @@
-"""Telemetry in, smoothed metrics out. May die at any time: serving goes on, on the gateways' own counts."""
+"""Telemetry in, smoothed metrics out. Serving goes on without it, by the gateways' own counts."""

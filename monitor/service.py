@@ -1,6 +1,8 @@
-"""Follow telemetry, publish metrics, and now and then a moment for the history. What is known lives in
-memory only: after a restart the telemetry that is still in the stream brings it back, and nothing that serves
-depends on the monitor being there."""
+"""The monitor's process: telemetry in, metrics and moments out.
+
+Its state is in memory only: after a restart it reads again the telemetry that is still in the stream.
+Requests are served without a monitor, too.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ log = logging.getLogger("monitor")
 
 
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
-    """Until `stop` is set. Raises RedisProblem."""
+    """Run until `stop` is set. Raises RedisProblem."""
     monitor = Monitor(settings.monitor, bus)
     log.info("following telemetry")
     await run_until(stop, monitor.follow(), monitor.report())
 
 
 class Monitor:
-    """One smoother between two loops: `follow` fills it, `report` publishes it."""
+    """A smoother between two loops: `follow` fills it, `report` publishes its metrics."""
 
     def __init__(self, settings: MonitorSettings, bus: Bus) -> None:
         self._settings = settings
@@ -51,7 +53,7 @@ class Monitor:
             self._start_afresh()
 
     async def follow(self) -> None:
-        """Reads from the oldest report there is: a window that began before us is whole at once."""
+        """Read reports from the oldest there is, so that a window that began earlier is whole at once."""
         async with self._bus.reader(self._bus.names.telemetry, WorkerTelemetry, start="0") as reader:
             async for batch in reader:
                 for entry_id, report in batch:
@@ -62,8 +64,10 @@ class Monitor:
                     self._news.set()
 
     async def report(self) -> None:
-        """Every `interval_s` while there is load, every `idle_interval_s` otherwise; load or another shape
-        ends the longer pause."""
+        """Publish every `interval_s` under load, every `idle_interval_s` otherwise.
+
+        Load, or another shape, ends the longer pause.
+        """
         while True:
             await asyncio.sleep(self._settings.interval_s)
             if not self._smoother.has_load(self._now()):
@@ -82,7 +86,7 @@ class Monitor:
             await batch.send()
         except BusUnavailable:
             await self._bus.wait_up()
-        except BusFull as full:  # readers see the last metrics grow old, and hold
+        except BusFull as full:  # readers see that the last metrics grow old, and hold
             log.debug("metrics are not published: %s", full)
 
     def _now(self) -> float:

@@ -10,9 +10,9 @@ histograms count since the worker's epoch began, and the window is the differenc
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bus import histogram
 from bus.messages import (
@@ -24,33 +24,8 @@ from bus.messages import (
     WorkerTelemetry,
 )
 
-FORGET_STALES = 6  # a worker silent for this many times `stale_s` is not mentioned any more
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """Running averages of one instance."""
-
-    running: float
-    waiting: float
-    waiting_tokens: float
-    kv_used: float
-
-    @classmethod
-    def of(cls, report: InstanceTelemetry) -> Gauges:
-        return cls(report.running, report.waiting, report.waiting_tokens, report.kv_used)
-
-    def towards(self, newest: Gauges, weight: float) -> Gauges:
-        return Gauges(
-            running=blend(self.running, newest.running, weight),
-            waiting=blend(self.waiting, newest.waiting, weight),
-            waiting_tokens=blend(self.waiting_tokens, newest.waiting_tokens, weight),
-            kv_used=blend(self.kv_used, newest.kv_used, weight),
-        )
-
-
-def blend(average: float, newest: float, weight: float) -> float:
-    return average + weight * (newest - average)
+FORGET_STALES = 6  # the metrics omit a worker that was silent for this many times `stale_s`
+GAUGES = ("running", "waiting", "waiting_tokens", "kv_used")
 
 
 @dataclass(slots=True)
@@ -60,20 +35,19 @@ class _History:
     epoch: int
     reports: deque[tuple[float, WorkerTelemetry]] = field(default_factory=deque)
     busy: float = 0.0
-    gauges: dict[str, Gauges] = field(default_factory=dict)
+    gauges: dict[str, dict[str, float]] = field(default_factory=dict)  # by instance, then by name
 
     @property
     def newest(self) -> tuple[float, WorkerTelemetry]:
         return self.reports[-1]
 
 
-def _shape(report: WorkerTelemetry) -> object:
-    return report.pages, [(one.id, one.kv_blocks, one.layers, one.workers) for one in report.instances]
-
-
 class Smoother:
-    """`window_s`: over which rates and percentiles are taken. `stale_s`: older reports are not used: the
-    instance is absent from the metrics then, since absent is not zero."""
+    """The window of each worker's reports, and the metrics that follow from it.
+
+    `window_s`: the span of rates and percentiles. `stale_s`: metrics omit instances whose newest report is
+    older, since absent is not zero.
+    """
 
     def __init__(self, *, window_s: float, smoothing: float, stale_s: float) -> None:
         self._window_s = window_s
@@ -82,8 +56,10 @@ class Smoother:
         self._workers: dict[str, _History] = {}
 
     def observe(self, at_s: float, report: WorkerTelemetry) -> bool:
-        """Takes one report. A newer epoch starts its worker afresh; reports of an older one are dropped.
-        Returns whether it tells of another shape than the one before: an idle worker may morph, too."""
+        """Take one report, and return True if it shows another shape than the one before.
+
+        A report of a newer epoch starts its worker afresh; one of an older epoch is dropped.
+        """
         history = self._workers.get(report.worker)
         if history is None or report.epoch > history.epoch:
             history = self._workers[report.worker] = _History(report.epoch)
@@ -92,22 +68,24 @@ class Smoother:
         is_morphed = not history.reports or _shape(history.newest[1]) != _shape(report)
         self._average(history, report)
         history.reports.append((at_s, report))
-        # one report from before the window stays: it is the window's beginning
+        # One report from before the window stays: it is the window's beginning.
         while len(history.reports) > 2 and history.reports[1][0] <= at_s - self._window_s:
             history.reports.popleft()
         return is_morphed
 
     def _average(self, history: _History, report: WorkerTelemetry) -> None:
-        first = not history.reports
-        history.busy = report.busy if first else blend(history.busy, report.busy, self._smoothing)
+        history.busy = self._blend(history.busy if history.reports else report.busy, report.busy)
         before, history.gauges = history.gauges, {}
         for instance in report.instances:
-            newest = Gauges.of(instance)
+            newest = {name: float(getattr(instance, name)) for name in GAUGES}
             average = before.get(instance.id, newest)
-            history.gauges[instance.id] = average.towards(newest, self._smoothing)
+            history.gauges[instance.id] = {name: self._blend(average[name], newest[name]) for name in GAUGES}
+
+    def _blend(self, average: float, newest: float) -> float:
+        return average + self._smoothing * (newest - average)
 
     def has_load(self, now_s: float) -> bool:
-        """Whether any instance runs or holds requests, by its newest report that is not stale."""
+        """Return True if an instance runs or holds requests, by its newest report that is not stale."""
         return any(
             instance.running or instance.waiting
             for history in self._fresh(now_s)
@@ -115,16 +93,24 @@ class Smoother:
         )
 
     def metrics(self, now_s: float, at_ms: int) -> Metrics:
-        """The picture at `now_s`, on the clock of the messages."""
-        self._forget(now_s)
+        """Return the metrics at `now_s`, on the clock of the messages."""
+        oldest = now_s - FORGET_STALES * self._stale_s
+        self._workers = {name: one for name, one in self._workers.items() if one.newest[0] >= oldest}
+        windows = [
+            _Window(history, instance)
+            for history in self._fresh(now_s)
+            for instance in history.newest[1].instances
+        ]
+        groups: dict[object, list[_Window]] = defaultdict(list)
+        for window in windows:
+            groups[group_of(window.history.newest[1].worker, window.last)].append(window)
         return Metrics(
             at_ms=at_ms,
             window_seconds=self._window_s,
             workers=[_worker(name, history, now_s) for name, history in sorted(self._workers.items())],
             instances=[
-                _instance(history, report)
-                for history in self._fresh(now_s)
-                for report in history.newest[1].instances
+                window.metrics(groups[group_of(window.history.newest[1].worker, window.last)])
+                for window in windows
             ],
         )
 
@@ -133,68 +119,83 @@ class Smoother:
             if now_s - history.newest[0] <= self._stale_s:
                 yield history
 
-    def _forget(self, now_s: float) -> None:
-        oldest = now_s - FORGET_STALES * self._stale_s
-        self._workers = {name: h for name, h in self._workers.items() if h.newest[0] >= oldest}
+
+def _shape(report: WorkerTelemetry) -> object:
+    return report.pages, [(one.id, one.kv_blocks, one.layers, one.workers) for one in report.instances]
 
 
-def _instance(history: _History, last: InstanceTelemetry) -> InstanceMetrics:
-    first, seconds = _window_start(history, last.id)
-    average = history.gauges[last.id]
-    queue = window_of(last, first, lambda report: report.queue_seconds)
-    queue_p95 = histogram.quantile(queue, 0.95)
-    ttft = window_of(last, first, lambda report: report.time_to_first_token)
-    tpot = window_of(last, first, lambda report: report.time_per_output_token)
-    return InstanceMetrics(
-        id=last.id,
-        worker=history.newest[1].worker,
-        epoch=history.epoch,
-        running=average.running,
-        waiting=average.waiting,
-        waiting_tokens=average.waiting_tokens,
-        kv_blocks=last.kv_blocks,
-        kv_used=average.kv_used,
-        # without a block nothing fits: full, not empty
-        kv_usage=min(1.0, average.kv_used / last.kv_blocks) if last.kv_blocks else 1.0,
-        queue_seconds_p95=queue_p95,
-        ttft_p50=histogram.quantile(ttft, 0.5),
-        ttft_p95=histogram.quantile(ttft, 0.95),
-        tpot_p50=histogram.quantile(tpot, 0.5),
-        tpot_p95=histogram.quantile(tpot, 0.95),
-        prompt_tokens_per_second=rate(last.prompt_tokens, first.prompt_tokens, seconds),
-        generation_tokens_per_second=rate(last.generation_tokens, first.generation_tokens, seconds),
-        preemptions_per_second=rate(last.preemptions, first.preemptions, seconds),
-        last=last,
-        # while nobody is admitted no wait ends, so none is observed: the longer the jam, the less the
-        # percentile sees of it. The head's age does.
-        queue_delay_seconds=max(queue_p95 or 0.0, last.oldest_wait_seconds),
-    )
+def group_of(worker: str, instance: InstanceTelemetry) -> tuple[str, ...]:
+    """Return what the members of one tensor-parallel group have in common: model and workers."""
+    return instance.id.removesuffix(f"@{worker}"), *(instance.workers or [worker])
+
+
+class _Window:
+    """One instance between its first report of the window and its newest."""
+
+    def __init__(self, history: _History, last: InstanceTelemetry) -> None:
+        self.history, self.last = history, last
+        self.first, self.seconds = _window_start(history, last.id)
+        self.queue = self._gained(lambda report: report.queue_seconds)
+        self.ttft = self._gained(lambda report: report.time_to_first_token)
+        self.tpot = self._gained(lambda report: report.time_per_output_token)
+
+    def _gained(self, which: Callable[[InstanceTelemetry], Histogram]) -> Histogram:
+        """Return what a histogram gained; nothing for a worker that counted backwards."""
+        try:
+            return histogram.difference(which(self.last), which(self.first))
+        except histogram.HistogramMismatch:
+            return Histogram()
+
+    def _rate(self, last: int, first: int) -> float:
+        """Return the growth per second; 0 for a single report."""
+        return max(0, last - first) / self.seconds if self.seconds > 0 else 0.0
+
+    def metrics(self, group: Iterable[_Window]) -> InstanceMetrics:
+        """Return the smoothed view. TTFT and TPOT are those of all members of its group together."""
+        last, first, average = self.last, self.first, self.history.gauges[self.last.id]
+        queue_p95 = histogram.quantile(self.queue, 0.95)
+        ttft = histogram.merge(one.ttft for one in group)
+        tpot = histogram.merge(one.tpot for one in group)
+        return InstanceMetrics(
+            id=last.id,
+            worker=self.history.newest[1].worker,
+            epoch=self.history.epoch,
+            running=average["running"],
+            waiting=average["waiting"],
+            waiting_tokens=average["waiting_tokens"],
+            kv_blocks=last.kv_blocks,
+            kv_used=average["kv_used"],
+            # Without a block nothing fits: full, not empty.
+            kv_usage=min(1.0, average["kv_used"] / last.kv_blocks) if last.kv_blocks else 1.0,
+            queue_seconds_p95=queue_p95,
+            ttft_p50=histogram.quantile(ttft, 0.5),
+            ttft_p95=histogram.quantile(ttft, 0.95),
+            tpot_p50=histogram.quantile(tpot, 0.5),
+            tpot_p95=histogram.quantile(tpot, 0.95),
+            prompt_tokens_per_second=self._rate(last.prompt_tokens, first.prompt_tokens),
+            generation_tokens_per_second=self._rate(last.generation_tokens, first.generation_tokens),
+            preemptions_per_second=self._rate(last.preemptions, first.preemptions),
+            # Readers have the percentiles; cumulative sketches would only make the message larger.
+            last=replace(
+                last,
+                queue_seconds=Histogram(),
+                time_to_first_token=Histogram(),
+                time_per_output_token=Histogram(),
+            ),
+            # While nothing is admitted no wait ends, so none is observed: the longer the jam, the less the
+            # percentile sees of it. The head's age does.
+            queue_delay_seconds=max(queue_p95 or 0.0, last.oldest_wait_seconds),
+        )
 
 
 def _window_start(history: _History, instance: str) -> tuple[InstanceTelemetry, float]:
-    """The instance's first report of the window, and the seconds from there to its newest."""
+    """Return the instance's first report of the window, and the seconds from there to its newest."""
     newest_at = history.newest[0]
     for at_s, report in history.reports:
         for candidate in report.instances:
             if candidate.id == instance:
                 return candidate, newest_at - at_s
     raise AssertionError(f"{instance} is in the newest report of its own history")
-
-
-def window_of(
-    last: InstanceTelemetry, first: InstanceTelemetry, which: Callable[[InstanceTelemetry], Histogram]
-) -> Histogram:
-    """What a histogram gained in the window. A worker that changed its bounds, or counted backwards, has no
-    window: nothing observed."""
-    try:
-        return histogram.difference(which(last), which(first))
-    except histogram.HistogramMismatch:
-        return Histogram(bounds=(), counts=[0])
-
-
-def rate(last: int, first: int, seconds: float) -> float:
-    """Per second; 0 for a single report."""
-    return max(0, last - first) / seconds if seconds > 0 else 0.0
 
 
 def _worker(name: str, history: _History, now_s: float) -> WorkerMetrics:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from bus import histogram
 from bus.client import LiveWorker
 from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, WorkerMetrics
 from bus.shapes import longest_tokens
@@ -156,7 +157,7 @@ class Cluster:
         self._steps = {(m.id, m.epoch): self._stepped(m, now) for m in metrics.instances}
 
     def _stepped(self, metrics: InstanceMetrics, now: float) -> tuple[int, float]:
-        steps = sum(metrics.last.step_seconds.counts)
+        steps = histogram.count(metrics.last.step_seconds)
         before = self._steps.get((metrics.id, metrics.epoch))
         return before if before is not None and before[0] == steps else (steps, now)
 

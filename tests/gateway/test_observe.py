@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bus.messages import KIND_OF, Event, LayerShape, MorphReport
 from gateway.delivery.precision import lowest_named
+from gateway.operations import stats
 from gateway.operations.metrics import exposition
 from tests.support.gateway_core import Core
 from tests.support.metrics_samples import metrics_of
@@ -187,3 +188,8 @@ def test_prometheus_and_grafana_find_what_they_are_given() -> None:
     (provider,) = read(provisioning / "dashboards" / "instar.yml")["providers"]
     volumes = read(ROOT / "compose.yaml")["services"]["grafana"]["volumes"]
     assert any(volume.endswith(f":{provider['options']['path']}:ro") for volume in volumes)
+
+
+def test_the_bounds_of_vllm_rise() -> None:
+    for bounds in (stats.TTFT, stats.PER_TOKEN, stats.LATENCY, stats.TOKENS, stats.CHOICES):
+        assert list(bounds) == sorted(set(bounds))

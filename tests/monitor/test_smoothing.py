@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bus import histogram
 from bus.clock import MessageClock
 from bus.messages import InstanceMetrics, WorkerTelemetry
+from instar.replay.statistics import percentile
 from monitor.smoothing import Smoother
 from tests.support.bus_samples import telemetry
 
@@ -56,12 +57,32 @@ def test_percentiles_are_of_the_window_and_absent_is_not_zero() -> None:
     monitor.observe(1, telemetry(ttft=(*old, 0.03, 0.03)))
     instance = only_instance(monitor, 1)
     assert instance.ttft_p95 is not None
-    assert 0.02 < instance.ttft_p95 <= 0.04
+    assert instance.ttft_p95 == pytest.approx(0.03, rel=0.01)
     assert instance.tpot_p50 is None
     assert instance.queue_seconds_p95 is None
     for at_s in range(2, 8):
         monitor.observe(at_s, telemetry(ttft=(*old, 0.03, 0.03)))
     assert only_instance(monitor, 7).ttft_p95 is None
+
+
+def test_percentiles_of_a_group_are_those_of_all_its_members_requests() -> None:
+    monitor = smoother()
+    group = ["w0", "w1"]
+    ttft = {"w0": [0.1] * 95, "w1": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    for at_s in (0, 1):
+        for worker in group:
+            report = telemetry(worker, ttft=tuple(ttft[worker] * at_s))
+            monitor.observe(at_s, with_instance(report, workers=group))
+    instances = monitor.metrics(1, at_ms=0).instances
+    assert [one.worker for one in instances] == group
+    for one in instances:
+        assert one.ttft_p95 == pytest.approx(percentile(sorted(ttft["w0"] + ttft["w1"]), 95), rel=0.01)
+
+
+def test_what_readers_get_has_percentiles_and_no_sketches() -> None:
+    monitor = smoother()
+    monitor.observe(0, telemetry(ttft=(1.0,)))
+    assert only_instance(monitor, 0).last.time_to_first_token.counts == {}
 
 
 def test_the_delay_of_a_jammed_queue_is_the_age_of_its_head() -> None:
@@ -75,7 +96,7 @@ def test_the_delay_of_a_jammed_queue_is_the_age_of_its_head() -> None:
 
 def test_the_delay_of_a_moving_queue_is_its_percentile_where_that_is_longer() -> None:
     monitor = smoother()
-    queued = histogram.Accumulator(histogram.TIME_TO_FIRST_TOKEN_BOUNDS)
+    queued = histogram.Accumulator()
     monitor.observe(0, with_instance(telemetry(), queue_seconds=queued.snapshot()))
     for _ in range(20):
         queued.observe(2.0)

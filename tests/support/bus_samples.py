@@ -15,6 +15,7 @@ from bus.messages import (
     Cancel,
     Delta,
     Event,
+    Histogram,
     InstanceCard,
     InstanceTelemetry,
     LayerShape,
@@ -116,10 +117,10 @@ def telemetry(
     worker: str = "w0", epoch: int = 1, *, running: int = 0, tokens: int = 0, ttft: tuple[float, ...] = ()
 ) -> WorkerTelemetry:
     """A report of one instance; `tokens` and `ttft` are what it counted since its epoch began."""
-    first_token = histogram.Accumulator(histogram.TIME_TO_FIRST_TOKEN_BOUNDS)
+    first_token = histogram.Accumulator()
     for seconds in ttft:
         first_token.observe(seconds)
-    empty = histogram.new(histogram.TIME_PER_TOKEN_BOUNDS)
+    empty = Histogram()
     instance = InstanceTelemetry(
         id=f"demo@{worker}",
         running=running,

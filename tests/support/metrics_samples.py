@@ -45,7 +45,7 @@ def metrics_of(
 def _telemetry(
     instance: str, running: int, waiting: int, kv_blocks: int, kv_used: int, steps: int
 ) -> InstanceTelemetry:
-    empty = Histogram(bounds=(1.0,), counts=[0, 0])
+    empty = Histogram()
     return InstanceTelemetry(
         id=instance,
         running=running,
@@ -59,7 +59,7 @@ def _telemetry(
         preemptions=3,
         finished={},
         queue_seconds=empty,
-        step_seconds=Histogram(bounds=(1.0,), counts=[steps, 0]),
+        step_seconds=Histogram(counts={0: steps}),
         time_to_first_token=empty,
         time_per_output_token=empty,
     )

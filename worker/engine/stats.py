@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bus.histogram import TIME_PER_TOKEN_BOUNDS, TIME_TO_FIRST_TOKEN_BOUNDS, Accumulator
-
-STEP_BOUNDS = tuple(0.0005 * 2**i for i in range(17))  # seconds: half a millisecond to half a minute
+from bus.histogram import Accumulator
 
 
 class Stats:
@@ -16,7 +14,7 @@ class Stats:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
-        self.queue = Accumulator(TIME_TO_FIRST_TOKEN_BOUNDS)
-        self.step = Accumulator(STEP_BOUNDS)
-        self.time_to_first_token = Accumulator(TIME_TO_FIRST_TOKEN_BOUNDS)
-        self.time_per_output_token = Accumulator(TIME_PER_TOKEN_BOUNDS)
+        self.queue = Accumulator()
+        self.step = Accumulator()
+        self.time_to_first_token = Accumulator()
+        self.time_per_output_token = Accumulator()
