@@ -31,9 +31,9 @@ from bench.kernels.checks import AttentionCase, assert_close, plan_of
 from bench.transform import kv as transform_kv
 from bench.transform.ranks import run_ranks
 from kernels import reference
+from worker.distributed.communicator import Communicator
 from worker.engine.build import make_pool
 from worker.memory import KVCache, PagePool, VirtualRange
-from worker.parallel.communicator import Communicator
 
 MIB = 1 << 20
 DEGREES = (1, 2, 4)

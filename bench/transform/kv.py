@@ -1,6 +1,6 @@
 """KV from 4 x TP1 to TP4 at 90 % use: in place, against migrating and trimming (Gyges §4.1.2, Figure 5).
 
-In place: `worker.parallel.exchange` over a header-centric cache; what is sent away makes room for what comes.
+In place: `worker.distributed.kv_exchange` over a header-centric cache; rows sent make room for rows received.
 Migrate and trim: the cache is page-friendly, [block, K/V, token, head, dim]. Heads of the other ranks are
 packed piece by piece and sent; what comes lands in pages mapped for it; then the cache is full of holes, so
 the heads that stay are moved up, piece by piece, and the pages behind them unmapped. It gets compiled loops,
@@ -21,11 +21,11 @@ import torch
 from numba import njit
 
 from bench.transform.ranks import Timed, timed
+from worker.distributed import carriers
+from worker.distributed.communicator import Communicator
+from worker.distributed.kv_exchange import exchange
+from worker.distributed.shared_buffers import Outboxes
 from worker.memory import CpuBackend, KVCache, PagePool
-from worker.parallel import carriers
-from worker.parallel.communicator import Communicator
-from worker.parallel.exchange import exchange
-from worker.parallel.outboxes import Outboxes
 
 PAGE_BYTES = 64 * 1024
 USE = 0.9

@@ -17,7 +17,7 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 import torch
 from torch.distributed import FileStore, PrefixStore
 
-from worker.parallel.communicator import Communicator, connect
+from worker.distributed.communicator import Communicator, connect
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0

@@ -1,6 +1,6 @@
 """FFN rows of a layer from TP4 back to TP1, by the ways that a group has: from peers, or from their hosts.
 
-Peers: `worker.parallel.all_gather`, through outboxes and through sockets. Host: the copying thread's jobs,
+Peers: `worker.distributed.all_gather`, through outboxes and through sockets. Host: the copying thread's jobs,
 from images in shared memory or, where a model has none, from the checkpoint. All ranks go the same way at
 once, as a group does; the layer's pages are mapped before. Then what `worker.parallel.rows` chooses by these
 rates, for a group whose steps take no time and so hide nothing.
@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from bench.transform.ranks import Timed, timed
+from worker.distributed import carriers
+from worker.distributed.all_gather import all_gather
+from worker.distributed.communicator import Communicator
 from worker.memory import CpuBackend, PagePool
 from worker.model import load_model
 from worker.model.shard import Shard
 from worker.morph.reshard import Resharder, make_resharder
 from worker.morph.verbs import NoVariants
-from worker.parallel import carriers
-from worker.parallel.all_gather import all_gather
-from worker.parallel.communicator import Communicator
 from worker.parallel.rows import Choice, RowCosts, choose
 from worker.shape.variants import LayerVariants
 

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from bench.transform.ranks import Timed, timed
+from worker.distributed.communicator import Communicator
+from worker.distributed.kv_exchange import exchange
 from worker.memory import CpuBackend, KVCache, PagePool, VirtualRange
 from worker.model import load_model
 from worker.model.shard import Shard
 from worker.morph.reshard import make_resharder
 from worker.morph.verbs import NoVariants
-from worker.parallel.communicator import Communicator
-from worker.parallel.exchange import exchange
 
 PAGE_BYTES = 64 * 1024
 BLOCK_TOKENS = 16

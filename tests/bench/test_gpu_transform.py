@@ -15,7 +15,7 @@ from bench.gpu import transform as gpu_transform
 from bench.gpu import transform_workers as gpu_transform_workers
 from bench.gpu.transform import CPU
 from bench.transform.group import Made
-from worker.parallel.communicator import Staged, connect
+from worker.distributed.communicator import Staged, connect
 
 HERE = torch.device("cpu")
 VOCABULARY = 8

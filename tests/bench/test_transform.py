@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from bench.transform import kv as transform_kv
-from worker.parallel.communicator import connect
+from worker.distributed.communicator import connect
 
 SIZES = transform_kv.Sizes(blocks=400, heads=4, block_tokens=4, head_dim=16)
 PART = SIZES.block_bytes // 2  # a rank's heads of a block

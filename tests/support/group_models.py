@@ -17,10 +17,10 @@ from torch.distributed import HashStore, PrefixStore
 
 from kernels import AttentionPlan
 from tests.support.model_folders import Runner
+from worker.distributed.communicator import Communicator, connect
 from worker.model import Segment, Shard
 from worker.model.layer import attention, feed_forward
 from worker.model.weights import tensors_of
-from worker.parallel.communicator import Communicator, connect
 
 T = TypeVar("T")
 Chunks = dict[int, list[int]]  # sequence -> its next tokens

@@ -18,6 +18,7 @@ from bench.common.oracles import make_oracle
 from bus.messages import MorphReport, Precision, Resize, SamplingParams, Swap, Transform
 from tests.support.threaded_worker import ThreadedWorker
 from worker.core import Limits, Request
+from worker.distributed.messages import Peer
 from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
 from worker.engine.engine import Engine, StepResult
 from worker.engine.instance import Output
@@ -31,7 +32,6 @@ from worker.morph.verbs import NoVariants, Variants
 from worker.parallel.grouping import Grouping
 from worker.parallel.morphs import GroupMorphs
 from worker.parallel.place import Place
-from worker.parallel.wire import Peer
 from worker.service.engine_thread import EngineThread
 from worker.shape.copier import Copier
 from worker.shape.variants import LayerVariants

@@ -14,6 +14,7 @@ import torch
 from bus.messages import PageCounts, SamplingParams, TokenLogprobs
 from tests.support.threaded_worker import ThreadedWorker
 from worker.core import Limits, Request
+from worker.distributed.messages import Peer
 from worker.engine.build import fill_caches, make_cache
 from worker.engine.engine import Engine, StepResult
 from worker.engine.instance import Output
@@ -26,7 +27,7 @@ from worker.morph.verbs import NoVariants
 from worker.pipeline.build import start_leading
 from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
-from worker.pipeline.pipeline import Behind, Seat
+from worker.pipeline.pipeline import Behind
 from worker.pipeline.stages import Stages
 from worker.service.engine_thread import EngineThread, Snapshot
 
@@ -158,7 +159,7 @@ class Line:
             stage, shard = i // tp, Shard(i % tp, tp)
             worker.call(partial(self._follow, folder, worker, parts[stage], stage, limits, dtype, shard))
         seats = [
-            Seat(worker.name, worker.epoch, worker.stages.address, worker.stages.key)
+            Peer(worker.name, worker.epoch, worker.stages.address, worker.stages.key)
             for worker in self.workers
         ]
         behind = []

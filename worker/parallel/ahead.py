@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from worker.distributed.messages import Peer, RendezvousAhead
+from worker.distributed.rendezvous import Meetings, key_of, new_meeting
 from worker.parallel.links import Link, Links
-from worker.parallel.meetings import Meetings, key_of, new_meeting
-from worker.parallel.wire import MeetAhead, Peer
 
 
 class MeetingsAhead:
@@ -23,7 +23,7 @@ class MeetingsAhead:
         key = key_of(members, peers)
         if self._meetings.kept(key) or key in self._keys.values():
             return
-        order = MeetAhead(
+        order = RendezvousAhead(
             group="",
             meeting=new_meeting(),
             members=list(members),
@@ -37,7 +37,7 @@ class MeetingsAhead:
         self._asked[order.meeting] = links
         self.come(order)
 
-    def come(self, order: MeetAhead) -> None:
+    def come(self, order: RendezvousAhead) -> None:
         self._keys[order.meeting] = key_of(order.members, order.peers)
         rank = order.members.index(self._worker)
         self._meetings.begin(order.meeting, order.store, rank, len(order.members))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bus.messages import LayerShape, Number
+from worker.distributed.messages import Prepare, Vote
 from worker.model.shard import Shard
 from worker.parallel.formation import Formation
 from worker.parallel.party import Party
 from worker.parallel.place import Place
-from worker.parallel.wire import Answer, Invite
 
 
 def answer(
-    invite: Invite,
+    invite: Prepare,
     formation: Formation,
     worker: str,
     place: Place,
@@ -21,7 +21,7 @@ def answer(
     *,
     in_the_way: str,
     meeting: str,
-) -> Answer:
+) -> Vote:
     """in_the_way: what else forbids a change now; empty: nothing. meeting: whose communicator it has kept."""
     rank = formation.members.index(worker)
     numbers, not_laid_out = _numbers(
@@ -40,7 +40,7 @@ def answer(
         yield what_differs(place.instance.shape, invite.shape, invite.leader) if invite.grows else ""
         yield not_laid_out
 
-    return Answer(
+    return Vote(
         group=invite.group,
         worker=worker,
         reason=next(filter(None, reasons()), ""),

@@ -10,16 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from worker.distributed.communicator import Communicator
+from worker.distributed.messages import (
+    Abort,
+    Commit,
+    GroupEnded,
+    JoinRendezvous,
+    LeadSubgroup,
+    Peer,
+    Prepare,
+    RendezvousDone,
+    Vote,
+)
+from worker.distributed.rendezvous import Meetings, key_of, new_meeting
 from worker.parallel.answering import answer
-from worker.parallel.communicator import Communicator
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering, StandingBy
 from worker.parallel.links import Link, Links
-from worker.parallel.meetings import Meetings, key_of, new_meeting
 from worker.parallel.party import Party
 from worker.parallel.place import Place
-from worker.parallel.ties import Ties
-from worker.parallel.wire import Answer, Bye, Dismiss, Enter, Follow, Invite, Meet, Met, Peer
+from worker.parallel.ties import PeerLinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +41,7 @@ class Destination:
     key: str  # of its communicator
     meeting: str
     peers: dict[str, Peer]
-    ties: Ties
+    ties: PeerLinks
     lost: str = ""
 
 
@@ -44,7 +54,7 @@ class Assembly:
         place: Place,
         links: Links,
         meetings: Meetings,
-        now: Callable[[], tuple[Party | None, Ties]],
+        now: Callable[[], tuple[Party | None, PeerLinks]],
         in_the_way: Callable[[], str],
     ) -> None:
         """now: the group that this worker is in, and the links of it. in_the_way: why no change may begin."""
@@ -52,7 +62,7 @@ class Assembly:
         self._links, self._meetings, self._now, self._in_the_way = links, meetings, now, in_the_way
         self._gathering: Gathering | None = None
         self._standing_by: StandingBy | None = None
-        self._parting = Ties()  # of the smaller group that this one is to become
+        self._parting = PeerLinks()  # of the smaller group that this one is to become
         self._has_met, self._meeting = False, ""  # whose communicator is the one to enter with
 
     @property
@@ -71,7 +81,7 @@ class Assembly:
             for name, peer in members.items()
             if name != self.worker
         }
-        invite = Invite(
+        invite = Prepare(
             group=group,
             leader=self.worker,
             model=self.place.name,
@@ -96,7 +106,7 @@ class Assembly:
         if (not formation.grows and formation.low == 1) or (len(kept) == 1 and "" not in kept):
             gathering.met = dict.fromkeys(formation.members, "")
             return
-        order = Meet(group=gathering.group, meeting=new_meeting(), store=self._meetings.store)
+        order = JoinRendezvous(group=gathering.group, meeting=new_meeting(), store=self._meetings.store)
         gathering.is_meeting = True
         for link in gathering.links.values():
             link.send(order)
@@ -110,14 +120,14 @@ class Assembly:
             self._meetings.forget(self._key(gathering.invite, gathering.formation))
         known = self._now()[1].others
         for name, link in gathering.links.items():
-            link.send(Dismiss(group=gathering.group, reason=reason))
+            link.send(Abort(group=gathering.group, reason=reason))
             if name not in known:
                 link.close()
         self._forget_parting(gathering.group, reason)
 
     # ----------------------------------------------------------------------------- what others say
 
-    def consider(self, link: Link, invite: Invite) -> None:
+    def consider(self, link: Link, invite: Prepare) -> None:
         formation = self._formation(invite)
         answer = self._answer(invite, formation)
         if not answer.reason:
@@ -126,19 +136,19 @@ class Assembly:
             self._prepare_to_lead(invite, formation)
         link.send(answer)
 
-    def take(self, link: Link, message: Answer | Met | Meet | Dismiss) -> None:
+    def take(self, link: Link, message: Vote | RendezvousDone | JoinRendezvous | Abort) -> None:
         """What belongs to no gathering or standing by of now is out of date."""
         match message:
-            case Answer() if self._is_gathering(message.group):
+            case Vote() if self._is_gathering(message.group):
                 self._the_gathering.answers[message.worker] = message
-            case Met() if self._is_gathering(message.group):
+            case RendezvousDone() if self._is_gathering(message.group):
                 self._the_gathering.met[message.worker] = message.reason
-            case Meet() if self.is_standing_by(link, message.group):
+            case JoinRendezvous() if self.is_standing_by(link, message.group):
                 self._come_to(message)
-            case Dismiss() if self.is_standing_by(link, message.group):
+            case Abort() if self.is_standing_by(link, message.group):
                 self._standing_by = None
                 self._forget_parting(message.group, message.reason)
-            case Dismiss() if link is self._parting.leader:
+            case Abort() if link is self._parting.leader:
                 self._parting.leader = None
 
     def follow(self, link: Link, group: str) -> None:
@@ -182,7 +192,7 @@ class Assembly:
         """The first of each other subgroup, who takes the rest of it along."""
         formation = gathering.formation
         for name in formation.members[1 : formation.num_subgroups]:
-            gathering.links[name].send(Enter(group=gathering.group, blocks=blocks))
+            gathering.links[name].send(Commit(group=gathering.group, blocks=blocks))
 
     def communicator(self) -> Communicator:
         """Of the group to enter, taken. KeyError where its members have not met, or nothing is under way."""
@@ -195,7 +205,7 @@ class Assembly:
         """What is under way has come about."""
         coming, gathering, standing_by = self._coming, self._gathering, self._standing_by
         assert coming
-        ties = Ties(others=gathering.links) if gathering else Ties()
+        ties = PeerLinks(others=gathering.links) if gathering else PeerLinks()
         if standing_by:
             ties.leader = standing_by.link
         self._gathering = self._standing_by = None
@@ -211,7 +221,7 @@ class Assembly:
 
     def part(self) -> Destination:
         """Into this worker's subgroup."""
-        coming, ties, self._parting = self._coming, self._parting, Ties()
+        coming, ties, self._parting = self._coming, self._parting, PeerLinks()
         assert coming
         self._gathering = self._standing_by = None
         invite, formation = coming.invite, coming.formation
@@ -228,7 +238,7 @@ class Assembly:
     def decline(self, reason: str) -> None:
         """Too late for a refusal: the others have entered."""
         if self._standing_by:
-            self._standing_by.link.send(Bye(group=self._standing_by.invite.group, reason=reason))
+            self._standing_by.link.send(GroupEnded(group=self._standing_by.invite.group, reason=reason))
             self._standing_by = None
         elif self._gathering:
             self._gathering.lost = reason
@@ -236,7 +246,7 @@ class Assembly:
     def call_off(self) -> None:
         """The group that was to become another one is no more, or nobody is asked any longer."""
         self._parting.close()
-        self._gathering, self._standing_by, self._parting = None, None, Ties()
+        self._gathering, self._standing_by, self._parting = None, None, PeerLinks()
 
     def has_tie(self, link: Link) -> bool:
         """To the smaller group that this one is to become."""
@@ -244,7 +254,7 @@ class Assembly:
 
     # ----------------------------------------------------------------------------- meeting
 
-    def _come_to(self, order: Meet) -> None:
+    def _come_to(self, order: JoinRendezvous) -> None:
         coming = self._coming
         assert coming
         invite, formation = coming.invite, coming.formation
@@ -271,9 +281,9 @@ class Assembly:
             self._gathering.met[self.worker] = reason
         elif self._standing_by:
             group = self._standing_by.invite.group
-            self._standing_by.link.send(Met(group=group, worker=self.worker, reason=reason))
+            self._standing_by.link.send(RendezvousDone(group=group, worker=self.worker, reason=reason))
 
-    def _key(self, invite: Invite, formation: Formation) -> str:
+    def _key(self, invite: Prepare, formation: Formation) -> str:
         """Of the communicator that is needed: of all, or of its subgroup."""
         if not invite.grows:
             formation = formation.part(formation.members.index(self.worker))
@@ -281,7 +291,7 @@ class Assembly:
 
     # ----------------------------------------------------------------------------- details
 
-    def _answer(self, invite: Invite, formation: Formation) -> Answer:
+    def _answer(self, invite: Prepare, formation: Formation) -> Vote:
         return answer(
             invite,
             formation,
@@ -292,7 +302,7 @@ class Assembly:
             meeting=self._meetings.kept(self._key(invite, formation)) if invite.grows else "",
         )
 
-    def _prepare_to_lead(self, invite: Invite, formation: Formation) -> None:
+    def _prepare_to_lead(self, invite: Prepare, formation: Formation) -> None:
         """Whoever leads a subgroup after the parting needs a link to each of its members."""
         rank = formation.members.index(self.worker)
         if invite.grows or formation.low == 1 or formation.low_shard(rank).rank > 0:
@@ -302,15 +312,15 @@ class Assembly:
             if name not in links:  # else it was asked before, for a parting that did not come about
                 peer = invite.peers[name]
                 links[name] = self._links.connect(peer.address, peer.key)
-            links[name].send(Follow(group=invite.group))
+            links[name].send(LeadSubgroup(group=invite.group))
 
     def _forget_parting(self, group: str, reason: str) -> None:
         """What was made ahead for smaller groups: the next order may be for others. Who was to follow is told
         over the same link: it may hear of its end before it hears of the leader's, or of this link only
         afterwards, and would take that for the loss of a member."""
-        self._parting.tell_others(Dismiss(group=group, reason=reason))
+        self._parting.tell_others(Abort(group=group, reason=reason))
         self._parting.close()
-        self._parting = Ties()
+        self._parting = PeerLinks()
         if party := self._now()[0]:
             party.member.drop_next_low()
 
@@ -326,5 +336,5 @@ class Assembly:
     def _is_gathering(self, group: str) -> bool:
         return self._gathering is not None and self._gathering.group == group
 
-    def _formation(self, invite: Invite) -> Formation:
+    def _formation(self, invite: Prepare) -> Formation:
         return Formation(tuple(invite.members), invite.low, self.place.num_layers, invite.grows)

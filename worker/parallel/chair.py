@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from worker.distributed.messages import Actions, Census, Lend, Ready, Step
 from worker.parallel.budget import Need, allowances, even
 from worker.parallel.share import loans
-from worker.parallel.wire import Actions, Census, Lend, Ready, Step
 
 
 class Chair:

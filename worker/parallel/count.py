@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
+from worker.distributed.messages import Census
 from worker.parallel.party import Party
-from worker.parallel.wire import Census
 
 
 @contextmanager

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from worker.distributed.messages import Prepare, Vote
 from worker.parallel.formation import Formation
 from worker.parallel.links import Link
-from worker.parallel.wire import Answer, Invite
 
 
 @dataclass(slots=True)
 class Gathering:
     """The leader's: who was asked, and what they said."""
 
-    invite: Invite
+    invite: Prepare
     formation: Formation
     links: dict[str, Link]  # of the others
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, Vote] = field(default_factory=dict)
     met: dict[str, str] = field(default_factory=dict)  # why not; "": it has met the others
     is_meeting: bool = False  # that was called
     lost: str = ""  # somebody is gone
@@ -53,6 +53,6 @@ class Gathering:
 class StandingBy:
     """A member's: invited, and it will come."""
 
-    invite: Invite
+    invite: Prepare
     formation: Formation
     link: Link

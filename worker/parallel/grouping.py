@@ -11,38 +11,38 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from worker.distributed.communicator import Communicator
+from worker.distributed.messages import (
+    Abort,
+    Commit,
+    EnterNext,
+    GroupEnded,
+    GroupMessage,
+    JoinRendezvous,
+    LeadSubgroup,
+    Peer,
+    Prepare,
+    Ready,
+    RendezvousAhead,
+    RendezvousDone,
+    RequestSplit,
+    Step,
+    Vote,
+)
+from worker.distributed.rendezvous import Meetings
 from worker.engine.instance import Output
 from worker.memory import OutOfBlocks
 from worker.parallel.ahead import MeetingsAhead
 from worker.parallel.assembly import Assembly, Destination
-from worker.parallel.communicator import Communicator
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering
 from worker.parallel.links import Link, Links
-from worker.parallel.meetings import Meetings
 from worker.parallel.member import Member
 from worker.parallel.party import Party
 from worker.parallel.place import Place
 from worker.parallel.present import Present
 from worker.parallel.share import BlockShare
-from worker.parallel.ties import Ties
-from worker.parallel.wire import (
-    Answer,
-    Bye,
-    Dismiss,
-    Enter,
-    EnterNext,
-    Follow,
-    Invite,
-    Meet,
-    MeetAhead,
-    Messages,
-    Met,
-    PartPlease,
-    Peer,
-    Ready,
-    Step,
-)
+from worker.parallel.ties import PeerLinks
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Grouping:
             place,
             self._links,
             self._meetings,
-            lambda: (self.party, self._present.ties if self._present else Ties()),
+            lambda: (self.party, self._present.ties if self._present else PeerLinks()),
             lambda: self.why_not() or self.busy_with,
         )
         self._early: list[Ready] = []  # of members that have entered before this leader has
@@ -131,7 +131,7 @@ class Grouping:
         if self._present and self._present.party.chair:
             self.on_part_please()
         elif self._present:
-            self._present.ties.tell_leader(PartPlease(group=self._present.party.group))
+            self._present.ties.tell_leader(RequestSplit(group=self._present.party.group))
 
     # ----------------------------------------------------------------------------- the leader's verbs
 
@@ -271,18 +271,18 @@ class Grouping:
 
     # ----------------------------------------------------------------------------- what others say
 
-    def _take(self, link: Link, message: Messages) -> None:
+    def _take(self, link: Link, message: GroupMessage) -> None:
         assembly, present = self._assembly, self._present
         match message:
-            case Invite():
+            case Prepare():
                 assembly.consider(link, message)
-            case Answer() | Met() | Meet() | Dismiss():
+            case Vote() | RendezvousDone() | JoinRendezvous() | Abort():
                 assembly.take(link, message)
-            case MeetAhead() if self.worker in message.members:
+            case RendezvousAhead() if self.worker in message.members:
                 self._ahead.come(message)
-            case Enter() if assembly.is_standing_by(link, message.group):
+            case Commit() if assembly.is_standing_by(link, message.group):
                 self._enter(message.blocks)
-            case Follow() if present:  # it may be here before the invitation
+            case LeadSubgroup() if present:  # it may be here before the invitation
                 assembly.follow(link, message.group)
             case Ready() if present and present.party.chair and present.party.group == message.group:
                 present.party.chair.take(message)
@@ -290,11 +290,11 @@ class Grouping:
                 self._early = [*self._early[-MAX_EARLY:], message]
             case Step() if present and link is present.ties.leader and message.group == present.party.group:
                 present.party.take_step(message)
-            case PartPlease() if present and present.party.chair:
+            case RequestSplit() if present and present.party.chair:
                 self.on_part_please()
-            case Bye() if self._is_of_group(link):
+            case GroupEnded() if self._is_of_group(link):
                 self._lose(link, f"a member left: {message.reason}")
-            case Bye():
+            case GroupEnded():
                 assembly.lose(link, message.reason, said_so=True)
             case _:
                 log.debug("nobody waits for this %s of %s", type(message).__name__, message.group)

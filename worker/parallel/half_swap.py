@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from worker.distributed.messages import PrepareHalf
 from worker.morph.plan import Half
 from worker.parallel.place import Place
-from worker.parallel.wire import PrepareHalf
 
 
 class HalfSwap:

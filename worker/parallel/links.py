@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 
-from worker.parallel.wire import Messages, decode, encode
+from worker.distributed.messages import GroupMessage, Message, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _PING = b""
 KEY_BYTES = 32
 
 Opening = Callable[[], Connection]  # in a thread of the link; raises OSError, EOFError, AuthenticationError
-OnMessage = Callable[["Link", Messages], None]  # in a thread of the link
+OnMessage = Callable[["Link", GroupMessage], None]  # in a thread of the link
 OnLost = Callable[["Link", str], None]  # once, in a thread of the link; not after `close`
 
 
@@ -42,7 +42,7 @@ class Link:
         self._is_closed = False
         threading.Thread(target=self._live, name="group-link", daemon=True).start()
 
-    def send(self, message: Messages) -> None:
+    def send(self, message: Message) -> None:
         """Never raises: a connection that cannot take it is found lost by its reader."""
         self._write(encode(message))
 
@@ -82,8 +82,8 @@ class Link:
             if connection.poll(PING_S):
                 frame = connection.recv_bytes()
                 heard_at = time.monotonic()
-                if frame != _PING:
-                    self._on_message(self, decode(frame))
+                if frame != _PING and isinstance(message := decode(frame), GroupMessage):
+                    self._on_message(self, message)
             if time.monotonic() - heard_at > self._timeout_s:
                 raise TimeoutError(f"nothing was heard for {self._timeout_s:g} s")
             if time.monotonic() - pinged_at >= PING_S:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels import copy_blocks
-from worker.parallel.communicator import Communicator
+from worker.distributed.communicator import Communicator
 from worker.parallel.filling import Rows
 from worker.parallel.formation import Formation
 from worker.parallel.half_swap import HalfSwap

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from worker.distributed.communicator import Communicator
 from worker.engine.work import Work, attention_plan, merge, to_tensor
 from worker.model import Segment
-from worker.parallel.communicator import Communicator
 from worker.parallel.formation import Formation, Run
 from worker.parallel.place import Place
 

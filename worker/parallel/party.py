@@ -11,19 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from worker.engine.instance import Output, Planned
-from worker.engine.work import Work, merge, no_work
-from worker.memory import OutOfBlocks
-from worker.parallel.actions import boundary, cache, falling_apart, halves, parting
-from worker.parallel.budget import even
-from worker.parallel.canary import Canary
-from worker.parallel.chair import Chair
-from worker.parallel.communicator import PeerLost
-from worker.parallel.formation import Formation
-from worker.parallel.member import Member
-from worker.parallel.merged import MergedStep
-from worker.parallel.place import Place
-from worker.parallel.wire import (
+from worker.distributed.communicator import PeerLost
+from worker.distributed.messages import (
     Actions,
     Census,
     DropHalf,
@@ -44,6 +33,17 @@ from worker.parallel.wire import (
     pack,
     unpack,
 )
+from worker.engine.instance import Output, Planned
+from worker.engine.work import Work, merge, no_work
+from worker.memory import OutOfBlocks
+from worker.parallel.actions import boundary, cache, falling_apart, halves, parting
+from worker.parallel.budget import even
+from worker.parallel.canary import Canary
+from worker.parallel.chair import Chair
+from worker.parallel.formation import Formation
+from worker.parallel.member import Member
+from worker.parallel.merged import MergedStep
+from worker.parallel.place import Place
 
 
 class Party:

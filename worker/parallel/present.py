@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from worker.distributed.communicator import PeerLost
+from worker.distributed.messages import GroupEnded, Peer
 from worker.morph.executor import FATAL
-from worker.parallel.communicator import PeerLost
 from worker.parallel.links import Link
 from worker.parallel.party import Party
-from worker.parallel.ties import Ties
-from worker.parallel.wire import Bye, Peer
+from worker.parallel.ties import PeerLinks
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Present:
     key: str  # of its communicator
     meeting: str  # that made it
     peers: dict[str, Peer]
-    ties: Ties
+    ties: PeerLinks
     former: list[Link]  # of the groups that became this one
 
     def tick(self, may_plan: bool) -> str:
@@ -42,7 +42,7 @@ class Present:
 
     def say_bye(self, reason: str) -> None:
         for link in self.ties:
-            link.send(Bye(group=self.party.group, reason=reason))
+            link.send(GroupEnded(group=self.party.group, reason=reason))
 
     def close(self) -> None:
         """Its links, and those of the groups before: not earlier, else it looks like a loss to who has not

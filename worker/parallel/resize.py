@@ -6,13 +6,13 @@ import time
 from collections.abc import Generator
 
 from bus.messages import Number
+from worker.distributed.messages import Grow, Ready, Shrink
 from worker.memory import OutOfBlocks
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
 from worker.parallel.count import counting
 from worker.parallel.party import Party
 from worker.parallel.share import moves_below
-from worker.parallel.wire import Grow, Ready, Shrink
 
 Told = Generator[bool, None, None]
 

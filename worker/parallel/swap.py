@@ -6,13 +6,13 @@ import time
 from collections.abc import Generator, Sequence
 
 from bus.messages import Number, Precision
+from worker.distributed.messages import DropHalf, InstallHalf, PrepareHalf
 from worker.engine.shape import is_below
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Patience, halves_text
 from worker.parallel.party import Party
 from worker.parallel.resize import GroupCache
-from worker.parallel.wire import DropHalf, InstallHalf, PrepareHalf
 
 
 class GroupSwapRun:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from worker.distributed.messages import Message
 from worker.parallel.links import Link
-from worker.parallel.wire import Messages
 
 
 @dataclass(slots=True)
-class Ties:
+class PeerLinks:
     """At one member. The links to others are this worker's to close, the one to the leader is not."""
 
     others: dict[str, Link] = field(default_factory=dict)  # the leader's, by worker
@@ -24,11 +24,11 @@ class Ties:
     def has(self, link: Link) -> bool:
         return any(link is each for each in self)
 
-    def tell_others(self, message: Messages) -> None:
+    def tell_others(self, message: Message) -> None:
         for link in self.others.values():
             link.send(message)
 
-    def tell_leader(self, message: Messages) -> None:
+    def tell_leader(self, message: Message) -> None:
         if self.leader:
             self.leader.send(message)
 

@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping
 import torch
 
 from bus.messages import Number, Transform
+from worker.distributed.messages import MoveBoundary, Parted, PartingBegins, Peer, Settle, Show
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
 from worker.parallel.canary import what_is_wrong
@@ -22,7 +23,6 @@ from worker.parallel.grouping import Grouping
 from worker.parallel.party import Party
 from worker.parallel.rows import Choice, choose, row_costs
 from worker.parallel.share import NoRoom, homes
-from worker.parallel.wire import MoveBoundary, Parted, PartingBegins, Peer, Settle, Show
 
 # Members answer at a boundary, a step's length away; whoever takes longer is stuck or loaded beyond use.
 ANSWER_S = 10.0

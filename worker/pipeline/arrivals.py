@@ -18,17 +18,17 @@ from dataclasses import replace
 from bus.messages import Deploy, InstanceCard
 from worker.deploy.arrival import ArrivalRun, CardOf, Steps
 from worker.deploy.site import Site
+from worker.distributed.messages import Peer
 from worker.engine.build import canary_steps
 from worker.morph.outcome import NotApplied
 from worker.morph.resizer import KVResizer
 from worker.morph.run import Clock
 from worker.morph.target import Target
-from worker.parallel.wire import Peer
 from worker.pipeline.build import start_leading
 from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
 from worker.pipeline.kept import KeptVariants
-from worker.pipeline.pipeline import Behind, PipelineLost, Seat
+from worker.pipeline.pipeline import Behind, PipelineLost
 from worker.pipeline.split import leader_of, pipeline_of
 from worker.pipeline.stages import Stages
 from worker.shape.copier import Copier
@@ -166,12 +166,12 @@ def _behind(command: Deploy, number: int, peers: Mapping[str, Peer]) -> Behind:
     return Behind(first.worker, first.epoch, first.address, first.key, stage.first, stage.end, tuple(others))
 
 
-def _seat(command: Deploy, number: int, worker: str, peers: Mapping[str, Peer]) -> Seat:
+def _seat(command: Deploy, number: int, worker: str, peers: Mapping[str, Peer]) -> Peer:
     peer = peers.get(worker)
     if peer is None:
         why = f"stage {number} at {worker} cannot be reached: it is not there, or has no worker.group_host"
         raise NotApplied("failed", why)
-    return Seat(worker, command.epochs.get(worker, peer.epoch), peer.address, peer.key)
+    return Peer(worker, command.epochs.get(worker, peer.epoch), peer.address, peer.key)
 
 
 def _refuse_second_group(command: Deploy, site: Site) -> None:

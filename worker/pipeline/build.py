@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 
 from worker.core import Limits
+from worker.distributed.communicator import PeerLost
+from worker.distributed.messages import Peer
+from worker.distributed.rendezvous import new_meeting
 from worker.memory import KVCache
 from worker.model import Model, ModelError
 from worker.model.shard import Shard
-from worker.parallel.communicator import PeerLost
-from worker.parallel.meetings import new_meeting
 from worker.pipeline.instance import PipelinedInstance
-from worker.pipeline.pipeline import Behind, Pipeline, PipelineLost, Seat
+from worker.pipeline.pipeline import Behind, Pipeline, PipelineLost
 from worker.pipeline.ranks import Ranks
 
 
@@ -23,7 +24,7 @@ def start_leading(
     limits: Limits,
     behind: Sequence[Behind],
     *,
-    beside: Sequence[Seat] = (),
+    beside: Sequence[Peer] = (),
     host: str = "127.0.0.1",
     timeout_s: float,
     wake: Callable[[], None],

@@ -12,29 +12,28 @@ from queue import Empty, SimpleQueue
 import torch
 
 from kernels import copy_blocks
+from worker.distributed.communicator import PeerLost
+from worker.distributed.messages import (
+    EndPipeline,
+    JoinPipeline,
+    MoveBlocks,
+    PipelineJoined,
+    PipelineStarted,
+    RunStage,
+    StageDraining,
+    StageFailed,
+    StageOutput,
+    StartPipeline,
+    unpack,
+)
 from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.work import attention_plan, to_tensor
 from worker.memory import KVCache
 from worker.model import Model
 from worker.model.shard import ALONE, Shard
-from worker.parallel.communicator import PeerLost
 from worker.parallel.links import knock
-from worker.pipeline.hop import Hop, OnFrame, to_host
+from worker.pipeline.hop import Hop, OnFrame, Received, to_host
 from worker.pipeline.ranks import Ranks
-from worker.pipeline.wire import (
-    Broken,
-    Done,
-    Going,
-    Join,
-    Joined,
-    Leave,
-    Messages,
-    Move,
-    Run,
-    Start,
-    Started,
-    unpack,
-)
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class Follower:
         self._leader_name = ""
         self._before: Hop | None = None  # that brings the steps
         self._next: list[Hop] = []  # to the ranks of the next stage
-        self._join: Join | None = None
+        self._join: JoinPipeline | None = None
         self._device = part.cache.pool.backend.device
         self._ranks = Ranks(
             part.shard, host, str(self._device), timeout_s, lambda: self._post(self._tell_started)
@@ -107,7 +106,7 @@ class Follower:
 
     # ----------------------------------------------------------------------------- from other threads
 
-    def put(self, hop: Hop, message: Messages, behind: torch.Tensor) -> None:
+    def put(self, hop: Hop, message: Received, behind: torch.Tensor) -> None:
         self._post(lambda: self._take(hop, message, behind))
 
     def lose(self, hop: Hop, reason: str) -> None:
@@ -153,7 +152,7 @@ class Follower:
         self.is_over, self.reason = True, reason
         self._patience.cancel()
         if self._leader:
-            self._leader.send(Broken(pipeline=self.pipeline, stage=self.part.stage, reason=reason))
+            self._leader.send(StageFailed(pipeline=self.pipeline, stage=self.part.stage, reason=reason))
             self._leader.close()
         for hop in self._next:
             hop.close()
@@ -165,7 +164,7 @@ class Follower:
     def ask_to_end(self, reason: str) -> None:
         """Its worker is to leave: the leader lets requests end before."""
         if self._leader and not self.is_over:
-            self._leader.send(Going(pipeline=self.pipeline, stage=self.part.stage, reason=reason))
+            self._leader.send(StageDraining(pipeline=self.pipeline, stage=self.part.stage, reason=reason))
 
     def _lost(self, hop: Hop, reason: str) -> None:
         if hop is self._leader:
@@ -173,34 +172,34 @@ class Follower:
         elif hop is self._before or hop in self._next:
             self.end(f"the stage {'behind' if hop in self._next else 'before'} it is gone: {reason}")
 
-    def _take(self, hop: Hop, message: Messages, behind: torch.Tensor) -> None:
+    def _take(self, hop: Hop, message: Received, behind: torch.Tensor) -> None:
         match message:
-            case Join():
+            case JoinPipeline():
                 self._answer(hop, message)
-            case Start() if hop is self._leader:
+            case StartPipeline() if hop is self._leader:
                 self._start(message)
-            case Run():
+            case RunStage():
                 self._before = hop
                 self._run(message, behind)
-            case Move():
+            case MoveBlocks():
                 self._before = hop
                 self._move(message)
-            case Leave() if hop is self._leader:
+            case EndPipeline() if hop is self._leader:
                 self.end(f"its leader {self._leader_name} ended it: {message.reason}")
-            case Start() | Leave():
+            case StartPipeline() | EndPipeline():
                 pass  # from one that does not lead it
-            case Broken():  # the next stage's word, before its connection ends
+            case StageFailed():  # the next stage's word, before its connection ends
                 raise Refused(f"stage {message.stage} behind it has ended: {message.reason}")
             case _:
                 raise Refused(f"{type(message).__name__} is nothing that a stage can do")
 
     # ----------------------------------------------------------------------------- coming together
 
-    def _answer(self, hop: Hop, join: Join) -> None:
+    def _answer(self, hop: Hop, join: JoinPipeline) -> None:
         """Joins, or tells why not and stays as it is."""
         part = self.part
         if reason := self._refusal(join):
-            hop.send(Joined(pipeline=self.pipeline, stage=part.stage, reason=reason))
+            hop.send(PipelineJoined(pipeline=self.pipeline, stage=part.stage, reason=reason))
             return
         self._leader, self._leader_name, self._join = hop, join.leader, join
         self._next = [
@@ -214,7 +213,7 @@ class Follower:
             for door in join.next
         ]
         hop.send(
-            Joined(
+            PipelineJoined(
                 pipeline=self.pipeline,
                 stage=part.stage,
                 store=self._ranks.store,
@@ -223,7 +222,7 @@ class Follower:
             )
         )
 
-    def _refusal(self, join: Join) -> str:
+    def _refusal(self, join: JoinPipeline) -> str:
         part, config = self.part, self.part.model.config
         if self._leader:
             return f"{self._leader_name} leads it already"
@@ -244,7 +243,7 @@ class Follower:
             return f"its checkpoint is another one than {join.leader}'s"
         return ""
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: StartPipeline) -> None:
         cache = self.part.cache
         if cache.num_blocks < start.blocks:
             raise Refused(f"{start.blocks} KV blocks are wanted and it has {cache.num_blocks}")
@@ -258,13 +257,13 @@ class Follower:
             return
         self.has_started = True
         assert self._leader
-        self._leader.send(Started(pipeline=self.pipeline, stage=self.part.stage))
+        self._leader.send(PipelineStarted(pipeline=self.pipeline, stage=self.part.stage))
 
     # ----------------------------------------------------------------------------- steps
 
-    def _run(self, run: Run, behind: torch.Tensor) -> None:
+    def _run(self, run: RunStage, behind: torch.Tensor) -> None:
         """Its share of the step; what the ranks made together is sent on by the first of them."""
-        model, cache, work = self.part.model, self.part.cache, unpack(run)
+        model, cache, work = self.part.model, self.part.cache, unpack(run.work)
         assert self._leader and self._join
         residual = (
             behind.view(model.dtype).view(-1, model.config.hidden_size).to(self._device, non_blocking=True)
@@ -277,11 +276,11 @@ class Follower:
             return
         made = to_host(residual)
         if self._join.is_last:
-            self._leader.send(Done(pipeline=self.pipeline, step=run.step), made)
+            self._leader.send(StageOutput(pipeline=self.pipeline, step=run.step), made)
         for hop in self._next:
             hop.send(run, made)
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: MoveBlocks) -> None:
         sources, targets = (torch.tensor(each, device=self._device) for each in (move.sources, move.targets))
         for layer in self.part.cache.layers:
             copy_blocks(layer, sources, targets)

@@ -19,8 +19,8 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from worker.distributed.messages import Message, PipelineMessage, ProbeMessage, decode, encode
 from worker.parallel.links import PING_S, Opening
-from worker.pipeline.wire import Messages, decode, encode
 
 _SIZES = struct.Struct("<IQ")  # bytes of the head, 0: a sign of life; bytes of the tensor behind it
 MAX_HEAD_BYTES = 1 << 26
@@ -51,7 +51,8 @@ def to_host(tensor: torch.Tensor) -> Payload:
     return Payload(host, ready)
 
 
-OnFrame = Callable[["Hop", Messages, torch.Tensor], None]  # in a thread of the hop; uint8 [n] behind the head
+Received = PipelineMessage | ProbeMessage
+OnFrame = Callable[["Hop", Received, torch.Tensor], None]  # in a thread of the hop; uint8 [n] behind the head
 OnLost = Callable[["Hop", str], None]  # once, in a thread of the hop; not after `close`
 
 
@@ -73,13 +74,13 @@ class Hop:
         of the hop."""
         self._open, self._timeout_s, self.is_pinned, self._on_beat = open_, timeout_s, is_pinned, on_beat
         self._on_frame, self._on_lost = on_frame, on_lost
-        self._outbox: SimpleQueue[tuple[Messages, Payload | None] | None] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[Message, Payload | None] | None] = SimpleQueue()
         self._socket: socket.socket | None = None
         self._ending = threading.Lock()
         self.is_closed = False
         threading.Thread(target=self._live, name="hop-reader", daemon=True).start()
 
-    def send(self, message: Messages, payload: Payload | None = None) -> None:
+    def send(self, message: Message, payload: Payload | None = None) -> None:
         """Returns at once and never raises: a connection that cannot take it is found lost."""
         self._outbox.put((message, payload))
 
@@ -156,11 +157,12 @@ class Hop:
             behind = torch.empty(num_behind, dtype=torch.uint8, pin_memory=self.is_pinned)
             if num_behind:
                 _read(opened, memoryview(behind.numpy()))
-            if not self.is_closed:
-                self._on_frame(self, decode(head), behind)
+            message = decode(head)
+            if not self.is_closed and isinstance(message, Received):
+                self._on_frame(self, message, behind)
 
 
-def _send(opened: socket.socket, message: Messages, payload: Payload | None) -> None:
+def _send(opened: socket.socket, message: Message, payload: Payload | None) -> None:
     head = encode(message)
     if payload is None or not payload.tensor.numel():
         opened.sendall(_SIZES.pack(len(head), 0) + head)

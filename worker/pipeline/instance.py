@@ -19,6 +19,7 @@ import torch
 
 from bus.messages import LayerShape, RejectReason
 from worker.core import Limits, Request, Sequence, StepPlan
+from worker.distributed.communicator import PeerLost
 from worker.engine.batch import StepInputs
 from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.instance import Instance, Output, Planned
@@ -26,7 +27,6 @@ from worker.engine.shape import fingerprint, layers_below_full
 from worker.engine.work import Work, attention_plan, to_tensor
 from worker.memory import KVCache
 from worker.model import Model
-from worker.parallel.communicator import PeerLost
 from worker.pipeline.pipeline import Pipeline, PipelineLost
 from worker.pipeline.ranks import Ranks
 

@@ -11,38 +11,29 @@ from queue import Empty, SimpleQueue
 import torch
 
 from bus.messages import LayerShape
+from worker.distributed.messages import (
+    EndPipeline,
+    JoinPipeline,
+    Message,
+    MoveBlocks,
+    Peer,
+    PipelineJoined,
+    PipelineStarted,
+    RunStage,
+    StageDraining,
+    StageFailed,
+    StageOutput,
+    StartPipeline,
+    pack,
+)
 from worker.engine.work import Work
 from worker.model import ModelConfig
 from worker.parallel.links import knock
-from worker.pipeline.hop import Hop, Payload, to_host
-from worker.pipeline.wire import (
-    Broken,
-    Done,
-    Going,
-    Join,
-    Joined,
-    Leave,
-    Messages,
-    Move,
-    NextDoor,
-    Start,
-    Started,
-    pack,
-)
+from worker.pipeline.hop import Hop, Payload, Received, to_host
 
 
 class PipelineLost(Exception):
     """A stage is gone, or does not answer: nothing that is on its way will come back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A worker that takes part, and its door."""
-
-    worker: str
-    epoch: int
-    address: str
-    key: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +47,12 @@ class Behind:
     key: bytes
     first: int
     end: int
-    others: tuple[Seat, ...] = ()
+    others: tuple[Peer, ...] = ()
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[Peer]:
         """In the order of their ranks."""
-        return [Seat(self.worker, self.epoch, self.address, self.key), *self.others]
+        return [Peer(self.worker, self.epoch, self.address, self.key), *self.others]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,7 @@ class _Place:
     rank: int
     first: int
     end: int
-    seat: Seat
+    seat: Peer
 
 
 class Pipeline:
@@ -88,7 +79,7 @@ class Pipeline:
         leader: str,
         behind: Sequence[Behind],
         *,
-        beside: Sequence[Seat] = (),
+        beside: Sequence[Peer] = (),
         timeout_s: float,
         wake: Callable[[], None],
         is_gpu: bool = False,
@@ -101,11 +92,11 @@ class Pipeline:
         self.beside, self.tp = list(beside), 1 + len(beside)
         self.id, self.leader, self.behind, self.timeout_s = pipeline, leader, list(behind), timeout_s
         self._wake, self._is_gpu, self._clock = wake, is_gpu, clock
-        self._mail: SimpleQueue[tuple[Hop, Messages | str, torch.Tensor]] = SimpleQueue()
+        self._mail: SimpleQueue[tuple[Hop, Received | str, torch.Tensor]] = SimpleQueue()
         # By place, the leader's own stage first, the ranks of a stage in their order.
         self._places: list[_Place] = []
         self._hops: list[Hop] = []
-        self._joined: dict[int, Joined] = {}
+        self._joined: dict[int, PipelineJoined] = {}
         self._started: set[int] = set()
         self._sent: deque[tuple[int, float]] = deque()  # step, when
         self._done: deque[torch.Tensor] = deque()
@@ -140,7 +131,7 @@ class Pipeline:
             )
             self._hops.append(hop)
             hop.send(
-                Join(
+                JoinPipeline(
                     pipeline=self.id,
                     leader=self.leader,
                     stage=place.stage,
@@ -158,11 +149,11 @@ class Pipeline:
                 )
             )
 
-    def _doors_behind(self, place: _Place) -> list[NextDoor]:
+    def _doors_behind(self, place: _Place) -> list[Peer]:
         """The leader has its own connections to the second stage."""
         if place.rank or not 0 < place.stage < len(self.behind):
             return []
-        return [NextDoor(seat.address, seat.key) for seat in self.behind[place.stage].seats]
+        return self.behind[place.stage].seats
 
     @property
     def is_joined(self) -> bool:
@@ -184,7 +175,9 @@ class Pipeline:
         """Let all have so many blocks, and the ranks of each stage meet; those of the leader's in `store`."""
         stores = [store, *(self._joined[at].store for at in self._firsts)]
         for place, hop in zip(self._places, self._hops, strict=True):
-            hop.send(Start(pipeline=self.id, blocks=blocks, meeting=meeting, store=stores[place.stage]))
+            hop.send(
+                StartPipeline(pipeline=self.id, blocks=blocks, meeting=meeting, store=stores[place.stage])
+            )
 
     @property
     def is_started(self) -> bool:
@@ -212,21 +205,24 @@ class Pipeline:
         """A step begins: the embedded rows [T, H] go to the other ranks of this stage. Then comes `send`."""
         if self.beside:
             # On a CPU a payload is the tensor's own memory, and the leader's layers add to it meanwhile.
-            self._send_to(0, pack(self.id, self._next_step, work), to_host(residual.clone()))
+            self._send_to(0, self._step_message(work), to_host(residual.clone()))
 
     def send(self, work: Work, residual: torch.Tensor) -> None:
         """What this stage made of a step: residual [T, H], which nobody writes to any more."""
-        self._send_to(1, pack(self.id, self._next_step, work), to_host(residual))
+        self._send_to(1, self._step_message(work), to_host(residual))
         self._sent.append((self._next_step, self._clock()))
         self._next_step += 1
 
+    def _step_message(self, work: Work) -> RunStage:
+        return RunStage(pipeline=self.id, step=self._next_step, work=pack(work, has_token_ids=False))
+
     def move(self, moved: Mapping[int, int]) -> None:
         """KV blocks (from -> to), behind all steps that were sent."""
-        move = Move(pipeline=self.id, sources=list(moved), targets=list(moved.values()))
+        move = MoveBlocks(pipeline=self.id, sources=list(moved), targets=list(moved.values()))
         for stage in (0, 1):
             self._send_to(stage, move)
 
-    def _send_to(self, stage: int, message: Messages, payload: Payload | None = None) -> None:
+    def _send_to(self, stage: int, message: Message, payload: Payload | None = None) -> None:
         for place, hop in zip(self._places, self._hops, strict=True):
             if place.stage == stage:
                 hop.send(message, payload)
@@ -246,7 +242,7 @@ class Pipeline:
     def close(self, reason: str) -> None:
         """Everybody behind hears it and gives its pages back. Repeating it is harmless."""
         for hop in self._hops:
-            hop.send(Leave(pipeline=self.id, reason=reason))
+            hop.send(EndPipeline(pipeline=self.id, reason=reason))
             hop.close()
 
     @property
@@ -262,25 +258,25 @@ class Pipeline:
             self._lost = self._note(hop, message, behind)
         raise PipelineLost(self._lost)
 
-    def _note(self, hop: Hop, message: Messages | str, behind: torch.Tensor) -> str:
+    def _note(self, hop: Hop, message: Received | str, behind: torch.Tensor) -> str:
         """Why it is lost; empty: it goes on."""
         at = self._hops.index(hop)
         where = self._name(self._places[at])
         match message:
             case str():
                 return f"{where} is gone: {message}"
-            case Joined(reason="") | Started():
-                if isinstance(message, Joined):
+            case PipelineJoined(reason="") | PipelineStarted():
+                if isinstance(message, PipelineJoined):
                     self._joined[at] = message
                 else:
                     self._started.add(at)
-            case Joined():
+            case PipelineJoined():
                 return f"{where} does not join: {message.reason}"
-            case Going():
+            case StageDraining():
                 self.going = self.going or f"{where}: {message.reason}"
-            case Broken():
+            case StageFailed():
                 return f"{where} has ended: {message.reason}"
-            case Done():
+            case StageOutput():
                 expected = self._sent[len(self._done)][0] if len(self._sent) > len(self._done) else None
                 if message.step != expected:
                     return f"{where} answers step {message.step}, {expected} is the next"
@@ -295,7 +291,7 @@ class Pipeline:
 
     # ----------------------------------------------------------------------------- threads of connections
 
-    def _take(self, hop: Hop, message: Messages, behind: torch.Tensor) -> None:
+    def _take(self, hop: Hop, message: Received, behind: torch.Tensor) -> None:
         self._mail.put((hop, message, behind))
         self._wake()
 

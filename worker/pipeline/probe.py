@@ -13,10 +13,10 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 
+from worker.distributed.communicator import Communicator, PeerLost, connect
+from worker.distributed.messages import Echo, MeasureAllReduce, ProbeFailed, ProbeMessage
 from worker.model.model import DTYPES
-from worker.parallel.communicator import Communicator, PeerLost, connect
 from worker.pipeline.hop import Hop, Payload, to_host
-from worker.pipeline.wire import Broken, Meet, Probe
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +31,20 @@ class Probed:
         self._host, self._device = host, device
         self._meets = threading.Lock()  # one at a time: two would measure each other
 
-    def take(self, hop: Hop, message: Probe | Meet, behind: torch.Tensor) -> None:
-        if isinstance(message, Probe):
+    def take(self, hop: Hop, message: ProbeMessage, behind: torch.Tensor) -> None:
+        if isinstance(message, Echo):
             hop.send(message, self._and_back(behind))
-        elif self._meets.acquire(blocking=False):
+        elif isinstance(message, MeasureAllReduce) and self._meets.acquire(blocking=False):
             threading.Thread(target=self._meet, args=(hop, message), name="probe", daemon=True).start()
         else:
-            hop.send(_broken(message, "another worker measures with it already"))
+            hop.send(_failed("another worker measures with it already"))
 
     def _and_back(self, behind: torch.Tensor) -> Payload:
         """By way of the device, as a stage's rows go."""
         use_here(self._device)
         return to_host(behind.to(self._device, non_blocking=True))
 
-    def _meet(self, hop: Hop, message: Meet) -> None:
+    def _meet(self, hop: Hop, message: MeasureAllReduce) -> None:
         try:
             group = meet(message.store, 1, self._host, self._device)
             try:
@@ -55,7 +55,7 @@ class Probed:
                 group.close()
         except (PeerLost, RuntimeError, ValueError) as error:
             log.info("a worker that measured with this one got no answer: %s", error)
-            hop.send(_broken(message, str(error).splitlines()[0]))
+            hop.send(_failed(str(error).splitlines()[0]))
         finally:
             self._meets.release()
 
@@ -94,5 +94,5 @@ def all_reduces(
             yield number
 
 
-def _broken(message: Meet, reason: str) -> Broken:
-    return Broken(pipeline=message.pipeline, stage=-1, reason=reason)
+def _failed(reason: str) -> ProbeFailed:
+    return ProbeFailed(reason=reason)

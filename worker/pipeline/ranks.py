@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from worker.distributed.communicator import Communicator, PeerLost
+from worker.distributed.rendezvous import Meetings
 from worker.model.shard import Shard
-from worker.parallel.communicator import Communicator, PeerLost
-from worker.parallel.meetings import Meetings
 
 
 class Ranks:

@@ -7,11 +7,16 @@ from collections.abc import Callable
 
 import torch
 
+from worker.distributed.messages import (
+    EndPipeline,
+    JoinPipeline,
+    ProbeMessage,
+    StageFailed,
+)
 from worker.parallel.links import Door, Opening
 from worker.pipeline.follower import Follower, Part
-from worker.pipeline.hop import Hop
+from worker.pipeline.hop import Hop, Received
 from worker.pipeline.probe import Probed
-from worker.pipeline.wire import Broken, Join, Leave, Meet, Messages, Probe
 
 MAX_EARLY = 64  # leaders that came before their stage was loaded
 
@@ -31,7 +36,7 @@ class Stages:
         self.host, self.timeout_s, self.is_gpu = host, timeout_s, is_gpu
         self._lock = threading.Lock()  # of the next three
         self._followers: dict[str, Follower] = {}
-        self._early: dict[str, tuple[Hop, Join]] = {}
+        self._early: dict[str, tuple[Hop, JoinPipeline]] = {}
         self._hops: set[Hop] = set()
         self._probed = Probed(host, device or torch.empty(0).device)
         self._door = Door(host, self._knocked)
@@ -119,21 +124,23 @@ class Stages:
         with self._lock:
             self._hops = {each for each in self._hops if not each.is_closed} | {hop}
 
-    def _take(self, hop: Hop, message: Messages, behind: torch.Tensor) -> None:
-        if isinstance(message, Probe | Meet):
+    def _take(self, hop: Hop, message: Received, behind: torch.Tensor) -> None:
+        if isinstance(message, ProbeMessage):
             self._probed.take(hop, message, behind)
             return
         with self._lock:
             follower = self._followers.get(message.pipeline)
-            if follower is None and isinstance(message, Join) and len(self._early) < MAX_EARLY:
+            if follower is None and isinstance(message, JoinPipeline) and len(self._early) < MAX_EARLY:
                 self._early[message.pipeline] = hop, message
                 return
-            if follower is None and isinstance(message, Leave):
+            if follower is None and isinstance(message, EndPipeline):
                 self._early.pop(message.pipeline, None)
         if follower:
             follower.put(hop, message, behind)
-        elif not isinstance(message, Broken | Leave):
-            hop.send(Broken(pipeline=message.pipeline, stage=-1, reason="there is no such stage any more"))
+        elif not isinstance(message, StageFailed | EndPipeline):
+            hop.send(
+                StageFailed(pipeline=message.pipeline, stage=-1, reason="there is no such stage any more")
+            )
 
     def _lost(self, hop: Hop, reason: str) -> None:
         with self._lock:

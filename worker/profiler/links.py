@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -17,11 +16,11 @@ import torch
 from torch.distributed import TCPStore
 
 from bus.deployments import LinkKind, LinkSample, Peer
-from worker.parallel.communicator import PeerLost
+from worker.distributed.communicator import PeerLost
+from worker.distributed.messages import Echo, MeasureAllReduce, Message, ProbeFailed
 from worker.parallel.links import knock
-from worker.pipeline.hop import Hop, to_host
+from worker.pipeline.hop import Hop, Received, to_host
 from worker.pipeline.probe import PATIENCE_S, all_reduces, meet, tensors_for, use_here
-from worker.pipeline.wire import Broken, Meet, Messages, Probe
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def _sums(
     """Raises NoAnswer, PeerLost, RuntimeError."""
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S))
     at = f"{host}:{store.port}"
-    line.send(Meet(pipeline=line.id, store=at, dtype=str(dtype), sizes=list(sizes), rounds=WARM_UP + ROUNDS))
+    line.send(MeasureAllReduce(store=at, dtype=str(dtype), sizes=list(sizes), rounds=WARM_UP + ROUNDS))
     try:
         group = meet(at, 0, host, device)
     except PeerLost as error:
@@ -123,19 +122,18 @@ class _Line:
     """A connection to the other worker's door, for one thread."""
 
     def __init__(self, peer: Peer, device: torch.device) -> None:
-        self.id = f"probe {uuid.uuid4().hex[:8]}"
         self._device = device
         self._mail: SimpleQueue[torch.Tensor | str] = SimpleQueue()
         is_gpu = device.type == "cuda"
         door = knock(peer.door, peer.door_key)
         self._hop = Hop(door, PATIENCE_S, self._take, self._lose, is_pinned=is_gpu)
 
-    def send(self, message: Messages) -> None:
+    def send(self, message: Message) -> None:
         self._hop.send(message)
 
     def call(self, tensor: torch.Tensor) -> None:
         """Until it is back on the device. Raises NoAnswer."""
-        self._hop.send(Probe(pipeline=self.id), to_host(tensor))
+        self._hop.send(Echo(), to_host(tensor))
         try:
             back = self._mail.get(timeout=PATIENCE_S)
         except Empty:
@@ -156,8 +154,8 @@ class _Line:
     def close(self) -> None:
         self._hop.close()
 
-    def _take(self, hop: Hop, message: Messages, behind: torch.Tensor) -> None:
-        self._mail.put(message.reason if isinstance(message, Broken) else behind)
+    def _take(self, hop: Hop, message: Received, behind: torch.Tensor) -> None:
+        self._mail.put(message.reason if isinstance(message, ProbeFailed) else behind)
 
     def _lose(self, hop: Hop, reason: str) -> None:
         self._mail.put(reason)

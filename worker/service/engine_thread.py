@@ -11,12 +11,12 @@ from queue import Empty, SimpleQueue
 
 from bus.messages import InstanceTelemetry, Morph, MorphReport, PageCounts
 from worker.core import Request
+from worker.distributed.messages import Peer
 from worker.engine.engine import Engine, StepResult, result_of
 from worker.engine.snapshot import instance_telemetry
 from worker.morph.executor import MorphExecutor
 from worker.parallel.grouping import Grouping
 from worker.parallel.party import Party
-from worker.parallel.wire import Peer
 from worker.profiler.measuring import Measuring
 
 log = logging.getLogger(__name__)

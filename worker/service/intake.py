@@ -12,7 +12,7 @@ from bus.deployments import Measure
 from bus.messages import Cancel, CancelMorph, Command, Deploy, Drain, Resize, Retire, Submit, Swap, Transform
 from bus.names import consumer
 from worker.core import Request
-from worker.parallel.wire import Peer
+from worker.distributed.messages import Peer
 from worker.service.engine_thread import EngineThread
 from worker.service.ledger import Ledger, Ticket, log_ids
 from worker.service.outbox import Outbox

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from bus.client import Bus, BusUnavailable
 from bus.messages import WorkerCard
-from worker.parallel.wire import Peer
+from worker.distributed.messages import Peer
 from worker.service.engine_thread import EngineThread
 
 FIRST_LOOK_S, LOOK_S = 2.0, 15.0  # others may still load

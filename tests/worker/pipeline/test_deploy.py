@@ -14,7 +14,7 @@ import pytest
 
 from bus.messages import Deploy, MorphReport, RejectReason, Stage, Swap
 from tests.support.deploy_models import Place, settings_for, write_model
-from worker.parallel.wire import Peer
+from worker.distributed.messages import Peer
 from worker.pipeline.stages import Stages
 
 LAYERS = 5

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench.common.service import wait_for
+from worker.distributed.communicator import PeerLost
 from worker.model.shard import ALONE, Shard
-from worker.parallel.communicator import PeerLost
 from worker.pipeline.ranks import Ranks
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from worker.distributed.messages import Abort, LeadSubgroup, Message, Peer, Prepare
 from worker.parallel.assembly import Assembly
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import StandingBy
-from worker.parallel.ties import Ties
-from worker.parallel.wire import Dismiss, Follow, Invite, Messages, Peer
+from worker.parallel.ties import PeerLinks
 
 MEMBERS = ["w0", "w1", "w2", "w3"]  # as pairs: w0 w2 and w1 w3
 
@@ -20,10 +20,10 @@ class Recorded:
     """A link to somebody; what was sent before it closed."""
 
     def __init__(self, *_: Any) -> None:
-        self.sent: list[Messages] = []
+        self.sent: list[Message] = []
         self.is_closed = False
 
-    def send(self, message: Messages) -> None:
+    def send(self, message: Message) -> None:
         assert not self.is_closed
         self.sent.append(message)
 
@@ -37,10 +37,10 @@ def asked(worker: str, to_leader: Any) -> Any:
     place: Any = SimpleNamespace(name="m", num_layers=2)
     links: Any = SimpleNamespace(connect=Recorded)
     meetings: Any = SimpleNamespace()
-    assembly = Assembly(worker, place, links, meetings, lambda: (party, Ties()), lambda: "")  # type: ignore[arg-type,return-value]
+    assembly = Assembly(worker, place, links, meetings, lambda: (party, PeerLinks()), lambda: "")  # type: ignore[arg-type,return-value]
     formation = Formation(tuple(MEMBERS), 2, 2, grows=False)
     peers = {name: Peer(name, 1, "127.0.0.1:1", b"") for name in MEMBERS}
-    invite = Invite(
+    invite = Prepare(
         group="g", leader="w0", model="m", members=MEMBERS, low=2, grows=False, peers=peers, shape=[]
     )
     assembly._standing_by = StandingBy(invite, formation, to_leader)
@@ -55,9 +55,9 @@ def test_who_was_to_lead_a_pair_and_closes_its_link_is_no_loss_to_who_was_to_fol
     ends = {name: Recorded() for name in ("w1", "w3")}
     leads, follows = (asked(name, ends[name]) for name in ends)
     link = leads._parting.others["w3"]
-    leads.take(ends["w1"], Dismiss(group="g", reason="no room"))
+    leads.take(ends["w1"], Abort(group="g", reason="no room"))
     assert link.is_closed
-    assert [type(message) for message in link.sent] == [Follow, Dismiss]
+    assert [type(message) for message in link.sent] == [LeadSubgroup, Abort]
 
     def its_words() -> None:
         follows.follow(link, "g")
@@ -65,7 +65,7 @@ def test_who_was_to_lead_a_pair_and_closes_its_link_is_no_loss_to_who_was_to_fol
         assert not follows.has_tie(link)  # its end means nothing from here on
 
     def leaders_word() -> None:
-        follows.take(ends["w3"], Dismiss(group="g", reason="no room"))
+        follows.take(ends["w3"], Abort(group="g", reason="no room"))
 
     for hear in (leaders_word, its_words) if hears_leader_first else (its_words, leaders_word):
         hear()

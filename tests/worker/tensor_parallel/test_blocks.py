@@ -14,6 +14,7 @@ from bus.messages import Number, SamplingParams
 from tests.support.group_workers import BLOCK_TOKENS, model_fixtures, resize, transform, workers
 from tests.worker.tensor_parallel.test_workers import oracle, prompt
 from worker.core import Request
+from worker.distributed.messages import Census, Prepare, Ready, Show, Vote
 from worker.engine.snapshot import instance_telemetry
 from worker.memory import OutOfBlocks
 from worker.morph.outcome import NotApplied
@@ -23,7 +24,6 @@ from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering
 from worker.parallel.share import BlockShare, NoRoom, homes, in_parts, loans, moves_below
 from worker.parallel.transform import TransformRun
-from worker.parallel.wire import Answer, Census, Invite, Ready, Show
 
 
 def ready(rank: int, step: int, *, num_used: int = 0) -> Ready:
@@ -141,7 +141,9 @@ def test_who_came_first_gets_what_all_can_spare_in_the_end(planners: list[tuple[
 def test_groups_with_caches_of_different_sizes_do_not_become_one() -> None:
     """Nobody moves the blocks of the larger one below what the smaller one has."""
     members = ["w0", "w2", "w1", "w3"]
-    invite = Invite(group="g", leader="w0", model="m", members=members, low=2, grows=True, peers={}, shape=[])
+    invite = Prepare(
+        group="g", leader="w0", model="m", members=members, low=2, grows=True, peers={}, shape=[]
+    )
     gathering = Gathering(invite, Formation(tuple(members), 2, 4), {})
     for name, blocks in zip(members, (50, 60, 50, 60), strict=True):
         numbers: dict[str, Number] = {
@@ -150,7 +152,7 @@ def test_groups_with_caches_of_different_sizes_do_not_become_one() -> None:
             "pages_after": 9,
             "blocks_after": 130,
         }
-        gathering.answers[name] = Answer(group="g", worker=name, numbers=numbers)
+        gathering.answers[name] = Vote(group="g", worker=name, numbers=numbers)
     with pytest.raises(NotApplied, match="the groups have 50 and 60 KV blocks"):
         TransformRun._room(object.__new__(TransformRun), gathering)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
-from worker.parallel.carriers import Messages, Places
-from worker.parallel.communicator import Communicator, PeerLost, Staged, connect, share_a_gpu
+from worker.distributed.carriers import Messages, Places
+from worker.distributed.communicator import Communicator, PeerLost, Staged, connect, share_a_gpu
 
 
 def together(size: int, work: Callable[[Communicator], object], timeout_s: float = 20.0) -> list[object]:

@@ -13,14 +13,14 @@ import pytest
 
 from tests.support.group_workers import GroupWorker, model_fixtures, transform, workers
 from tests.worker.tensor_parallel.test_workers import Load
+from worker.distributed.communicator import PeerLost
+from worker.distributed.messages import GroupMessage, Parted, Prepare, Step
 from worker.model.shard import Shard
 from worker.morph.outcome import NotApplied
-from worker.parallel.communicator import PeerLost
 from worker.parallel.gathering import Gathering
 from worker.parallel.grouping import Grouping
 from worker.parallel.links import Link
 from worker.parallel.transform import TransformRun
-from worker.parallel.wire import Invite, Messages, Parted, Step
 
 model, folder = model_fixtures(num_hidden_layers=2)
 
@@ -86,7 +86,7 @@ def slow_to_part(grouping: Grouping) -> None:
     """It hears of the last step, and before it makes it, that the others have gone."""
     plain = grouping._take
 
-    def take(link: Link, message: Messages) -> None:
+    def take(link: Link, message: GroupMessage) -> None:
         plain(link, message)
         if isinstance(message, Step) and any(isinstance(action, Parted) for action in message.after):
             time.sleep(0.5)
@@ -152,7 +152,7 @@ def test_an_order_of_a_group_that_falls_apart_ends_at_once(folder: Path) -> None
         assert each[0].end_of(transform(each, 2)).state == "applied"
         take = each[1].grouping._take
         each[1].grouping._take = lambda link, message: (  # type: ignore[method-assign]
-            None if isinstance(message, Invite) else take(link, message)
+            None if isinstance(message, Prepare) else take(link, message)
         )
         order = transform(each, 1)
         each[0].wait(lambda: each[0].grouping._assembly.is_under_way, "the question")

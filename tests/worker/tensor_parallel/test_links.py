@@ -11,15 +11,15 @@ from multiprocessing.connection import Client
 import pytest
 
 from bench.common.service import wait_for
+from worker.distributed.messages import GroupEnded, GroupMessage
 from worker.parallel.links import Link, Links
-from worker.parallel.wire import Bye, Messages
 
 
 class End:
     """One worker's links, and what came to them."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[Link, Messages]] = []
+        self.heard: list[tuple[Link, GroupMessage]] = []
         self.lost: list[str] = []
         self.links = Links(
             "127.0.0.1",
@@ -41,12 +41,12 @@ def pair() -> Iterator[tuple[End, End]]:
 def test_what_is_sent_before_a_link_is_open_comes_in_order(pair: tuple[End, End]) -> None:
     one, other = pair
     link = one.links.connect(other.links.address, other.links.key)
-    sent = [Bye(group=str(i), reason="") for i in range(50)]
+    sent = [GroupEnded(group=str(i), reason="") for i in range(50)]
     for message in sent:
         link.send(message)
     wait_for("all of it", lambda: len(other.heard) == 50, 10)
     assert [message for _, message in other.heard] == sent
-    other.heard[0][0].send(Bye(group="back", reason=""))
+    other.heard[0][0].send(GroupEnded(group="back", reason=""))
     wait_for("an answer", lambda: one.heard, 10)
 
 
@@ -56,7 +56,7 @@ def test_a_stopped_worker_is_not_waited_for(pair: tuple[End, End]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         began = time.monotonic()
         link = one.links.connect(f"127.0.0.1:{stopped.getsockname()[1]}", b"key")
-        link.send(Bye(group="g", reason=""))
+        link.send(GroupEnded(group="g", reason=""))
         link.close()
         assert time.monotonic() - began < 1.0
     time.sleep(0.2)
@@ -73,7 +73,7 @@ def test_where_nobody_listens_the_link_is_lost(pair: tuple[End, End]) -> None:
 
 def test_a_wrong_key_opens_nothing(pair: tuple[End, End]) -> None:
     one, other = pair
-    one.links.connect(other.links.address, b"guessed").send(Bye(group="g", reason=""))
+    one.links.connect(other.links.address, b"guessed").send(GroupEnded(group="g", reason=""))
     wait_for("the loss", lambda: one.lost, 10)
     assert other.heard == []
 
@@ -84,7 +84,7 @@ def test_strangers_keep_nobody_out(pair: tuple[End, End]) -> None:
     host, _, port = other.links.address.rpartition(":")
     with socket.create_connection((host, int(port))), Client((host, int(port))) as talker:
         talker.send_bytes(b"GET / HTTP/1.1")
-        one.links.connect(other.links.address, other.links.key).send(Bye(group="g", reason=""))
+        one.links.connect(other.links.address, other.links.key).send(GroupEnded(group="g", reason=""))
         wait_for("the message", lambda: other.heard, 10)
 
 

@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 from bench.common.oracles import make_oracle
 from bus.messages import InstanceCard, WorkerCard
 from tests.support.group_workers import transform, workers
-from worker.parallel.communicator import PeerLost, connect
-from worker.parallel.meetings import Meetings, new_meeting
-from worker.parallel.wire import Peer
+from worker.distributed.communicator import PeerLost, connect
+from worker.distributed.messages import Peer
+from worker.distributed.rendezvous import Meetings, new_meeting
 from worker.service.neighbours import led_groups
 
 

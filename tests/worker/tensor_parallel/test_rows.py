@@ -15,10 +15,10 @@ from bus.messages import Precision
 from tests.support.group_workers import GroupWorker, model_fixtures, swap, transform, workers
 from tests.worker.tensor_parallel.test_exchange import Member, together
 from tests.worker.tensor_parallel.test_workers import oracle, prompt
+from worker.distributed.all_gather import all_gather
+from worker.distributed.communicator import PeerLost
+from worker.distributed.kv_exchange import Moved
 from worker.model.shard import Shard
-from worker.parallel.all_gather import all_gather
-from worker.parallel.communicator import PeerLost
-from worker.parallel.exchange import Moved
 from worker.parallel.rows import Choice, RowCosts, choose, row_costs
 from worker.shape.checks import ROW_BYTES, CheckedPages
 from worker.shape.copier import Rate
@@ -128,7 +128,7 @@ def test_every_rank_gets_what_its_peers_have(
     size: int, low: int, stage_bytes: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "messages":
-        monkeypatch.setattr("worker.parallel.all_gather.outboxes_of", lambda group, nbytes: None)
+        monkeypatch.setattr("worker.distributed.all_gather.outboxes_of", lambda group, nbytes: None)
 
     def work(member: Member) -> Moved:
         memory = Bytes(spans(member.group.rank, size))

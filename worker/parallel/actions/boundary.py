@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from worker.distributed.kv_exchange import Moved, exchange
+from worker.distributed.messages import Settle
 from worker.parallel.actions import rows
-from worker.parallel.exchange import Moved, exchange
 from worker.parallel.member import Member
-from worker.parallel.wire import Settle
 
 
 def move(member: Member, to: int, used: Sequence[Sequence[int]]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from worker.distributed.messages import Grow, Shrink
 from worker.parallel.member import Member
-from worker.parallel.wire import Grow, Shrink
 
 
 def grow(member: Member, action: Grow) -> None:

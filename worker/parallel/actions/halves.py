@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from worker.distributed.messages import PrepareHalf
 from worker.parallel.half_swap import HalfSwap
 from worker.parallel.member import Member
-from worker.parallel.wire import PrepareHalf
 
 
 def prepare(member: Member, action: PrepareHalf) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from worker.distributed.messages import PartingBegins
 from worker.parallel.actions import rows
 from worker.parallel.member import Member
 from worker.parallel.share import BlockShare
-from worker.parallel.wire import PartingBegins
 
 
 def begin(member: Member, action: PartingBegins, used: Sequence[Sequence[int]]) -> None:

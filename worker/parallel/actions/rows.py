@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from worker.parallel.all_gather import all_gather
-from worker.parallel.exchange import Moved
+from worker.distributed.all_gather import all_gather
+from worker.distributed.kv_exchange import Moved
+from worker.distributed.messages import PartingBegins
 from worker.parallel.filling import Fetching, Filling, Rows
 from worker.parallel.member import Member
-from worker.parallel.wire import PartingBegins
 
 
 def coming(member: Member, action: PartingBegins) -> Rows:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from worker.parallel.communicator import Communicator
+from worker.distributed.communicator import Communicator
 
 
 class Outboxes:

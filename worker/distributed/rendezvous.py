@@ -15,8 +15,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from worker.parallel.communicator import Communicator, PeerLost, connect
-from worker.parallel.wire import Peer
+from worker.distributed.communicator import Communicator, PeerLost, connect
+from worker.distributed.messages import Peer
 
 MAX_KEPT = 16  # of members that have died since, some of them
 

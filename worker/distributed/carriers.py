@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.parallel.communicator import Communicator
-from worker.parallel.outboxes import Outboxes
+from worker.distributed.communicator import Communicator
+from worker.distributed.shared_buffers import Outboxes
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-from worker.parallel.carriers import outboxes_of
-from worker.parallel.communicator import Communicator
-from worker.parallel.exchange import Moved
-from worker.parallel.outboxes import Outboxes
+from worker.distributed.carriers import outboxes_of
+from worker.distributed.communicator import Communicator
+from worker.distributed.kv_exchange import Moved
+from worker.distributed.shared_buffers import Outboxes
 from worker.shape.checks import ROW_BYTES
 from worker.shape.copies import Span
 

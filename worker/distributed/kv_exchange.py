@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from worker.parallel.carriers import Places, carrier_for
-from worker.parallel.communicator import Communicator
+from worker.distributed.carriers import Places, carrier_for
+from worker.distributed.communicator import Communicator
 
 _WORD = torch.int64  # rows are moved as words: torch scatters bytes one by one, 8 times slower
 

@@ -1,0 +1,467 @@
+"""Messages between workers: one msgpack struct per frame, some with one tensor as payload.
+
+Three kinds share a connection's format, and each kind has its own receiver:
+
+==================  ============================================================================
+`GroupMessage`      members of a tensor-parallel group: forming it, its steps, its end
+`PipelineMessage`   the leader of a pipeline, the workers of its stages, and stage to stage
+`ProbeMessage`      a worker that measures its links to another one
+==================  ============================================================================
+
+The leader of a pipeline has a link to every other worker of the pipeline; the first rank of each later stage
+opens links to all ranks of the next. Along these links `RunStage` and `MoveBlocks` keep the order of the
+steps. The first rank of the last stage answers to the leader.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from bus.messages import LayerShape, Number, Part, Precision
+from worker.engine.work import Work
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Another worker and how to reach it, as its card says."""
+
+    worker: str
+    epoch: int
+    address: str  # "host:port"
+    key: bytes
+
+
+class GroupMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of messages within a group; `group` is the id of the transform that formed it."""
+
+    group: str
+
+
+class PipelineMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of messages within a pipeline, named by its id."""
+
+    pipeline: str
+
+
+class ProbeMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of messages that measure a link."""
+
+
+# --------------------------------------------------------------------------- forming a group, in two phases
+
+
+class Prepare(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """The coordinator asks: can you enter this group, or split into subgroups of `low`? Answered by Vote."""
+
+    leader: str
+    model: str
+    members: list[str]
+    low: int
+    grows: bool
+    peers: dict[str, Peer]  # all members
+    shape: list[LayerShape]  # of the leader, and so of the group
+
+
+class Vote(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """Answer to Prepare. An empty `reason` is a yes: the worker stands by until Commit or Abort. `numbers`:
+    pages and blocks before and after. `meeting`: the rendezvous whose communicator it has kept, if any."""
+
+    worker: str
+    reason: str = ""
+    meeting: str = ""
+    numbers: dict[str, Number] = {}
+
+
+class JoinRendezvous(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """The coordinator tells all members to make the communicator in `store` (host:port). Of two communicators
+    of the same members, that with the greater `meeting`, the later one, is kept."""
+
+    meeting: str
+    store: str
+
+
+class RendezvousAhead(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """Make the communicator of a group that may form later, and keep it."""
+
+    meeting: str
+    members: list[str]
+    peers: dict[str, Peer]
+    store: str
+
+
+class RendezvousDone(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """Answer to JoinRendezvous. `reason`: why there is no communicator; empty: there is one."""
+
+    worker: str
+    reason: str = ""
+
+
+class Commit(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """The coordinator decided: enter the group at the next boundary. `blocks`: of every subgroup."""
+
+    blocks: int
+
+
+class LeadSubgroup(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """The future leader of a subgroup opens the link that it will use after the split."""
+
+
+class Abort(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """The coordinator decided: the change does not happen and the old shape serves on. A future leader of a
+    subgroup sends it too, when it will not use its link."""
+
+    reason: str
+
+
+# --------------------------------------------------------------------------- between two steps
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What every member does after the same step."""
+
+
+class MoveBoundary(Action, frozen=True, kw_only=True, tag=True):
+    """The layers from `to` up to the boundary of now change their degree."""
+
+    to: int
+
+
+class Settle(Action, frozen=True, kw_only=True, tag=True):
+    """All layers are at the high degree: one set of blocks, so many, in so many pages of each layer."""
+
+    blocks: int
+    pages: list[int]  # by rank
+    is_probed: bool = False  # all measure how fast they send each other, since nothing has told it yet
+
+
+class Show(Action, frozen=True, kw_only=True, tag=True):
+    """The new shape was tried: the cards may tell of it."""
+
+
+class Census(Action, frozen=True, kw_only=True, tag=True):
+    """Tell which blocks are in use with the next Ready."""
+
+
+class PartingBegins(Action, frozen=True, kw_only=True, tag=True):
+    """Blocks move home (from -> to), each subgroup keeps `blocks`, and layers begin to go back to `low`."""
+
+    low: int
+    blocks: int
+    pages: list[int]  # of every layer, that stay; by rank
+    moves: dict[int, int]
+    is_from_peers: bool = False  # the FFN rows that are missing; else each has its own host's
+    layers_per_step: int = 1  # that will change at most
+
+
+class Parted(Action, frozen=True, kw_only=True, tag=True):
+    """All layers are at the low degree: every subgroup goes on on its own."""
+
+
+class Lend(Action, frozen=True, kw_only=True, tag=True):
+    """The giver (a rank) gives the taker so many of its free blocks."""
+
+    giver: int
+    taker: int
+    blocks: int
+
+
+class PrepareHalf(Action, frozen=True, kw_only=True, tag=True):
+    """Map this variant of a half of a layer, at the member's shard, and copy it in beside the steps."""
+
+    layer: int
+    part: Part
+    precision: Precision
+
+
+class InstallHalf(Action, frozen=True, kw_only=True, tag=True):
+    """The next step runs on what was prepared; the old variant's pages are free."""
+
+
+class DropHalf(Action, frozen=True, kw_only=True, tag=True):
+    """What was prepared is not wanted any more."""
+
+
+class Grow(Action, frozen=True, kw_only=True, tag=True):
+    """So many pages more in each layer of each member, and so many blocks in all then."""
+
+    pages: int
+    blocks: int
+
+
+class Shrink(Action, frozen=True, kw_only=True, tag=True):
+    """So many pages fewer; live blocks move first (from -> to), and there are so many in all then."""
+
+    pages: int
+    blocks: int
+    moves: dict[int, int]
+
+
+class EnterNext(Action, frozen=True, kw_only=True, tag=True):
+    """This group becomes a subgroup of the one that its members stand by for. `blocks`: of every subgroup."""
+
+    blocks: int
+
+
+Actions = (
+    PrepareHalf
+    | InstallHalf
+    | DropHalf
+    | Grow
+    | Shrink
+    | EnterNext
+    | MoveBoundary
+    | Settle
+    | Show
+    | Census
+    | PartingBegins
+    | Parted
+    | Lend
+)
+
+
+# --------------------------------------------------------------------------- steps
+
+
+class PackedWork(msgspec.Struct, frozen=True, kw_only=True):
+    """`worker.engine.work.Work` with arrays as the bytes they have in memory."""
+
+    token_ids: bytes
+    q_lens: bytes
+    context_lens: bytes
+    blocks: bytes
+    logit_rows: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // np.dtype(np.int64).itemsize
+
+
+class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """To the leader: what this planner has for the step. It may come again, with more, until the step is
+    called."""
+
+    rank: int
+    step: int
+    work: PackedWork | None
+    spare: int  # blocks that nothing here needs soon
+    wanted: int  # blocks that its next sequence misses
+    wanting_s: float  # how long the oldest that misses some has been there
+    used: list[int]  # blocks in use, while layers change their degree or after a Census
+    num_used: int
+    filled: int  # layers from here on have their wider weights in memory, or pages for what peers send
+    has_prepared: bool  # the half of the last PrepareHalf is copied
+    pages: int  # of each layer of its cache
+    spare_pages: int  # of its device, beyond the reserve
+    floor: Precision | Literal[""]  # no request here may run below it
+    max_tokens: int  # of a step, that it has memory for
+    running: int = 0  # sequences
+    long_remaining: int = 0  # tokens to compute of one that no worker alone could hold; 1: it decodes
+    given: dict[int, list[int]] = {}  # taker -> blocks, after a Lend
+
+
+class Step(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """From the leader: run this, then do that. By rank."""
+
+    step: int
+    works: list[PackedWork | None]
+    allowed: list[int]  # tokens of each planner in the next one
+    used: list[list[int]]
+    num_used: list[int]
+    grants: dict[int, list[int]]  # taker -> blocks
+    after: list[Actions]
+
+
+class RequestSplit(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """A member that is about to leave asks the leader to split the group first."""
+
+
+class GroupEnded(GroupMessage, frozen=True, kw_only=True, tag=True):
+    """The sender has left the group; nothing more follows."""
+
+    reason: str
+
+
+# --------------------------------------------------------------------------- forming a pipeline
+
+
+class JoinPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """First message of the leader: you are this rank of this stage. `next`: all ranks of the next stage, for
+    the first rank of a stage that is not the last. Answered by PipelineJoined."""
+
+    leader: str
+    stage: int
+    rank: int = 0
+    tp: int = 1  # ranks of each stage
+    epoch: int  # of the worker that is meant
+    first: int  # layers [first, end) of the model
+    end: int
+    hidden_size: int
+    dtype: str
+    block_tokens: int
+    digest: str = ""  # of the checkpoint; "": not compared
+    is_last: bool
+    next: list[Peer] = []
+
+
+class PipelineJoined(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """Answer to JoinPipeline. `reason`: why not; empty: the stage stands by and could have `blocks` now.
+    `store` (host:port): where the ranks of this stage meet; from the first of several."""
+
+    stage: int
+    reason: str = ""
+    store: str = ""
+    blocks: int = 0
+    shape: list[LayerShape] = []
+
+
+class StartPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """The leader fixes the number of KV blocks and lets the ranks of each stage meet. Answered by
+    PipelineStarted or StageFailed."""
+
+    blocks: int
+    meeting: str = ""
+    store: str = ""
+
+
+class PipelineStarted(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """The stage has its blocks and has met its other ranks."""
+
+    stage: int
+
+
+class StageFailed(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """The stage cannot go on and has released its pages."""
+
+    stage: int
+    reason: str
+
+
+class StageDraining(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """The stage's worker drains: the leader lets running requests finish, then ends the pipeline."""
+
+    stage: int
+    reason: str
+
+
+class EndPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """The leader ends the pipeline; every stage releases its pages."""
+
+    reason: str
+
+
+# --------------------------------------------------------------------------- steps of a pipeline, in order
+
+
+class RunStage(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """One step; the payload is the residual [T, H]. The work has no token ids: later stages read the
+    residual."""
+
+    step: int
+    work: PackedWork
+
+
+class MoveBlocks(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """Copy KV block `sources[i]` to `targets[i]` in every layer."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+class StageOutput(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """Answer of the last stage to the leader; the payload is the residual [R, H] of the rows whose logits are
+    wanted."""
+
+    step: int
+
+
+# --------------------------------------------------------------------------- measuring a link
+
+
+class Echo(ProbeMessage, frozen=True, kw_only=True, tag=True):
+    """Answered at once by the same message with the same payload."""
+
+
+class MeasureAllReduce(ProbeMessage, frozen=True, kw_only=True, tag=True):
+    """Be rank 1 of 2 of a communicator that meets in `store` (host:port), and make these all-reduces with
+    rank 0. Answered by ProbeFailed if that is not possible."""
+
+    store: str
+    dtype: str
+    sizes: list[int]  # elements of each tensor, in this order
+    rounds: int  # over all sizes
+
+
+class ProbeFailed(ProbeMessage, frozen=True, kw_only=True, tag=True):
+    """The measurement does not take place."""
+
+    reason: str
+
+
+# --------------------------------------------------------------------------- encoding
+
+Message = (
+    Prepare
+    | Vote
+    | JoinRendezvous
+    | RendezvousAhead
+    | RendezvousDone
+    | Commit
+    | LeadSubgroup
+    | Abort
+    | Ready
+    | Step
+    | RequestSplit
+    | GroupEnded
+    | JoinPipeline
+    | PipelineJoined
+    | StartPipeline
+    | PipelineStarted
+    | StageFailed
+    | StageDraining
+    | EndPipeline
+    | RunStage
+    | MoveBlocks
+    | StageOutput
+    | Echo
+    | MeasureAllReduce
+    | ProbeFailed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Return the msgpack bytes of `message`."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Return the message in `data`. Raises ValueError for bytes that are not a message."""
+    return _decoder.decode(data)
+
+
+def pack(work: Work, *, has_token_ids: bool = True) -> PackedWork:
+    """Return `work` as bytes. Without token ids `unpack` fills in zeros."""
+    return PackedWork(
+        token_ids=work.token_ids.tobytes() if has_token_ids else b"",
+        q_lens=work.q_lens.tobytes(),
+        context_lens=work.context_lens.tobytes(),
+        blocks=np.ascontiguousarray(work.blocks).tobytes(),
+        logit_rows=work.logit_rows.tobytes(),
+    )
+
+
+def unpack(packed: PackedWork) -> Work:
+    """Return the work with arrays of its own: torch refuses arrays that cannot be written to."""
+    q_lens = np.frombuffer(bytearray(packed.q_lens), np.int64)
+    token_ids = np.frombuffer(bytearray(packed.token_ids), np.int64)
+    return Work(
+        token_ids=token_ids if len(token_ids) else np.zeros(int(q_lens.sum()), np.int64),
+        q_lens=q_lens,
+        context_lens=np.frombuffer(bytearray(packed.context_lens), np.int64),
+        blocks=np.frombuffer(bytearray(packed.blocks), np.int32).reshape(len(q_lens), -1),
+        logit_rows=np.frombuffer(bytearray(packed.logit_rows), np.int64),
+    )
