@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bus.messages import Deploy as Deploy
-from bus.messages import Precision
 from bus.messages import Retire as Retire
 from bus.messages import Stage as Stage
+from bus.precisions import Precision
 
 Objective = Literal["latency", "cost", "memory", "gpu_hours"]
 CostModel = Literal["memory_seconds", "memory", "gpu_hours"]

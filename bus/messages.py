@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from bus.precisions import PRECISIONS, Precision
+
 SCHEMA_VERSION = 1
 
 FinishReason = Literal["stop", "length", "error"]
-Precision = Literal["full", "int8", "int4", "int3"]
 Part = Literal["attention", "ffn"]
 MorphKind = Literal["swap", "resize", "transform", "deploy", "retire"]
 MorphOutcome = Literal["running", "applied", "deferred", "stale", "conflict", "failed"]
@@ -45,7 +46,6 @@ Cause = Literal[
     "orphan",
 ]
 
-PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")  # most bits first
 PARTS: tuple[Part, ...] = ("attention", "ffn")
 Number = int | float
 
@@ -302,7 +302,7 @@ class InstanceCard:
     tp: int = 1
     pp: int = 1
     workers: list[str] = field(default_factory=list)
-    variants: list[Precision] = field(default_factory=lambda: list(PRECISIONS[:1]))  # what its layers can be
+    variants: list[Precision] = field(default_factory=lambda: ["full"])  # what its layers can be
     order: list[int] = field(default_factory=list)  # in which layers are swapped; [0] goes first
     order_name: str = ""  # "profile", "front-to-back", "back-to-front", "random"
     min_blocks: int = 0  # a resize below it is refused: the longest sequence must fit

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
-from bus.messages import PRECISIONS, Precision
+from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 
 Mode = Literal["default", "accuracy", "performance", "manual"]
 
@@ -208,12 +208,12 @@ class Policy:
         ),
     )
     precision: Precision = field(
-        default="int4",
+        default=DEFAULT_SWAP,
         metadata=_about(
             group=_HOW_FAR,
             label="Precision",
             summary="precision of swapped layers",
-            choices=dict.fromkeys(PRECISIONS[1:], ""),
+            choices=dict.fromkeys(QUANTIZED, ""),
         ),
     )
     max_tp: int = field(

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from bus.messages import PRECISIONS
+from bus.precisions import QUANTIZED
 from bus.settings_sources import (
     CONFIG_VARIABLE,
     PREFIX,
@@ -178,7 +178,7 @@ class WorkerSettings(Section):
         4, ge=1, le=8, description="largest tensor-parallel degree the weights are padded for"
     )
     variants: list[str] = Field(
-        ["int8", "int4", "int3"], description="what layers may be swapped to; empty: they stay as they are"
+        list(QUANTIZED), description="what layers may be swapped to; empty: they stay as they are"
     )
     quantization: Literal["", "awq", "gptq", "rtn"] = Field(
         "", description="method of the variants; empty: the best made for the model, else rounded at load"
@@ -214,8 +214,8 @@ class WorkerSettings(Section):
     @field_validator("variants")
     @classmethod
     def _variants_exist(cls, value: list[str]) -> list[str]:
-        if unknown := [name for name in value if name not in PRECISIONS[1:]]:
-            raise ValueError(f"{unknown[0]!r} is no variant; there are {', '.join(PRECISIONS[1:])}")
+        if unknown := [name for name in value if name not in QUANTIZED]:
+            raise ValueError(f"{unknown[0]!r} is no variant; there are {', '.join(QUANTIZED)}")
         return value
 
 

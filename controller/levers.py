@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from bus.messages import PRECISIONS, Cause, Morph, Number, Precision, Resize, Swap
+from bus.messages import Cause, Morph, Number, Resize, Swap
 from bus.policy import Policy
-from controller.rest import holds_fewer_bits
+from bus.precisions import PRECISIONS, Precision, is_below
 from controller.track import Lever
 from controller.view import View
 
@@ -138,7 +138,7 @@ def swap_up(view: View, rules: Rules) -> Decision | None:
 def _pages_of_return(view: View) -> int:
     """At most so many pages does one layer's way back take. 0 where the card does not tell: the worker
     decides then."""
-    fewer = [pages for variant, pages in view.layer_pages.items() if holds_fewer_bits(variant, view.resting)]
+    fewer = [pages for variant, pages in view.layer_pages.items() if is_below(variant, view.resting)]
     return max(0, view.layer_pages.get(view.resting, 0) - min(fewer, default=0))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bus.messages import PRECISIONS, InstanceCard, Precision
+from bus.messages import InstanceCard
+from bus.precisions import LOWEST, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class Rest:
     """`coarsest`: the fewest bits that layers may be swapped to meanwhile."""
 
     precision: Precision = "full"
-    coarsest: Precision = PRECISIONS[-1]
+    coarsest: Precision = LOWEST
     tp: int = 1
 
 
@@ -34,7 +35,3 @@ def rest_of(card: InstanceCard, rests: Rests) -> Rest | None:
 def nobody() -> Rests:
     """No deployments."""
     return {}
-
-
-def holds_fewer_bits(precision: Precision, rest: Precision) -> bool:
-    return PRECISIONS.index(precision) > PRECISIONS.index(rest)

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from bus.messages import MorphOutcome, MorphReport, Precision
+from bus.messages import MorphOutcome, MorphReport
 from bus.policy import Policy
+from bus.precisions import Precision
 from controller.levers import Decision
 from controller.policy import Freshness, decide
 from controller.track import State, observe, sent

@@ -7,16 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bus.client import LiveWorker
-from bus.messages import (
-    PRECISIONS,
-    InstanceCard,
-    InstanceMetrics,
-    LayerShape,
-    Metrics,
-    Precision,
-    WorkerMetrics,
-)
-from controller.rest import Rest, Rests, holds_fewer_bits, rest_of
+from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, WorkerMetrics
+from bus.precisions import LOWEST, Precision, is_below
+from controller.rest import Rest, Rests, rest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +31,7 @@ class View:
     num_layers: int
     layers_below: int = 0  # hold fewer bits than at rest
     resting: Precision = "full"  # what layers go back to
-    coarsest: Precision = PRECISIONS[-1]  # the fewest bits that they may be swapped to
+    coarsest: Precision = LOWEST  # the fewest bits that they may be swapped to
     variants: tuple[Precision, ...] = ("full",)
     min_blocks: int = 0
     pages_free: int = 0
@@ -145,4 +138,4 @@ def _view(
 
 
 def _is_below(shape: LayerShape, rest: Precision) -> bool:
-    return holds_fewer_bits(shape.attention, rest) or holds_fewer_bits(shape.ffn, rest)
+    return is_below(shape.attention, rest) or is_below(shape.ffn, rest)

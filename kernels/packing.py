@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import torch
 
+from bus.precisions import BITS
+
 TILE = 64  # inputs packed together
-BITS = (8, 4, 3)
+CODE_BITS = tuple(BITS.values())
 
 
 def check_bits(bits: int) -> None:
     """Raises ValueError unless codes of this many bits can be packed."""
-    if bits not in BITS:
-        raise ValueError(f"codes of {bits} bits cannot be packed; use one of {', '.join(map(str, BITS))}")
+    if bits not in CODE_BITS:
+        raise ValueError(
+            f"codes of {bits} bits cannot be packed; use one of {', '.join(map(str, CODE_BITS))}"
+        )
 
 
 def packed_size(inputs: int, bits: int) -> int:

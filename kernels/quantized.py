@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from kernels.packing import BITS, TILE, check_bits, pack, packed_size, unpack
+from kernels.packing import TILE, check_bits, pack, packed_size, unpack
 
-__all__ = ["BITS", "TILE", "QuantizedWeight", "Split", "dequantize", "pack", "quantize_rtn", "unpack"]
+__all__ = ["TILE", "QuantizedWeight", "Split", "dequantize", "pack", "quantize_rtn", "unpack"]
 
 Split = Literal["outputs", "inputs"]
 GROUP_STEP = 32  # a group is whole halves of a tile

@@ -44,10 +44,15 @@ def test_the_engine_imports_nothing_that_a_bare_gpu_machine_lacks() -> None:
     """`make gpu` finds Python with torch and triton: no Redis, msgspec or pydantic."""
     allowed = {"numpy", "torch", "triton", "numba", "llvmlite", "safetensors", "transformers"}
     allowed |= {"huggingface_hub", "cuda", "pynvml", "kernels", "worker"} | sys.stdlib_module_names
-    shared = {"bus.messages", "bus.histogram"}  # these two keep to the standard library
+    shared = {"bus.messages", "bus.histogram", "bus.precisions"}  # these keep to the standard library
     folders = ("kernels", "worker/engine", "worker/memory", "worker/model")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    files += [ROOT / "worker/core.py", ROOT / "bus/messages.py", ROOT / "bus/histogram.py"]
+    files += [
+        ROOT / "worker/core.py",
+        ROOT / "bus/messages.py",
+        ROOT / "bus/histogram.py",
+        ROOT / "bus/precisions.py",
+    ]
     foreign = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in files

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from bus.messages import Precision, SamplingParams, TokenLogprobs
+from bus.messages import SamplingParams, TokenLogprobs
+from bus.precisions import Precision
 
 
 class BlockPool(Protocol):

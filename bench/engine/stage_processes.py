@@ -25,12 +25,12 @@ import psutil
 import torch
 
 from bench.engine.offline import silence
-from bus.messages import PARTS, Precision
+from bus.messages import PARTS
+from bus.precisions import BITS, Precision
 from worker.engine.build import MIB, Shape, compile_kernels, fill_caches, make_cache, make_pool
 from worker.model import load_model
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.model import LoadFormat
-from worker.model.quantized_layout import BITS
 from worker.model.shard import Shard
 from worker.model.weights import tensors_of
 from worker.pipeline.build import start_leading

@@ -19,7 +19,8 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 from bench.estimate.truth import Prompts, Running, request
 from bench.transform.group import MODEL, WAIT_S, Worker, group
 from bus.deployments import Configuration
-from bus.messages import Precision, Swap
+from bus.messages import Swap
+from bus.precisions import Precision
 from worker.core import Limits
 from worker.profiler.device_memory import peak_memory
 

@@ -43,7 +43,7 @@ from bench.estimate.report import Measured, report, say_card
 from bench.estimate.stages import Stages
 from bench.estimate.truth import Devices, OneDevice, Truth, limits_for
 from bus.deployments import Configuration, Intent, LinkSample, Peer
-from bus.messages import PRECISIONS
+from bus.precisions import PRECISIONS, QUANTIZED
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from worker.core import Limits
 from worker.engine.build import MIB, Shape, make_pool
@@ -137,7 +137,7 @@ class Whole:
             "load_format": self.load_format,
             "megabytes": BUDGET_MIB,
             "threads": self.options.threads,
-            "variants": list(PRECISIONS[1:]),
+            "variants": list(QUANTIZED),
         }
 
     def plan(self, pool: PagePool, **fields: Any) -> CutPlan:
@@ -170,7 +170,7 @@ class Whole:
             bounds=[round(i * layers / num_stages) for i in range(num_stages + 1)],
             shape=replace(SHAPE, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len),
             budget_mib=BUDGET_MIB,
-            precisions=PRECISIONS[1:],
+            precisions=QUANTIZED,
             load_format=self.load_format,
             max_tp=MAX_TP,
             threads=self.options.threads,

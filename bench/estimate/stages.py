@@ -14,7 +14,7 @@ import torch
 from bench.engine.stage_processes import TIMEOUT_S, Stage, StageProcesses, Staging, lead
 from bench.estimate.truth import Prompts, Running, request
 from bus.deployments import Configuration, Peer
-from bus.messages import Precision
+from bus.precisions import Precision
 
 
 class Stages:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bus.deployments import Configuration, Intent
-from bus.messages import Precision, SamplingParams
+from bus.messages import SamplingParams
+from bus.precisions import Precision
 from worker.core import Limits, Request
 from worker.engine.build import Shape
 from worker.engine.instance import Instance

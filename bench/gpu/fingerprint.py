@@ -32,7 +32,7 @@ from bench.estimate.truth import Case, Found, OneDevice, Truth, limits_for
 from bench.gpu.alone import run_alone
 from bench.gpu.suite import LLAMA_8B
 from bus.deployments import Intent, Profile
-from bus.messages import PRECISIONS, Precision
+from bus.precisions import PRECISIONS, Precision
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from controller.intents.estimates import estimate_all
 from worker.engine.build import Shape, make_pool

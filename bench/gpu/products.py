@@ -13,7 +13,7 @@ import kernels  # before torch: it settles how torch's threads wait
 import torch
 
 from kernels import QuantizedWeight
-from kernels.packing import BITS, packed_size
+from kernels.packing import CODE_BITS, packed_size
 
 SHAPES = ((4096, 28672), (14336, 4096), (4096, 6144), (4096, 4096))  # inputs, outputs of an 8B model
 TOKENS = (1, 16, 64, 256, 2048)
@@ -27,8 +27,8 @@ def quantized_rows(bandwidth: float) -> list[dict[str, float]]:
     rows = []
     for inputs, outputs in SHAPES:
         full = torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
-        weights = {bits: _weight(inputs, outputs, bits) for bits in BITS}
-        for tokens, bits in itertools.product(TOKENS, BITS):
+        weights = {bits: _weight(inputs, outputs, bits) for bits in CODE_BITS}
+        for tokens, bits in itertools.product(TOKENS, CODE_BITS):
             x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device="cuda")
             dense = _microseconds(partial(kernels.linear, x, full))
             ours = _microseconds(partial(kernels.quantized_linear, x, weights[bits]))

@@ -24,7 +24,7 @@ import kernels  # before torch: it settles how torch's threads wait
 import torch
 
 from kernels import QuantizedWeight, reference
-from kernels.packing import BITS
+from kernels.packing import CODE_BITS
 
 SHAPES = ((512, 2816), (1408, 512), (4096, 1024))  # inputs, outputs
 TOKENS = (1, 2, 4, 8, 16, 64, 256)
@@ -41,7 +41,7 @@ def quantized_products(
     for (inputs, outputs), tokens in itertools.product(SHAPES, TOKENS):
         runs = _runs(inputs, outputs, torch.randn(tokens, inputs))
         times = dict(zip(runs, best_of(seconds, *runs.values()), strict=True))
-        for bits in BITS:
+        for bits in CODE_BITS:
             size = inputs * outputs * (bits / 8 + 3 / GROUP)
             yield {
                 "name": f"product {tokens} x {inputs} x {outputs} of {bits} bits",
@@ -57,7 +57,7 @@ def _runs(inputs: int, outputs: int, x: torch.Tensor) -> dict[str, Run]:
     """Weights rotate, so that none stays in a core's caches."""
     full = itertools.cycle([torch.randn(outputs, inputs) for _ in range(_copies(4.0 * inputs * outputs))])
     runs: dict[str, Run] = {"full": lambda: kernels.linear(x, next(full))}
-    for bits in BITS:
+    for bits in CODE_BITS:
         copies = _copies(inputs * outputs * bits / 8)
         weights = [_weight(inputs, outputs, bits) for _ in range(copies)]
         runs[f"int{bits}"] = partial(_next, kernels.quantized_linear, x, itertools.cycle(weights))

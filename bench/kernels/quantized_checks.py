@@ -13,7 +13,7 @@ import torch
 
 import kernels
 from bench.kernels.quantized_weights import quantized
-from kernels.packing import BITS
+from kernels.packing import CODE_BITS
 from kernels.quantized import QuantizedWeight, Split
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +30,7 @@ def quantized_checks(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """(what should hold, a call that raises AssertionError when it does not)."""
     is_slow = is_interpreted(face, device)  # thousands of times slower: every corner once
-    for bits, group, split in itertools.product(BITS, GROUPS, get_args(Split)):
+    for bits, group, split in itertools.product(CODE_BITS, GROUPS, get_args(Split)):
         for dtype in DTYPES:
             is_corner = (dtype, group) in ((torch.float32, 96), (torch.bfloat16, 64))
             if is_slow and not is_corner:
@@ -104,7 +104,7 @@ def check_product(
 
 def check_many_inputs(face: str, device: str, assert_close: AssertClose, tokens: int) -> None:
     """Several pieces of the inputs on the CPU, several splits on a GPU; 300 tokens are several blocks."""
-    for bits, split in zip(BITS, itertools.cycle(get_args(Split)), strict=False):
+    for bits, split in zip(CODE_BITS, itertools.cycle(get_args(Split)), strict=False):
         weight, _ = quantized(
             units=2, unit_outputs=80, unit_inputs=1088, bits=bits, group=64, split=split, is_scaled=True
         )

@@ -41,7 +41,8 @@ from bench.common.dummy_model import saved_model
 from bench.engine.offline import say, silence
 from bench.morph.cost_report import Part, Swapped, report, say_card
 from bench.morph.floor import Floor, leave_caches
-from bus.messages import PARTS, MorphReport, Precision, SamplingParams, Swap
+from bus.messages import PARTS, MorphReport, SamplingParams, Swap
+from bus.precisions import Precision
 from bus.settings import WorkerSettings
 from worker.core import Request
 from worker.service.loaded import Loaded

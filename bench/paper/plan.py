@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from bus import precisions
+
 # Nominal, without the scales of the groups. Full: as the benchmark serves it.
-BITS: Final = {"full": 32, "int8": 8, "int4": 4, "int3": 3}
+BITS: Final[dict[str, int]] = {"full": 32, **precisions.BITS}
 
 Plan = tuple[str, ...]  # of each layer, its precision
 

@@ -15,8 +15,9 @@ from bench.common.service import CpuSeconds, Service, cpu_seconds, noting_logs, 
 from bus.checkpoints import digest_of
 from bus.codec import decode, encode
 from bus.deployments import Measure, Profile
-from bus.messages import PRECISIONS, CancelMorph, Event, WorkerCard
+from bus.messages import CancelMorph, Event, WorkerCard
 from bus.names import Names
+from bus.precisions import PRECISIONS
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 
 SETTINGS: Final = {

@@ -11,12 +11,13 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.common.results import ROOT
+from bus.precisions import BITS
 from worker.model.config import ModelConfig, read_config
-from worker.model.quantized_sets import BITS, find_set, set_path
+from worker.model.quantized_sets import find_set, set_path
 from worker.model.sources import Checkpoint, model_fingerprint
 from worker.offline.calibration import read_calibration
 from worker.offline.decoder import Ends, Tensors, load_ends, load_layer
-from worker.offline.quantizer import DEFAULT_GROUP, Maker, QuantizedLayers
+from worker.offline.quantizer import Maker, QuantizedLayers
 
 MODELS = ROOT / "models"
 DEMO = MODELS / "demo"
@@ -62,7 +63,7 @@ def make_missing_sets(folder: Path, methods: Sequence[str], precisions: Sequence
         config = read_config(folder)
         calibration = read_calibration(config, None, CALIBRATION_WINDOWS)
         maker = Maker(config, Checkpoint(folder), calibration, CPU)
-        maker.make(maker.targets(["awq"], [BITS[p] for p in missing], DEFAULT_GROUP))
+        maker.make(maker.targets(["awq"], [BITS[p] for p in missing]))
     assert all(set_path(folder, p, "awq").is_file() for p in precisions if "awq" in methods)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from bus.catalogue import Contents
 from bus.deployments import Measure, ModelCard, Peer, Profile
 from bus.messages import CancelMorph
+from bus.precisions import PRECISIONS
 from controller.deployments.decisions import MAX_ATTEMPTS, Command, Decision, measure_id, model_becomes
 from controller.deployments.picture import Device, Picture
 
@@ -99,7 +100,7 @@ def _order(card: ModelCard, device: Device, peer: Peer | None, now_ms: int) -> D
         model=card.name,
         path=card.path,
         digest=card.digest,
-        precisions=["full", "int8", "int4", "int3"],
+        precisions=list(PRECISIONS),
         prompt_tokens=PROMPT_TOKENS,
         batch_sizes=BATCH_SIZES,
         peer=peer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment
-from bus.messages import PRECISIONS, Precision
+from bus.precisions import LOWEST, PRECISIONS, Precision, lowest
 from controller.deployments.decisions import degree_by_transform, instance_at, shown_by
 from controller.deployments.profiling import profiles_of
 from controller.rest import Rest, Rests
@@ -28,7 +28,7 @@ def _coarsest(deployment: Deployment, chosen: Configuration, contents: Contents)
     """With a floor of quality the fewest bits in which all layers keep to it; what is not known does not."""
     most = deployment.intent.max_loss
     if most is None:
-        return PRECISIONS[-1]
+        return LOWEST
     card = contents.models.get(deployment.model)
     known = profiles_of(contents, card).values() if card else ()
     kept = [
@@ -36,4 +36,4 @@ def _coarsest(deployment: Deployment, chosen: Configuration, contents: Contents)
         for one in PRECISIONS
         if known and all(profile.loss.get(one, float("inf")) <= most for profile in known)
     ]
-    return max([chosen.precision, *kept], key=PRECISIONS.index)
+    return lowest([chosen.precision, *kept])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import get_args
 
 from bus.deployments import CostModel, Estimate, Intent, Objective
-from bus.messages import PRECISIONS
+from bus.precisions import PRECISIONS
 
 FIXABLE = ("tp", "pp", "precision")
 COST_UNITS: dict[CostModel, str] = {"memory_seconds": "byte seconds", "memory": "bytes", "gpu_hours": "h"}

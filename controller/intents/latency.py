@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from bus.deployments import Configuration, Intent, Profile
-from bus.messages import PRECISIONS, Precision
+from bus.precisions import PRECISIONS, Precision
 from controller.intents.links import Links
 from controller.intents.surfaces import Cells, Surface, Timing, at, cells_of, filled_like, ratio
 from controller.intents.uncertain import Points, Uncertain, combine, line_at, within

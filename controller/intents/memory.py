@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bus.deployments import Basis, Configuration, Intent, MemorySample, Profile
-from bus.messages import PRECISIONS, Precision
+from bus.precisions import PRECISIONS, Precision
 from controller.intents.uncertain import Uncertain, combine, line_at, slope_of, within
 from controller.intents.uncertain import exactly as known
 

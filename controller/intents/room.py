@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bus.deployments import Configuration
-from bus.messages import PRECISIONS, Precision
+from bus.precisions import QUANTIZED, Precision, is_below
 from bus.shapes import natural
 from controller.intents.fitting import Device, Refusal, fit
 from controller.intents.memory import Need
@@ -83,7 +83,7 @@ def ways_to_fit(
         return []
     resizes = [_resize(one) for one in all_tenants if one.kv_bytes > one.kv_kept_bytes]
     found = [_way(resizes, fits)]
-    for precision in PRECISIONS[1:]:
+    for precision in QUANTIZED:
         swaps = [one for tenant in all_tenants if (one := _swap(tenant, precision))]
         if way := _way(swaps, fits):
             found.append(way)
@@ -143,7 +143,7 @@ def _swap(tenant: Tenant, precision: Precision) -> Step | None:
     freed = sum(
         count * max(0, tenant.layer_bytes.get(now, 0) - tenant.layer_bytes[precision])
         for now, count in tenant.layers.items()
-        if PRECISIONS.index(now) < PRECISIONS.index(precision)
+        if is_below(precision, now)
     )
     return replace(_step("swap", tenant, freed), precision=precision) if freed else None
 

@@ -9,7 +9,7 @@ from bus.messages import InstanceMetrics
 from gateway.delivery.cluster import Cluster, Ready
 from gateway.delivery.dispatch import Candidate, Seat
 from gateway.delivery.inflight import InFlight, Place, Target
-from gateway.delivery.precision import lowest
+from gateway.delivery.precision import lowest_half
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Candidates:
             num_own=len(worker.place.flights),
             num_own_since=worker.place.num_since,
             kv_usage=worker.metrics.kv_usage if worker.metrics else 0.0,
-            precision=lowest(worker.metrics.last.layers) if worker.metrics else None,
+            precision=lowest_half(worker.metrics.last.layers) if worker.metrics else None,
             is_below=worker.target in refused_by,
             low_tokens=max_tokens,
             free_tokens=_free_tokens(worker, [worker]),

@@ -34,9 +34,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bus.messages import Precision
+from bus.precisions import Precision, is_below
 from bus.shapes import natural
-from gateway.delivery.precision import keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,4 +242,4 @@ def may_keep(candidate: Candidate, floor: Precision | Literal[""]) -> bool:
     """As far as is known."""
     if candidate.is_below:
         return False
-    return not floor or candidate.precision is None or keeps(candidate.precision, floor)
+    return not floor or candidate.precision is None or not is_below(candidate.precision, floor)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from bus.messages import Delta, FinishReason, Precision, SamplingParams, StepOutput
+from bus.messages import Delta, FinishReason, SamplingParams, StepOutput
+from bus.precisions import Precision
 from gateway.delivery.journey import Journey
 from gateway.delivery.queues import Queue, in_order
 from gateway.errors import ApiError

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
-from bus.messages import Precision
+from bus.precisions import Precision
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 512  # each is looked for in every token's text

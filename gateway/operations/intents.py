@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, get_args
 from pydantic import ValidationError
 
 from bus.deployments import CostModel, Intent, Objective
-from bus.messages import Precision
+from bus.precisions import Precision
 from gateway.errors import invalid
 from gateway.openai.params import MAX_COUNT, Body, between
 from gateway.openai.problems import first_problem, shown

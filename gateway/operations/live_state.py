@@ -8,16 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from bus.messages import (
-    PARTS,
-    InstanceCard,
-    InstanceMetrics,
-    LayerShape,
-    Metrics,
-    Part,
-    Precision,
-    WorkerCard,
-)
+from bus.messages import PARTS, InstanceCard, InstanceMetrics, LayerShape, Metrics, Part, WorkerCard
+from bus.precisions import Precision
 from gateway.operations.morphs import Entry
 from gateway.operations.picture import SHOWN_MORPHS, picture
 from gateway.operations.transforms import layer_degrees

@@ -19,16 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.messages import (
-    KIND_OF,
-    PRECISIONS,
-    Cause,
-    InstanceCard,
-    InstanceMetrics,
-    LayerShape,
-    MorphKind,
-    MorphOutcome,
-)
+from bus.messages import KIND_OF, Cause, InstanceCard, InstanceMetrics, LayerShape, MorphKind, MorphOutcome
+from bus.precisions import PRECISIONS
 from gateway.delivery.precision import layers_below_full
 from gateway.operations.morphs import Morphs
 from gateway.operations.stats import Distribution, ModelStats

@@ -9,19 +9,8 @@ from typing import Annotated, Final, TypeVar
 
 from pydantic import Field, ValidationError
 
-from bus.messages import (
-    PARTS,
-    Deploy,
-    InstanceCard,
-    Morph,
-    Part,
-    Precision,
-    Resize,
-    Retire,
-    Swap,
-    Transform,
-    WorkerCard,
-)
+from bus.messages import PARTS, Deploy, InstanceCard, Morph, Part, Resize, Retire, Swap, Transform, WorkerCard
+from bus.precisions import Precision
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid, unavailable
 from gateway.openai.json_body import json_object

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bus.precisions import PRECISIONS
 from instar.argparse_errors import Parser
 from instar.verbs import at_least_one, one_of, verbs_of
 
@@ -61,7 +62,6 @@ Takes a deployment back: it takes nothing new, finishes what runs, and gives its
 
 OBJECTIVES = ("latency", "cost", "memory", "gpu_hours")
 COSTS = ("memory_seconds", "memory", "gpu_hours")
-PRECISIONS = ("full", "int8", "int4", "int3")
 FIELDS = (
     "minimise",
     "cost",

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from bus.policy import FIELDS
+from bus.precisions import PRECISIONS
 from instar.argparse_errors import Parser
 from instar.verbs import at_least_one, one_of, verbs_of
 
@@ -26,8 +27,6 @@ Changes the shape of a running instance by hand, and the policy by which the ser
 Instances are those of `instar status`; with only one, its name may be left out. The policy may soon undo
 what is ordered by hand: with mode=manual it does nothing by itself.
 """
-
-PRECISIONS = ("full", "int8", "int4", "int3")
 
 
 def add_verbs(parser: Parser, add_client_flags: Callable[[Parser], None]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bus.precisions import ENTRIES
 from instar.client import GatewayProblem
 from instar.output.plan_table import MIB, Estimate, shape_of
 
 MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]'; the table is there without it"
-COLOURS: Final = {"full": "#0072B2", "int8": "#D55E00", "int4": "#009E73", "int3": "#CC79A7"}
 
 
 def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:
@@ -37,7 +37,7 @@ def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:
 
 def _point(axes: Any, one: Estimate) -> None:
     memory, latency = one["memory_bytes"]["value"] / MIB, one["latency_s"]
-    colour = COLOURS[one["configuration"]["precision"]]
+    colour = ENTRIES[one["configuration"]["precision"]].colour
     below, above = (
         max(0.0, latency["value"] - latency["low"]),
         max(0.0, latency["high"] - latency["value"]),

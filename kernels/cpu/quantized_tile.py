@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from kernels.cpu.codes import Levels, plus, times
 from kernels.cpu.quantized_call import Weight
 from kernels.cpu.simd import F32, I8, I32, I64, LANES, call, constant, fused_multiply_add, load, store, wide
-from kernels.packing import BITS, TILE
+from kernels.packing import CODE_BITS, TILE
 
 QUARTERS = TILE // LANES  # vectors to a tile
 
@@ -35,7 +35,7 @@ def _field(builder: Any, w: Any, name: str) -> Any:
 
 def _for_the_coding(builder: Any, w: Any, emit: Callable[[Coding], None]) -> None:
     """Code for every coding, of which the weight's runs."""
-    for coding in itertools.starmap(Coding, itertools.product(BITS, (0, 1))):
+    for coding in itertools.starmap(Coding, itertools.product(CODE_BITS, (0, 1))):
         same = [
             builder.icmp_signed("==", _field(builder, w, name), ir.Constant(I64, value))
             for name, value in coding._asdict().items()

@@ -11,7 +11,7 @@ from bench.estimate.truth import Found
 from bench.gpu import fingerprint as gpu_fingerprint
 from bench.gpu.fingerprint import CPU
 from bus.deployments import Configuration, Intent
-from bus.messages import PRECISIONS
+from bus.precisions import PRECISIONS
 from tests.support.known_truths import SPEED, Truth, profile_of
 from worker.engine.build import make_pool
 

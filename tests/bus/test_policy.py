@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from bus.messages import PRECISIONS
 from bus.policy import FIELDS, Mode, Policy, describe
+from bus.precisions import QUANTIZED
 from instar.commands.morph_flags import policy_fields
 
 
@@ -34,7 +34,7 @@ def test_defaults_lie_within_their_limits() -> None:
 
 def test_choices_are_those_of_the_types() -> None:
     choices = {one.name: tuple(one.choices) for one in FIELDS if one.choices}
-    assert choices == {"mode": get_args(Mode), "precision": PRECISIONS[1:]}
+    assert choices == {"mode": get_args(Mode), "precision": QUANTIZED}
 
 
 def test_the_description_is_json_and_has_every_effect_of_a_mode_in_words() -> None:

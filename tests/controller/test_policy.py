@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from bus.messages import MorphOutcome, Precision, Resize, Swap
+from bus.messages import MorphOutcome, Resize, Swap
 from bus.policy import Mode, Policy
+from bus.precisions import Precision
 from controller.levers import Rules, rules_of
 from controller.view import View
 from tests.support.policy_views import BURST, CALM, EASE, Hand

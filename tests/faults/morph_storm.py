@@ -14,7 +14,8 @@ from typing import Any, Self
 import numpy as np
 
 from bench.common.service import Process, Service
-from bus.messages import PARTS, PRECISIONS
+from bus.messages import PARTS
+from bus.precisions import PRECISIONS
 from tests.faults.morphs import NUM_LAYERS, Hand, assert_complete, assert_exact_while_full, stream
 from tests.faults.storm import Job, Storm
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from bus.client import LiveWorker
-from bus.messages import Precision, Resize, Swap
+from bus.messages import Resize, Swap
 from bus.policy import Policy
+from bus.precisions import Precision
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError
 from gateway.operations import orders

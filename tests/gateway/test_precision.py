@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from bus.messages import LayerShape, Precision, RejectReason
+from bus.messages import LayerShape, RejectReason
+from bus.precisions import Precision, is_below
 from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, choose
 from gateway.delivery.inflight import Flight
-from gateway.delivery.precision import keeps, layers_below_full, lowest
+from gateway.delivery.precision import layers_below_full, lowest_half
 from gateway.errors import ApiError
 from tests.support.gateway_core import Core, Ear
 from tests.support.gateway_harness import ANSWER, BODY, Gate, metrics_of
@@ -32,9 +33,9 @@ def candidate(name: str, precision: Precision | None, load: float = 0.0, **chang
 
 
 def test_the_lowest_half_of_a_layer_is_what_an_instance_keeps() -> None:
-    assert lowest([LayerShape(), LayerShape(attention="int8", ffn="int3"), INT4]) == "int3"
-    assert lowest([]) == "full" and layers_below_full([LayerShape(), INT4, INT4]) == 2
-    assert keeps("int8", "int8") and keeps("full", "int3") and not keeps("int4", "int8")
+    assert lowest_half([LayerShape(), LayerShape(attention="int8", ffn="int3"), INT4]) == "int3"
+    assert lowest_half([]) == "full" and layers_below_full([LayerShape(), INT4, INT4]) == 2
+    assert is_below("int4", "int8") and not is_below("int8", "int8") and not is_below("full", "int3")
 
 
 def test_a_floor_is_kept_however_loaded_its_keeper_is() -> None:

@@ -11,11 +11,11 @@ import torch
 
 import kernels
 from bench.kernels.quantized_weights import quantized
-from kernels.packing import BITS
+from kernels.packing import CODE_BITS
 from kernels.quantized import QuantizedWeight
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", CODE_BITS)
 def test_unpacking_gives_back_every_code(bits: int) -> None:
     codes = torch.randint(0, 2**bits, (3, 5, 192), dtype=torch.uint8)
     packed = kernels.pack(codes, bits)
@@ -26,13 +26,15 @@ def test_unpacking_gives_back_every_code(bits: int) -> None:
     assert torch.equal(kernels.unpack(wide[:, ::2], bits), codes)  # any outer strides
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", CODE_BITS)
 def test_packing_gives_back_every_byte(bits: int) -> None:
     packed = torch.randint(0, 256, (7, 64 * bits // 8 * 3), dtype=torch.uint8)
     assert torch.equal(kernels.pack(kernels.unpack(packed, bits), bits), packed)
 
 
-@pytest.mark.parametrize(("bits", "inputs", "group"), [*itertools.product(BITS, (64, 96, 200), (32, 64, 96))])
+@pytest.mark.parametrize(
+    ("bits", "inputs", "group"), [*itertools.product(CODE_BITS, (64, 96, 200), (32, 64, 96))]
+)
 def test_a_rounded_weight_is_within_half_a_step(bits: int, inputs: int, group: int) -> None:
     w = torch.randn(5, inputs) * torch.logspace(-3, 1, 5)[:, None]
     codes, scales, zeros = kernels.quantize_rtn(w, bits, group)
@@ -45,7 +47,7 @@ def test_a_rounded_weight_is_within_half_a_step(bits: int, inputs: int, group: i
     assert bool(((values - w).abs() <= steps * (1.0 + 2**bits * 2**-11)).all())
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", CODE_BITS)
 def test_zeros_stay_exactly_zero(bits: int) -> None:
     w = torch.randn(4, 256)
     w[1] = 0.0  # a padding row

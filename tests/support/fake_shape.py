@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from bus.messages import PRECISIONS, LayerShape, Morph, Precision, Resize, Swap, Transform
+from bus.messages import LayerShape, Morph, Resize, Swap, Transform
+from bus.precisions import Precision, is_below
 
 NUM_LAYERS = 2
 
@@ -21,7 +22,7 @@ class FakeShape:
 
     def is_below(self, floor: Precision) -> bool:
         halves = {half for layer in self.layers for half in (layer.attention, layer.ffn)}
-        return any(PRECISIONS.index(half) > PRECISIONS.index(floor) for half in halves)
+        return any(is_below(half, floor) for half in halves)
 
     def apply(self, command: Morph) -> None:
         if isinstance(command, Resize):

@@ -15,7 +15,6 @@ from pathlib import Path
 from bus.client import Bus, BusUnavailable
 from bus.messages import (
     KIND_OF,
-    PRECISIONS,
     Cancel,
     CancelMorph,
     Command,
@@ -34,6 +33,7 @@ from bus.messages import (
     Transform,
     WorkerCard,
 )
+from bus.precisions import PRECISIONS
 from tests.support.fake_shape import NUM_LAYERS, FakeShape
 
 LEASE_S = 0.8

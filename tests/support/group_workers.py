@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from bench.common.oracles import make_oracle
-from bus.messages import MorphReport, Precision, Resize, SamplingParams, Swap, Transform
+from bus.messages import MorphReport, Resize, SamplingParams, Swap, Transform
+from bus.precisions import Precision
 from tests.support.threaded_worker import ThreadedWorker
 from worker.core import Limits, Request
 from worker.distributed.messages import Peer

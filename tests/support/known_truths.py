@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bus.deployments import Configuration, Intent, LatencySample, LinkKind, LinkSample, MemorySample, Profile
-from bus.messages import Precision
+from bus.precisions import Precision
 
 SPEED: dict[Precision, float] = {"full": 1.0, "int8": 0.8, "int4": 0.6}
 BITS: dict[Precision, int] = {"full": 32, "int8": 8, "int4": 4}

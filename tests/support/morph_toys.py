@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bus.messages import PARTS, PRECISIONS, LayerShape, MorphReport, Part, Precision
+from bus.messages import PARTS, LayerShape, MorphReport, Part
+from bus.precisions import PRECISIONS, Precision
 from kernels.plan import AttentionPlan
 from tests.support.engine_toys import VOCAB, next_token
 from worker.core import Limits
@@ -85,7 +86,7 @@ class ToyVariants:
 
     def image(self, key: Key) -> int:
         layer, part, precision = key
-        return 1 + layer * 8 + PARTS.index(part) * 4 + PRECISIONS.index(precision)
+        return 1 + (layer * 2 + PARTS.index(part)) * len(PRECISIONS) + PRECISIONS.index(precision)
 
     def view(self, key: Key) -> torch.Tensor:
         return self.ranges[key].tensor(torch.uint8, (self.pages(*key) * PAGE,))

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from bus.messages import PARTS, Part, Precision
+from bus.messages import PARTS, Part
+from bus.precisions import Precision
 from tests.support.model_folders import Runner
 from worker.model import read_config
 from worker.model.quantized_sets import (

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from bus.checkpoints import BadCheckpoint, digest_of
-from bus.messages import PARTS, PRECISIONS, Deploy, Part
+from bus.messages import PARTS, Deploy, Part
+from bus.precisions import BITS, PRECISIONS
 from worker.deploy.site import Site
 from worker.engine.build import MIB, Shape, compile_kernels, instance_of, make_cache, useful_pages
 from worker.engine.instance import Instance
@@ -26,7 +27,6 @@ from worker.model import Model, ModelError, read_config
 from worker.model.config import ModelConfig
 from worker.model.layout import ModelPlan, RangePlan, plan_model
 from worker.model.model import DTYPES, hollow_model, mapped
-from worker.model.quantized_layout import BITS
 from worker.model.sources import Checkpoint, RandomWeights, Weights
 from worker.model.weights import LoadedRange
 from worker.morph.outcome import NotApplied

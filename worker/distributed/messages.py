@@ -20,7 +20,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from bus.messages import LayerShape, Number, Part, Precision
+from bus.messages import LayerShape, Number, Part
+from bus.precisions import Precision
 from worker.engine.work import Work
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from bus.messages import PARTS, PRECISIONS, LayerShape, Part, Precision
+from bus.messages import PARTS, LayerShape, Part
+from bus.precisions import QUANTIZED, Precision, is_below
 
 
 def precision_of(layer: LayerShape, part: Part) -> Precision:
     return layer.attention if part == "attention" else layer.ffn
-
-
-def is_below(precision: Precision, floor: Precision) -> bool:
-    """Whether it has fewer bits than the floor."""
-    return PRECISIONS.index(precision) > PRECISIONS.index(floor)
 
 
 def layers_below_full(shape: Sequence[LayerShape]) -> int:
@@ -25,7 +21,7 @@ def layers_below_full(shape: Sequence[LayerShape]) -> int:
 def fingerprint(shape: Sequence[LayerShape], tp: int = 1) -> str:
     """`tp1-full`, `tp1-int8x1-int4x2.5`: how many layers are in which precision; a half counts one half."""
     halves = Counter(precision for _, _, precision in _halves(shape))
-    names = [f"{name}x{halves[name] / len(PARTS):g}" for name in PRECISIONS[1:] if halves[name]]
+    names = [f"{name}x{halves[name] / len(PARTS):g}" for name in QUANTIZED if halves[name]]
     return "-".join([f"tp{tp}", *(names or ["full"])])
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bus.messages import Precision
+from bus.precisions import BITS, Precision
 from kernels import AttentionPlan, QuantizedWeight, paged_attention, rms_norm, rotary, silu_mul, store_kv
 from kernels.quantized import Split
 from worker.model.config import ModelConfig
@@ -24,7 +24,6 @@ from worker.model.linear import (
     inputs_of,
     outputs_of,
 )
-from worker.model.quantized_layout import BITS
 from worker.model.shard import Shard
 
 

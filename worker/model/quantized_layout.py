@@ -22,14 +22,11 @@ import math
 
 import torch
 
-from bus.messages import Precision
+from bus.precisions import BITS, ENTRIES, Precision
 from kernels.packing import TILE, packed_size
 from kernels.quantized import GROUP_STEP
 from worker.model.config import ModelConfig
 from worker.model.layout import ModelPlan, RangePlan, degrees
-
-BITS: dict[Precision, int] = {"int8": 8, "int4": 4, "int3": 3}
-GROUP = 64  # inputs that share a scale, where nothing else says how many
 
 
 def plan_quantized(
@@ -38,14 +35,16 @@ def plan_quantized(
     page_bytes: int,
     precision: Precision,
     *,
-    group: int = GROUP,
+    group: int | None = None,
     has_input_scale: bool = False,
 ) -> tuple[RangePlan, RangePlan]:
-    """(attention, FFN) of any layer in int8, int4 or int3; the layers are alike.
+    """(attention, FFN) of any layer in a quantised precision; the layers are alike.
 
-    group: inputs that share a scale in the weights to come; where a unit needs finer groups, its are of the
-    largest size that divides both. Raises ValueError unless it is a multiple of 32.
+    group: inputs that share a scale in the weights to come, by default the precision's own number; where a
+    unit needs finer groups, its are of the largest size that divides both. Raises ValueError unless it is a
+    multiple of 32.
     """
+    group = ENTRIES[precision].group if group is None else group
     if group < 1 or group % GROUP_STEP:
         raise ValueError(f"groups of {group}: a group is a multiple of {GROUP_STEP}")
     units = degrees(config, plan.max_tp)[-1]

@@ -14,15 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from bus.precisions import BITS
 from kernels.packing import TILE, pack, packed_size, unpack
 from kernels.quantized import quantize_rtn
 from worker.model.config import ModelConfig, ModelError
 
-Precision = Literal["int8", "int4", "int3"]
 Method = Literal["awq", "gptq", "rtn"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 METHODS: tuple[Method, ...] = get_args(Method)  # the better first
-BITS: dict[Precision, int] = {"int8": 8, "int4": 4, "int3": 3}
 
 FORMAT = "1"
 FOLDER = "instar"  # inside the model's

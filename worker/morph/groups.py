@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from bus.messages import Precision, Transform
+from bus.messages import Transform
+from bus.precisions import Precision
 from worker.morph.plan import Half
 from worker.morph.run import Run
 

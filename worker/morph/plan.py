@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bus.messages import PARTS, LayerShape, Part, Precision, Swap
+from bus.messages import PARTS, LayerShape, Part, Swap
+from bus.precisions import Precision
 from worker.engine.shape import precision_of
 from worker.morph.outcome import NotApplied
 

@@ -17,7 +17,8 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from bus.messages import Number, Precision
+from bus.messages import Number
+from bus.precisions import Precision
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Patience, halves_text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.messages import LayerShape, Precision
+from bus.messages import LayerShape
+from bus.precisions import Precision
 from worker.engine.instance import Instance
 from worker.engine.shape import precision_of
 from worker.morph.plan import Half

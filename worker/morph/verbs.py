@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from bus.messages import PARTS, Part, Precision
+from bus.messages import PARTS, Part
+from bus.precisions import Precision
 from worker.shape.copier import CopyJob
 
 

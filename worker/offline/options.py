@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-QUANTIZE_TEXT = """\
-Makes what a layer can be swapped for: its weights in 8, 4 and 3 bits, beside the model in MODEL/instar.
+from bus.precisions import BITS, DEFAULT_SWAP, QUANTIZED
+
+_WIDTHS = tuple(BITS.values())
+_ALL_BITS = ", ".join(map(str, _WIDTHS[:-1])) + f" and {_WIDTHS[-1]}"
+
+QUANTIZE_TEXT = f"""\
+Makes what a layer can be swapped for: its weights in {_ALL_BITS} bits, beside the model in MODEL/instar.
 Goes on where it was cut off. Runs where the worker does, on a GPU if there is one.
 
-  instar quantize models/demo                          AWQ, 8, 4 and 3 bits
+  instar quantize models/demo                          AWQ, {_ALL_BITS} bits
   instar quantize models/demo --method both --bits 4   AWQ and round-to-nearest, 4 bits
   instar quantize DIR --calibration text.txt           scales from a text like what will be served
   instar quantize DIR --from DIR-AWQ                   take over a ready AWQ or GPTQ checkpoint of the model
@@ -45,9 +50,15 @@ def _add_quantize_options(parser: argparse.ArgumentParser) -> None:
         default="awq",
         help="awq: scales that spare what large inputs meet; rtn: round-to-nearest [awq]",
     )
-    parser.add_argument("--bits", type=_bits, default=[8, 4, 3], metavar="LIST", help="of 8, 4, 3 [8,4,3]")
     parser.add_argument(
-        "--group", type=_group, default=64, metavar="N", help="inputs that share a scale: 32, 64 or 128 [64]"
+        "--bits", type=_bits, default=list(_WIDTHS), metavar="LIST", help=f"of {_ALL_BITS} [all]"
+    )
+    parser.add_argument(
+        "--group",
+        type=_group,
+        default=0,
+        metavar="N",
+        help="inputs that share a scale: 32, 64 or 128 [the precision's own, 64]",
     )
     parser.add_argument(
         "--from", dest="ready", type=Path, metavar="DIR", help="a ready AWQ or GPTQ checkpoint of this model"
@@ -71,8 +82,8 @@ def _add_calibration_options(parser: argparse.ArgumentParser, windows: int) -> N
 
 def _bits(text: str) -> list[int]:
     found = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
-    if not found or not set(found) <= {8, 4, 3}:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of 8, 4 and 3, as in 8,4")
+    if not found or not set(found) <= set(_WIDTHS):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of {_ALL_BITS}, as in 8,4")
     return sorted(set(found), reverse=True)
 
 
@@ -91,7 +102,7 @@ def _positive(text: str) -> int:
 def _add_profile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="model folder, full precision")
     parser.add_argument(
-        "--precision", choices=("int8", "int4", "int3"), default="int4", help="what layers go to [int4]"
+        "--precision", choices=QUANTIZED, default=DEFAULT_SWAP, help=f"what layers go to [{DEFAULT_SWAP}]"
     )
     parser.add_argument(
         "--method", choices=("awq", "gptq", "rtn"), default="", help="[the best set there is, else rtn]"

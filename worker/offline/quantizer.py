@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from bus.precisions import BITS, ENTRIES, precision_of_bits
 from worker.model.config import ModelConfig, ModelError
 from worker.model.quantized_sets import (
-    BITS,
     FOLDER,
     INPUTS,
     MATRICES,
@@ -50,11 +50,11 @@ class Target:
 
     @property
     def name(self) -> str:
-        return f"int{self.info.bits} {self.method}"
+        return f"{precision_of_bits(self.info.bits)} {self.method}"
 
     @property
     def path(self) -> Path:
-        return set_path(self.folder, f"int{self.info.bits}", self.method)
+        return set_path(self.folder, precision_of_bits(self.info.bits), self.method)
 
     @property
     def is_made(self) -> bool:
@@ -97,8 +97,9 @@ class Maker:
         self._fingerprint = model_fingerprint(config, checkpoint)
         self._dtype = torch.float32 if device.type == "cpu" else config.dtype
 
-    def targets(self, methods: Sequence[Method], bits: Sequence[int], group: int) -> list[Target]:
-        """Raises ModelError: awq without calibration."""
+    def targets(self, methods: Sequence[Method], bits: Sequence[int], group: int = 0) -> list[Target]:
+        """group: inputs that share a scale; 0: each precision's own number. Raises ModelError: awq without
+        calibration."""
         if "awq" in methods and self._calibration is None:
             raise ModelError(f"{self.config.folder}: AWQ needs calibration text")
         made = []
@@ -106,7 +107,11 @@ class Maker:
             calibrated = self._calibration.digest if method == "awq" and self._calibration else ""
             for width in bits:
                 info = SetInfo(
-                    bits=width, group=group, method=method, model=self._fingerprint, calibration=calibrated
+                    bits=width,
+                    group=group or ENTRIES[precision_of_bits(width)].group,
+                    method=method,
+                    model=self._fingerprint,
+                    calibration=calibrated,
                 )
                 made.append(Target(self.config.folder, method, info))
         return made
@@ -182,9 +187,6 @@ def _write(path: Path, info: SetInfo, layers: Iterable[tuple[int, Matrices]]) ->
     write_set(path, info, named)
 
 
-DEFAULT_GROUP = 64
-
-
 class QuantizedLayers:
     """Kept as codes on the device; the dense weights of the same products exist while they are used."""
 
@@ -208,12 +210,11 @@ class QuantizedLayers:
         if path is None and method not in ("", "rtn"):
             raise ModelError(
                 f"{config.folder}: no {precision} set by {method}: make it with"
-                f" `instar quantize {config.folder} --method {method} --bits {precision.removeprefix('int')}`"
+                f" `instar quantize {config.folder} --method {method} --bits {BITS[precision]}`"
             )
         self.method = "rtn"
         if path is None:
-            bits = next(bits for name, bits in BITS.items() if name == precision)
-            layers = (_rounded(config, checkpoint, layer, bits) for layer in range(config.num_layers))
+            layers = (_rounded(config, checkpoint, layer, precision) for layer in range(config.num_layers))
         else:
             stored = QuantizedSet(path, model=model)
             self.method = stored.info.method
@@ -228,10 +229,11 @@ class QuantizedLayers:
 
 
 def _rounded(
-    config: ModelConfig, checkpoint: Checkpoint, layer: int, bits: int
+    config: ModelConfig, checkpoint: Checkpoint, layer: int, precision: str
 ) -> dict[str, QuantizedMatrix]:
     weights = load_layer(config, checkpoint, layer, torch.float32, torch.device("cpu"))
-    return {name: round_to_nearest(weights[f"{name}.weight"], bits, DEFAULT_GROUP) for name in MATRICES}
+    bits, group = BITS[precision], ENTRIES[precision].group
+    return {name: round_to_nearest(weights[f"{name}.weight"], bits, group) for name in MATRICES}
 
 
 def _to(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:

@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 import torch
 
+from bus.precisions import ENTRIES, precision_of_bits
 from kernels.packing import TILE, pack
 from kernels.quantized import GROUP_STEP
 from worker.model.config import ModelConfig, ModelError
@@ -174,19 +175,20 @@ _FOLDED = 0.06  # a row of v that is longer or shorter by more was scaled, not r
 _NORM_OF = {"qkv": "input_layernorm", "gate_up": "post_attention_layernorm"}
 
 
-def take_over(config: ModelConfig, checkpoint: Checkpoint, folder: Path, group: int) -> Path:
-    """Write the set that the ready checkpoint in `folder` holds; `group` is used where it has one scale for
-    all inputs. Raises ModelError: a format, packing or order of inputs that is not supported, tensors missing
-    or of other shapes, another model's weights."""
+def take_over(config: ModelConfig, checkpoint: Checkpoint, folder: Path, group: int = 0) -> Path:
+    """Write the set that the ready checkpoint in `folder` holds. Where it has one scale for all inputs,
+    `group` inputs share one (0: the precision's own number). Raises ModelError: a format, packing or order of
+    inputs that is not supported, tensors missing or of other shapes, another model's weights."""
     form, ready = read_format(folder), Checkpoint(folder)
+    precision = precision_of_bits(form.bits)
     info = SetInfo(
         bits=form.bits,
-        group=form.group or group,
+        group=form.group or group or ENTRIES[precision].group,
         method=form.method,
         model=model_fingerprint(config, checkpoint),
     )
-    path = set_path(config.folder, f"int{form.bits}", form.method)
-    progress = Progress(f"int{form.bits} {form.method}", config.num_layers, "layers")
+    path = set_path(config.folder, precision, form.method)
+    progress = Progress(f"{precision} {form.method}", config.num_layers, "layers")
     tensors: dict[str, QuantizedMatrix] = {}
     for layer in range(config.num_layers):
         taken = _Layer(config, checkpoint, ready, form, layer, info.group).matrices()

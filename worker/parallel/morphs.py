@@ -6,7 +6,8 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-from bus.messages import Precision, Transform
+from bus.messages import Transform
+from bus.precisions import Precision
 from worker.morph.groups import Peers
 from worker.morph.plan import Half
 from worker.morph.run import Clock

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 
-from bus.messages import Number, Precision
+from bus.messages import Number
+from bus.precisions import Precision, is_below
 from worker.distributed.messages import DropHalf, InstallHalf, PrepareHalf
-from worker.engine.shape import is_below
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Patience, halves_text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.messages import Part, Precision
+from bus.messages import Part
+from bus.precisions import Precision
 from worker.morph.verbs import Variants
 from worker.shape.copier import CopyJob
 

@@ -16,13 +16,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import kernels
-from bus.messages import PARTS, LayerShape, Part, Precision
+from bus.messages import PARTS, LayerShape, Part
+from bus.precisions import BITS, Precision
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool, VirtualRange
 from worker.model import Model, ModelConfig, ModelError, Segment
 from worker.model.layer import Attention, FeedForward, Half, Layer
 from worker.model.layout import RangePlan, Source, degrees, plan_model
-from worker.model.quantized_layout import BITS, plan_quantized
+from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import QuantizedSet, find_set
 from worker.model.shard import Shard
 from worker.model.sources import Checkpoint, RandomWeights, Weights
@@ -295,7 +296,7 @@ def _matrices(config: ModelConfig, precision: Precision, method: str, source: We
     know it takes rows of every layer."""
     if isinstance(source, Checkpoint) and (path := find_set(config.folder, precision, method)):
         return FromSet(config, QuantizedSet(path, model=_model_of(path)))
-    return Rounded(config, BITS[precision])
+    return Rounded(config, precision)
 
 
 def _model_of(path: Path) -> str:

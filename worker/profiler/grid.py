@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bus.messages import Precision
+from bus.precisions import Precision
 from worker.core import Limits
 
 LEAST_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15

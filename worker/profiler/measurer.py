@@ -15,7 +15,7 @@ import torch
 
 from bus.checkpoints import BadCheckpoint, digest_of
 from bus.deployments import LinkSample, Measure, Profile
-from bus.messages import Precision
+from bus.precisions import Precision
 from bus.settings import WorkerSettings
 from worker.deploy.site import Site
 from worker.memory import PagePool

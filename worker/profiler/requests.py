@@ -10,7 +10,8 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from bus.deployments import Configuration, LatencySample, MemorySample
-from bus.messages import Precision, SamplingParams
+from bus.messages import SamplingParams
+from bus.precisions import Precision
 from worker.core import Request
 from worker.engine.instance import Instance
 from worker.profiler.device_memory import peak_memory

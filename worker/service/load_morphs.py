@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from bus.messages import PRECISIONS
+from bus.precisions import BITS, PRECISIONS
 from bus.settings import WorkerSettings
 from worker.deploy.deployments import SiteDeployments
 from worker.deploy.site import Site
@@ -14,7 +14,6 @@ from worker.engine.build import MIB
 from worker.memory import PagePool
 from worker.model import Model
 from worker.model.layout import degrees
-from worker.model.quantized_layout import BITS
 from worker.morph.executor import MorphExecutor
 from worker.morph.reshard import make_resharder
 from worker.morph.target import Target

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import kernels
-from bus.messages import PRECISIONS
+from bus.precisions import BITS, PRECISIONS
 from bus.settings import WorkerSettings
 from worker.deploy.newcomer import dtype_of
 from worker.deploy.site import Resident, Site
@@ -25,7 +25,6 @@ from worker.engine.build import (
 from worker.engine.engine import Engine
 from worker.memory import MappingFailed, OutOfPages, PagePool
 from worker.model import Model, ModelError, load_model
-from worker.model.quantized_layout import BITS
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import reserve_pages

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from bus.messages import Precision
+from bus.precisions import BITS, ENTRIES, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.model import Model
-from worker.model.quantized_layout import BITS, GROUP
 from worker.model.quantized_sets import (
     INPUTS,
     QuantizedMatrix,
@@ -75,10 +74,10 @@ class FromSet:
 class Rounded:
     """Round-to-nearest of what was loaded."""
 
-    def __init__(self, config: ModelConfig, bits: int) -> None:
-        self._config, self._bits = config, bits
-        self.group, self.has_input_scale = GROUP, False
-        self.name = f"rounded to {bits} bits in groups of {GROUP}"
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        self._config, self._bits = config, BITS[precision]
+        self.group, self.has_input_scale = ENTRIES[precision].group, False
+        self.name = f"rounded to {self._bits} bits in groups of {self.group}"
 
     def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
         made = []
@@ -128,7 +127,7 @@ def find_matrices(model: Model, precision: Precision, method: str) -> Matrices:
                 f"{set_path(config.folder, precision, method)} is missing and worker.quantization is"
                 f" {method!r}; make it with `instar quantize`, or leave worker.quantization empty"
             )
-    return Rounded(config, BITS[precision])
+    return Rounded(config, precision)
 
 
 def write_half(target: Tensors, matrices: Matrices, layer: int, full: Tensors) -> None:

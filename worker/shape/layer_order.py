@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from bus.messages import Precision
+from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.quantized_sets import FOLDER, find_set, set_path
 from worker.model.sources import Checkpoint, model_fingerprint
@@ -21,7 +21,7 @@ ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 FORMAT = 1
 # What workers swap to by default comes first: one instance has one order for all precisions.
-_PREFERRED = ("int4", "int3", "int8")
+_PREFERRED = (DEFAULT_SWAP, *(name for name in reversed(QUANTIZED) if name != DEFAULT_SWAP))
 _REMEDY = "make it again with `instar profile`, or remove it"
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bus.messages import PARTS, Part, Precision
+from bus.messages import PARTS, Part
+from bus.precisions import Precision
 from worker.memory import PagePool, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.memory.pool import runs_of

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from bus.messages import PARTS, PRECISIONS, Part, Precision
+from bus.messages import PARTS, Part
+from bus.precisions import PRECISIONS, QUANTIZED, Precision
 from worker.memory import PagePool
 from worker.model.layer import Half
 from worker.model.layout import RangePlan
@@ -39,7 +40,7 @@ class LayerVariants:
         model: Model,
         pool: PagePool,
         *,
-        precisions: Sequence[Precision] = PRECISIONS[1:],
+        precisions: Sequence[Precision] = QUANTIZED,
         method: str = "",
         host_dir: Path = Path("/dev/shm"),
         progress: Progress | None = None,

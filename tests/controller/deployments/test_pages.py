@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bus.deployments import Deploy, Measure, RemoveModel
-from bus.messages import CancelMorph, InstanceCard, PageCounts, Precision, Resize, Swap
+from bus.messages import CancelMorph, InstanceCard, PageCounts, Resize, Swap
+from bus.precisions import Precision
 from controller.deployments.picture import Device
 from tests.controller.deployments.test_properties import check_at_rest
 from tests.support.deploy_models import Place, settings_for, write_model

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Intent, ModelCard, Stage
-from bus.messages import Precision
+from bus.precisions import Precision
 from controller.deployments.resting import rests_of
 from controller.rest import Rest
 from tests.support.deployment_world import World, profile

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.deployments import Configuration, CostModel, Estimate, Intent, Profile
-from bus.messages import Precision
+from bus.precisions import Precision
 from controller.intents.estimates import estimate_all
 from controller.intents.latency import LatencyModel
 from controller.intents.memory import MemoryModel, kv_blocks

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.deployments import Configuration, Estimate, Intent, Quantity
-from bus.messages import PRECISIONS
+from bus.precisions import PRECISIONS
 from controller.intents.intents import IntentError, UnmetError, judge, objective, rank, validate
 
 

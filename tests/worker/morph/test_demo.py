@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from bus.messages import LayerShape, MorphReport, Precision, Resize, Swap
+from bus.messages import LayerShape, MorphReport, Resize, Swap
+from bus.precisions import Precision
 from tests.support.engine_toys import Client, request, run
 from tests.support.paths import DEMO_MODEL
 from tests.worker.engine.test_oracle import DEVICE, generate

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from bus.messages import PARTS, PRECISIONS, MorphReport, Resize, Swap
+from bus.messages import PARTS, MorphReport, Resize, Swap
+from bus.precisions import PRECISIONS
 from tests.support.engine_toys import VOCAB, Client, continuation, request
 from tests.support.morph_toys import Rig
 from worker.core import StepPlan

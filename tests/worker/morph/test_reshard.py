@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from bench.common.oracles import FAMILIES, TINY, make_oracle
-from bus.messages import PARTS, PRECISIONS, LayerShape, Part, Precision
+from bus.messages import PARTS, LayerShape, Part
+from bus.precisions import BITS, ENTRIES, PRECISIONS, QUANTIZED, Precision
 from tests.support.group_models import Ranks
 from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing
@@ -22,7 +23,7 @@ from worker.memory import MappingFailed, OutOfPages
 from worker.model import Shard, read_config
 from worker.model.layout import RangePlan, plan_model
 from worker.model.linear import StackedProduct, TransposedProduct
-from worker.model.quantized_layout import BITS, GROUP, plan_quantized
+from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import round_to_nearest
 from worker.morph.reshard import Resharder, make_resharder
 from worker.morph.verbs import NoVariants
@@ -89,7 +90,7 @@ def layouts(folder: Path, page_bytes: int) -> dict[Precision, tuple[RangePlan, R
     config = read_config(folder)
     plan = plan_model(config, torch.float32, page_bytes, 4)
     made: dict[Precision, tuple[RangePlan, RangePlan]] = {"full": plan.layers[1]}
-    for precision in PRECISIONS[1:]:
+    for precision in QUANTIZED:
         for group, has_input_scale in ((64, False), (32, True)):
             made[precision] = plan_quantized(
                 config, plan, page_bytes, precision, group=group, has_input_scale=has_input_scale
@@ -165,7 +166,7 @@ def test_layers_come_back_byte_for_byte(resharding: Resharding, last: Shard) -> 
 
 
 @pytest.mark.parametrize("path", [[Shard(1, 2), Shard(3, 4), Shard(1, 2), Shard()], [Shard(2, 4), Shard()]])
-@pytest.mark.parametrize("precision", PRECISIONS[1:])
+@pytest.mark.parametrize("precision", QUANTIZED)
 def test_quantised_layers_come_back_byte_for_byte(
     folder: Path, tmp_path: Path, precision: Precision, path: list[Shard]
 ) -> None:
@@ -229,7 +230,9 @@ def test_a_layer_swapped_at_a_shard_is_that_shard_of_the_rounded_matrices(
     for name in ("gate_proj", "up_proj", "down_proj"):
         matrix = source.read(f"{prefix}{name}.weight")  # type: ignore[attr-defined]
         twin[name] = (
-            matrix if precision == "full" else round_to_nearest(matrix, BITS[precision], GROUP).dense()
+            matrix
+            if precision == "full"
+            else round_to_nearest(matrix, BITS[precision], ENTRIES[precision].group).dense()
         )
     shard = Shard(size - 2, size)
     x = random_input(model.config)
@@ -252,7 +255,7 @@ def test_a_layer_swapped_at_a_shard_is_that_shard_of_the_rounded_matrices(
     resharding.close()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS[1:])
+@pytest.mark.parametrize("precision", QUANTIZED)
 def test_a_group_that_swapped_its_layers_gives_what_a_member_alone_gives_with_them_swapped(
     folder: Path, tmp_path: Path, precision: Precision
 ) -> None:

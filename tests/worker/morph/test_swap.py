@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from bus.logs import Text, extras
-from bus.messages import CancelMorph, LayerShape, MorphReport, Precision, Swap
+from bus.messages import CancelMorph, LayerShape, MorphReport, Swap
+from bus.precisions import Precision
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import PAGE, Rig
 from worker.core import Sequence

@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from bench.common.oracles import FAMILIES, TINY, make_oracle
-from bus.messages import PARTS, PRECISIONS, LayerShape, Part, Precision
+from bus.messages import PARTS, LayerShape, Part
+from bus.precisions import BITS, ENTRIES, PRECISIONS, QUANTIZED, Precision
 from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing, write_sets
 from worker.memory import OutOfPages, VirtualRange
 from worker.model import ModelError, Shard, read_config
 from worker.model.layer import attention, feed_forward
 from worker.model.layout import plan_model
-from worker.model.quantized_layout import BITS, GROUP, plan_quantized
+from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import (
     MATRICES,
     round_to_nearest,
@@ -35,7 +36,6 @@ from worker.shape.variants import LayerVariants
 
 # Float32 on both sides; only the order of sums differs.
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
-QUANTIZED: tuple[Precision, ...] = PRECISIONS[1:]
 # o of the tiny families has 64 inputs, or 16 of a shard of four: wide heads make it quantisable there too.
 WIDE = {"head_dim": 32}
 
@@ -66,7 +66,7 @@ def tokens(n: int, seed: int = 0) -> list[int]:
     return made
 
 
-def rounded_twin(oracle: Any, bits: int, *, keep: tuple[str, ...] = ()) -> Any:
+def rounded_twin(oracle: Any, precision: Precision, *, keep: tuple[str, ...] = ()) -> Any:
     """transformers with every matrix of every layer in place of which its rounded values stand."""
     twin = copy.deepcopy(oracle)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def rounded_twin(oracle: Any, bits: int, *, keep: tuple[str, ...] = ()) -> Any:
             for name in MATRICES:
                 if name not in keep:
                     weight = layer.get_submodule(name).weight
-                    weight.copy_(round_to_nearest(weight, bits, GROUP).dense())
+                    weight.copy_(round_to_nearest(weight, BITS[precision], ENTRIES[precision].group).dense())
     return twin
 
 
@@ -97,7 +97,7 @@ def test_a_swapped_model_gives_the_logits_of_its_rounded_twin(
     made.swap_all(precision)
     assert made.model.shape() == [LayerShape(attention=precision, ffn=precision)] * 3
     kept = "o" in plan_quantized(made.model.config, made.model.plan, 4096, precision)[0].params
-    twin = rounded_twin(oracle, BITS[precision], keep=("self_attn.o_proj",) if kept else ())
+    twin = rounded_twin(oracle, precision, keep=("self_attn.o_proj",) if kept else ())
     prompt = tokens(31)
     got = torch.cat([made.runner.step({0: prompt[:20]}), made.runner.step({0: prompt[20:]})])
     torch.testing.assert_close(got, logits_of(twin, prompt), **EXACT)
@@ -321,7 +321,7 @@ def test_memory_shrinks_by_the_ratio_of_the_bits(tmp_path: Path, page_kib: int) 
     full = sum(-(-part.nbytes // page) for part in plan.layers[0])
     for precision in QUANTIZED:
         few = sum(-(-part.nbytes // page) for part in plan_quantized(read, plan, page, precision))
-        per_weight = BITS[precision] + 24 / GROUP
+        per_weight = BITS[precision] + 24 / ENTRIES[precision].group
         assert few / full < 1.01 * per_weight / 16 + 8 / full, (precision, few, full)
 
 

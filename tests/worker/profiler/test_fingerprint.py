@@ -14,7 +14,8 @@ import torch
 
 from bench.common.oracles import make_oracle
 from bus.deployments import LinkSample, MemorySample
-from bus.messages import PARTS, Precision
+from bus.messages import PARTS
+from bus.precisions import PRECISIONS, QUANTIZED, Precision
 from tests.support.model_folders import Runner, make_pool
 from tests.support.variant_models import Morphing
 from worker.memory import PagePool
@@ -27,8 +28,6 @@ from worker.profiler.grid import Grid, Point, is_settled
 from worker.profiler.profiler import NoRoom, Profiler
 from worker.profiler.stored import with_shapes
 from worker.shape.host_images import at_once
-
-PRECISIONS: tuple[Precision, ...] = ("full", "int8", "int4", "int3")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ def test_halves_of_fewer_bits_are_those_that_a_swap_would_bring(folder: Path, tm
     pool = make_pool()
     fingerprint = at_once(load_cut(plan_of(folder), pool))
     swapped = Morphing(folder, tmp_path)
-    for precision in PRECISIONS[1:]:
+    for precision in QUANTIZED:
         at_once(fingerprint.quantise(precision))
         for layer, part in itertools.product((0, 1), PARTS):
             swapped.variants.map(layer, part, precision)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bus.messages import Precision
+from bus.precisions import Precision
 from tests.support.group_workers import GroupWorker, model_fixtures, swap, transform, workers
 from tests.worker.tensor_parallel.test_exchange import Member, together
 from tests.worker.tensor_parallel.test_workers import oracle, prompt

@@ -1,0 +1,81 @@
+"""The precisions that a layer can be held in: the one table that every process reads.
+
+To add a precision, add its name to `QuantizedPrecision` and its entry to `TABLE`. Settings, validation, the
+command line, estimates, kernels and the dashboard read them from here. Regenerate `instar.example.toml`
+afterwards (`instar settings --example`). Standard library only: kernels on a bare GPU machine import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+# The only other list of the names: type checkers cannot read the table. tests/bus/test_precisions.py holds
+# both equal.
+QuantizedPrecision = Literal["int8", "int4", "int3"]
+Precision = Literal["full", QuantizedPrecision]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionEntry:
+    """One precision. `bits`, `group` and `planes` are 0 or empty for full precision.
+
+    Colours are told apart with every common kind of colour blindness and stand 3:1 against their ground.
+    """
+
+    name: Precision
+    label: str  # for people
+    bits: int  # of one code
+    group: int  # inputs of an output that share a scale and a zero, where a set of weights does not say
+    planes: tuple[int, ...]  # bits of a code that are stored together, lowest first: see `kernels.packing`
+    colour: str  # on a light ground
+    dark_colour: str  # on a dark ground
+
+
+# From the most bits to the fewest.
+TABLE: Final = (
+    PrecisionEntry(
+        name="full", label="full", bits=0, group=0, planes=(), colour="#2a6fb0", dark_colour="#4f97da"
+    ),
+    PrecisionEntry(
+        name="int8", label="int8", bits=8, group=64, planes=(8,), colour="#149070", dark_colour="#33b592"
+    ),
+    PrecisionEntry(
+        name="int4", label="int4", bits=4, group=64, planes=(4,), colour="#c98500", dark_colour="#e6a62f"
+    ),
+    PrecisionEntry(
+        name="int3", label="int3", bits=3, group=64, planes=(2, 1), colour="#c9471d", dark_colour="#f0703f"
+    ),
+)
+
+# What layers are swapped to where nothing else is asked for.
+DEFAULT_SWAP: Final[QuantizedPrecision] = "int4"
+
+PRECISIONS: Final[tuple[Precision, ...]] = tuple(entry.name for entry in TABLE)
+QUANTIZED: Final[tuple[Precision, ...]] = tuple(entry.name for entry in TABLE if entry.bits)
+LOWEST: Final[Precision] = PRECISIONS[-1]
+# Keys are plain strings, so that names out of files and arguments can be looked up.
+ENTRIES: Final[dict[str, PrecisionEntry]] = {entry.name: entry for entry in TABLE}
+BITS: Final[dict[str, int]] = {entry.name: entry.bits for entry in TABLE if entry.bits}
+
+_RANKS: Final = {name: rank for rank, name in enumerate(PRECISIONS)}
+
+
+def is_below(precision: Precision, other: Precision) -> bool:
+    """Return True if `precision` has fewer bits than `other`."""
+    return _RANKS[precision] > _RANKS[other]
+
+
+def lowest(precisions: Iterable[Precision]) -> Precision:
+    """Return the precision with the fewest bits; "full" if there are none."""
+    return max(precisions, key=_RANKS.__getitem__, default="full")
+
+
+def precision_of_bits(bits: int) -> Precision:
+    """Return the precision whose codes have so many bits. Raises ValueError if there is none."""
+    for name in QUANTIZED:
+        if BITS[name] == bits:
+            return name
+    known = ", ".join(map(str, BITS.values()))
+    raise ValueError(f"no precision has codes of {bits} bits; use one of {known}")
