@@ -22,12 +22,13 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from gateway.endpoint import Api, Chat, Completions, Endpoint
 from gateway.errors import ApiError, from_status, internal, invalid, no_such_path, wrong_method
 from gateway.http.body import Message, Receive, Scope, Send
 from gateway.loops import Loops
-from gateway.openai.endpoint import Api, Chat, Completions, Endpoint
 from gateway.openai.problems import sentence
 from gateway.operations import admin, deployments, models, morphing, public
+from gateway.operations.feeds import Feeds
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
@@ -43,12 +44,12 @@ _TRACEPARENT: Final = re.compile(
 )
 
 
-def create_app(gateway: Gateway, on_death: Callable[[], None]) -> Front:
+def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> Front:
     """`on_death` is called when a background task failed: the process should end."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loops = Loops(gateway)
+        loops = Loops(gateway, feeds)
         await loops.start()
         running = asyncio.create_task(loops.run(), name="gateway-loops")
         running.add_done_callback(lambda task: _report_death(task, on_death))
@@ -61,6 +62,7 @@ def create_app(gateway: Gateway, on_death: Callable[[], None]) -> Front:
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.gateway = gateway
+    app.state.feeds = feeds
     for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(ApiError, _api_error)

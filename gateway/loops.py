@@ -15,6 +15,7 @@ from bus.messages import Event, Metrics, MorphReport, StepOutput
 from bus.pending import as_numbers
 from gateway.delivery.demand import demands
 from gateway.operations.deployed import active_models, awaited_models
+from gateway.operations.feeds import Feeds
 from gateway.state import BUS_PATIENCE_S, Gateway
 from gateway.text import tokenizer
 
@@ -34,8 +35,9 @@ class Loops:
     """`run` until cancelled. An error of one ends all: the process is then started again by its supervisor,
     which is safer than to serve without, say, a lease."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, feeds: Feeds) -> None:
         self._gateway = gateway
+        self._feeds = feeds
         self._bus = gateway.bus
         self._delivery = gateway.delivery
         self._watch = gateway.watch
@@ -62,7 +64,7 @@ class Loops:
             self._tick(),
             self._gateway.outbox.run(),
             self._gateway.streams.run(),
-            self._gateway.live.run(),
+            self._feeds.live.run(),
             self._warm_up(),
         ]
         async with asyncio.TaskGroup() as tasks:
@@ -114,7 +116,7 @@ class Loops:
             async for batch in reader:
                 self._gateway.cluster.add_metrics(batch[-1][1], time.monotonic())
                 self._delivery.table.metrics_arrived()
-                self._gateway.live.changed()
+                self._feeds.live.changed()
                 if self._delivery.table.waiting:  # for a precision, perhaps
                     self._delivery.attempts.place_waiting()
                     self._delivery.flush()
@@ -143,12 +145,12 @@ class Loops:
         """For those who ask and those who listen."""
         if isinstance(told, Event):
             self._gateway.morphs.on_event(told)
-            self._gateway.events.publish(told)
-            self._gateway.live.tell(told, is_history=is_history)
+            self._feeds.events.publish(told)
+            self._feeds.live.tell(told, is_history=is_history)
         else:
             entry = self._gateway.morphs.on_report(told, is_history=is_history)
-            self._gateway.events.publish_morph(entry)
-            self._gateway.live.tell_morph(entry)
+            self._feeds.events.publish_morph(entry)
+            self._feeds.live.tell_morph(entry)
             if told.kind == "transform" and told.state != "running":
                 self._poll_now.set()  # the cards tell of another shape
 
@@ -219,7 +221,7 @@ class Loops:
         self._gateway.catalogue = await self._bus.catalogue.read()
         self._gateway.cluster.awaited = awaited_models(self._gateway.catalogue)
         self._gateway.cluster.forget_retired(active_models(self._gateway.catalogue))
-        self._gateway.live.changed()
+        self._feeds.live.changed()
 
     async def _poll_policy(self) -> None:
         """What Redis lost is written again: a policy that was set to manual must not become the default."""

@@ -17,6 +17,7 @@ from bus.client import Bus
 from bus.settings import GatewaySettings, Settings, SettingsError
 from gateway.app import create_app
 from gateway.http.connection import Protocol
+from gateway.operations.feeds import Feeds
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
@@ -71,13 +72,15 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     except SettingsError as error:
         listener.close()
         _fail(str(error))
+    feeds = Feeds(gateway)
     died = asyncio.Event()
-    server = Server(_config(create_app(gateway, died.set)))
+    server = Server(_config(create_app(gateway, feeds, died.set)))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await _first_of(serving, stop, died)
     if stop.is_set() and not died.is_set():
         log.info("draining: %d in flight", gateway.admission.inflight)
         await gateway.drain(section.drain_timeout_s)
+        feeds.close()
     server.leave()
     await serving
     if gateway.tracer is not None:

@@ -14,22 +14,19 @@ from bus.policy import Policy
 from bus.settings import Settings
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.delivery import Delivery
-from gateway.delivery.inflight import Flight, InFlight
+from gateway.delivery.inflight import InFlight
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Placement
+from gateway.delivery.slo import Slos
 from gateway.delivery.watch import Watch
 from gateway.errors import unavailable
 from gateway.http.auth import ADMIN_HINT, API_HINT, Keys
 from gateway.http.limits import Admission, RateLimiter
 from gateway.http.streams import Streams
+from gateway.morphs import Morphs
 from gateway.openai.intake import Intake
 from gateway.openai.models import Models
-from gateway.operations.broadcast import Broadcast
-from gateway.operations.live import Live
-from gateway.operations.morphs import Morphs
-from gateway.operations.requests import EndedRequests
-from gateway.operations.slo import Slos
-from gateway.operations.stats import Stats
+from gateway.stats import Stats
 from gateway.tracing import tracer_of
 
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
@@ -53,8 +50,6 @@ class Gateway:
         self.rate = RateLimiter(section.rate_limit_rpm, section.rate_limit_concurrent)
         self.stats = Stats()
         self.streams = Streams(section.keepalive_s)
-        self.events = Broadcast()
-        self.ended = EndedRequests()
         self.morphs = Morphs()
         self.policy = Policy()  # as last read
         self.catalogue = Contents()  # the same
@@ -85,13 +80,11 @@ class Gateway:
             lease_s=settings.worker.lease_s,
             queue_timeout_s=section.queue_timeout_s,
         )
-        self.slos = Slos(settings.slo, self.stats)
-        self.delivery.endings.on_ended = self._on_ended
+        self.delivery.endings.on_ended.append(Slos(settings.slo, self.stats).count)
         self.outbox.on_sent = self.delivery.on_sent
         self.outbox.on_full = self.delivery.on_bus_full
         self.outbox.on_unsendable = self.delivery.on_unsendable
         self.tracer = tracer_of(settings.tracing, self.id, self.morphs, self.cluster)
-        self.live = Live(self)
         self.told: deque[Told] = deque()
         self.has_told = asyncio.Event()
         self.is_draining = False
@@ -121,10 +114,6 @@ class Gateway:
         ready = self.cluster.ready_models().values()
         return not self.is_draining and self.bus.up and any(self.models.is_loaded(one.card) for one in ready)
 
-    def _on_ended(self, flight: Flight, how: str) -> None:
-        self.slos.count(flight, how)
-        self.ended.tell(flight, how)
-
     def tell(self, kind: str, subject: str, reason: str, numbers: dict[str, float]) -> None:
         """Puts an event where the publisher finds it; beyond a bound they are not kept."""
         if len(self.told) < MAX_TOLD:
@@ -146,6 +135,3 @@ class Gateway:
         except TimeoutError:
             self.delivery.fail_all(unavailable("this gateway is shutting down and its drain time is over"))
             await asyncio.sleep(0.3)  # the endings reach their sockets, the cancellations the bus
-        self.events.close()
-        self.ended.close()
-        self.live.close()

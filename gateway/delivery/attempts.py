@@ -20,7 +20,7 @@ from gateway.delivery.inflight import Flight, InFlight, Target
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Found, Placement
 from gateway.errors import ApiError
-from gateway.operations.stats import Stats
+from gateway.stats import Stats
 
 log = logging.getLogger("gateway")
 

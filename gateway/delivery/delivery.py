@@ -20,7 +20,7 @@ from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Placement
 from gateway.delivery.precision import lowest_named
 from gateway.errors import ApiError
-from gateway.operations.stats import Stats
+from gateway.stats import Stats
 
 STRAY_CANCEL_S = 1.0
 

@@ -8,11 +8,7 @@ from collections.abc import Callable
 from gateway.delivery.inflight import Flight, InFlight, Sink
 from gateway.delivery.outbox import Outbox
 from gateway.errors import ApiError
-from gateway.operations.stats import Stats
-
-
-def _nobody(_: Flight, __: str) -> None:
-    pass
+from gateway.stats import Stats
 
 
 class Endings:
@@ -25,9 +21,8 @@ class Endings:
         self._outbox = outbox
         self._stats = stats
         self._clock = clock
-        self.on_ended: Callable[[Flight, str], None] = (
-            _nobody  # with how: stop, length, abort, an error's code
-        )
+        # Called with how it ended: stop, length, abort or the code of an error.
+        self.on_ended: list[Callable[[Flight, str], None]] = []
         self._touched: dict[Sink, None] = {}
 
     def touch(self, sink: Sink) -> None:
@@ -76,4 +71,5 @@ class Endings:
             max_tokens=flight.sampling.max_tokens,
             seconds=self._clock() - flight.arrived,
         )
-        self.on_ended(flight, how)
+        for listener in self.on_ended:
+            listener(flight, how)

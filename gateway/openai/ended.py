@@ -6,14 +6,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gateway.delivery.inflight import Flight
 from gateway.errors import ApiError
 from gateway.openai.call import Call
-
-if TYPE_CHECKING:
-    from gateway.tracing.tracer import Trace
 
 log = logging.getLogger("gateway")
 
@@ -25,29 +22,17 @@ class Ended:
     """What is known of a call at its end. `status`: as sent, before a stream's text; `call`: None where it
     was refused before its body was understood."""
 
-    def __init__(self, request_id: str, path: str, arrived: float, trace: Trace | None = None) -> None:
+    def __init__(self, request_id: str, path: str, arrived: float) -> None:
         self.status = 200
         self.code = ""  # of its refusal
         self.call: Call | None = None
         self.arrived = arrived
         self._request_id = request_id
         self._path = path
-        self._trace = trace
 
     def refused(self, error: ApiError) -> None:
         self.status = error.status
         self.code = error.code or "other"
-
-    def accepted(self, call: Call) -> None:
-        self.call = call
-        if self._trace is not None:
-            self._trace.follow(call.flights)
-
-    def tell(self) -> None:
-        """To the log, and to the trace."""
-        self.log()
-        if self._trace is not None:
-            self._trace.end(self)
 
     def log(self) -> None:
         level = logging.WARNING if self.status == 500 else logging.INFO

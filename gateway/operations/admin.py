@@ -13,6 +13,7 @@ from bus.messages import Drain
 from gateway.errors import ApiError, unavailable
 from gateway.http.auth import check_admin
 from gateway.openai.formats import to_json
+from gateway.operations.feeds import Feeds
 from gateway.operations.orders import loss_without, meant
 from gateway.operations.picture import picture
 from gateway.state import Gateway
@@ -23,7 +24,13 @@ async def gateway_of(request: Request) -> Gateway:
     return gateway
 
 
+async def feeds_of(request: Request) -> Feeds:
+    feeds: Feeds = request.app.state.feeds
+    return feeds
+
+
 Here = Annotated[Gateway, Depends(gateway_of)]
+Streams = Annotated[Feeds, Depends(feeds_of)]
 
 
 async def allowed(request: Request, gateway: Here) -> None:
@@ -42,24 +49,24 @@ async def state(gateway: Here) -> Response:
 
 
 @router.get("/events")
-async def events(gateway: Here) -> StreamingResponse:
+async def events(feeds: Streams) -> StreamingResponse:
     """Server-sent events of the audit stream, the recent ones first."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(gateway.events.listen(), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(feeds.events.listen(), media_type="text/event-stream", headers=headers)
 
 
 @router.get("/live")
-async def live(gateway: Here) -> StreamingResponse:
+async def live(feeds: Streams) -> StreamingResponse:
     """Server-sent events for the dashboard: hello, history, state, and what happens from then on."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(gateway.live.listen(), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(feeds.live.listen(), media_type="text/event-stream", headers=headers)
 
 
 @router.get("/requests")
-async def requests(gateway: Here, prompts: bool = False) -> StreamingResponse:
+async def requests(feeds: Streams, prompts: bool = False) -> StreamingResponse:
     """Server-sent events: each request as it ends, with its prompt's token ids if `prompts`."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(gateway.ended.listen(prompts), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(feeds.requests.listen(prompts), media_type="text/event-stream", headers=headers)
 
 
 @router.post("/workers/{worker}/drain", status_code=202)

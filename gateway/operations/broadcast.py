@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from bus.messages import Event
-from gateway.operations.morphs import Entry
+from gateway.morphs import Entry
 
 KEEPALIVE_S = 10.0
 

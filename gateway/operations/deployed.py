@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment, ModelCard, Profile
 from gateway.delivery.cluster import Ready
-
-if TYPE_CHECKING:
-    from gateway.state import Gateway
+from gateway.state import Gateway
 
 
 def active_models(contents: Contents) -> set[str]:

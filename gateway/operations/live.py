@@ -14,16 +14,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from bus.client import BusUnavailable
 from bus.messages import Event, Moment
+from gateway.morphs import KEPT, Entry
 from gateway.openai.formats import to_json
 from gateway.operations.live_state import live_state
-from gateway.operations.morphs import KEPT, Entry
-
-if TYPE_CHECKING:
-    from gateway.state import Gateway
+from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
 

@@ -6,16 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from bus.messages import PARTS, InstanceCard, InstanceMetrics, LayerShape, Metrics, Part, WorkerCard
 from bus.precisions import Precision
-from gateway.operations.morphs import Entry
+from gateway.morphs import Entry
 from gateway.operations.picture import SHOWN_MORPHS, picture
 from gateway.operations.transforms import layer_degrees
-
-if TYPE_CHECKING:
-    from gateway.state import Gateway
+from gateway.state import Gateway
 
 MEASURED: Final = [field.name for field in fields(InstanceMetrics) if field.name != "last"]
 DIGITS: Final = 4

@@ -22,9 +22,9 @@ from prometheus_client.registry import Collector
 from bus.messages import KIND_OF, Cause, InstanceCard, InstanceMetrics, LayerShape, MorphKind, MorphOutcome
 from bus.precisions import PRECISIONS
 from gateway.delivery.precision import layers_below_full
-from gateway.operations.morphs import Morphs
-from gateway.operations.stats import Distribution, ModelStats
+from gateway.morphs import Morphs
 from gateway.state import Gateway
+from gateway.stats import Distribution, ModelStats
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE: Final = ["model_name", "engine"]

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from bus.messages import CancelMorph, Event, Morph
 from bus.policy import describe
 from gateway.errors import ApiError
+from gateway.morphs import Entry
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
 from gateway.operations.admin import Here, allowed
 from gateway.operations.answers import body_of, bus_or_503, json_answer, new_id
-from gateway.operations.morphs import Entry
 from gateway.state import Gateway
 
 WAIT_S: Final = 30.0  # longest answer to ?wait=true; ask again for longer

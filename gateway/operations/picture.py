@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from bus.messages import InstanceCard, InstanceTelemetry, WorkerCard
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.precision import layers_below_full
 from gateway.operations.deployed import deployment_json, model_json
 from gateway.operations.transforms import layer_degrees
-
-if TYPE_CHECKING:
-    from gateway.state import Gateway
+from gateway.state import Gateway
 
 SHOWN_MORPHS: Final = 32
 

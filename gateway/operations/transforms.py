@@ -14,8 +14,8 @@ from pydantic import Field
 from bus.messages import InstanceCard, Transform, WorkerCard
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid
+from gateway.morphs import Entry
 from gateway.openai.params import MAX_COUNT, Body, between
-from gateway.operations.morphs import Entry
 from gateway.operations.orders import Place, Seconds, meant
 
 MAX_DEGREE: Final = 64

@@ -8,7 +8,7 @@ from bus.settings import SettingsError, TracingSettings
 
 if TYPE_CHECKING:
     from gateway.delivery.cluster import Cluster
-    from gateway.operations.morphs import Morphs
+    from gateway.morphs import Morphs
     from gateway.tracing.tracer import Tracer
 
 

@@ -11,7 +11,7 @@ from opentelemetry.trace import Status, StatusCode
 
 from gateway.delivery.inflight import Flight, Target
 from gateway.http.body import Scope
-from gateway.operations.morphs import Entry
+from gateway.morphs import Entry
 from gateway.tracing.phases import Facts
 
 if TYPE_CHECKING:

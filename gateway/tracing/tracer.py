@@ -26,7 +26,7 @@ from gateway.delivery.cluster import Cluster
 from gateway.delivery.inflight import Flight
 from gateway.delivery.journey import Journey
 from gateway.http.body import Scope
-from gateway.operations.morphs import KEPT, Morphs
+from gateway.morphs import KEPT, Morphs
 from gateway.tracing import facts
 from gateway.tracing.exporter import Exporter
 from gateway.tracing.phases import Phase, phases

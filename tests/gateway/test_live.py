@@ -285,7 +285,7 @@ async def test_a_picture_that_cannot_be_drawn_ends_no_serving(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = Core()
-    live = core.gateway.live
+    live = Live(core.gateway)
 
     async def fail(_: Live) -> None:
         raise KeyError("layer")
@@ -307,9 +307,10 @@ async def test_a_picture_that_cannot_be_drawn_ends_no_serving(
 
 async def test_a_gateway_that_leaves_ends_the_feed() -> None:
     gateway: Gateway = Core().gateway
-    gateway.live._is_loaded.set()
-    stream = gateway.live.listen()
+    live = Live(gateway)
+    live._is_loaded.set()
+    stream = live.listen()
     for _ in range(2):
         await anext(stream)
-    asyncio.get_running_loop().call_soon(gateway.live.close)
+    asyncio.get_running_loop().call_soon(live.close)
     assert [data async for data in stream] == [b""]

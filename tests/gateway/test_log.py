@@ -13,10 +13,10 @@ import pytest
 from bus.logs import JsonLines, extras
 from bus.settings import SloSettings
 from gateway.delivery.inflight import Flight
+from gateway.delivery.slo import Slos
 from gateway.errors import worker_lost
 from gateway.openai.ended import Ended
-from gateway.operations.slo import Slos
-from gateway.operations.stats import ModelStats, Stats
+from gateway.stats import ModelStats, Stats
 from tests.support.gateway_core import Core
 from tests.support.gateway_harness import BODY, Gate
 

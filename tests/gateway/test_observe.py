@@ -13,8 +13,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from bus.messages import KIND_OF, Event, LayerShape, MorphReport
+from gateway import stats
 from gateway.delivery.precision import lowest_named
-from gateway.operations import stats
 from gateway.operations.metrics import exposition
 from tests.support.gateway_core import Core
 from tests.support.metrics_samples import metrics_of

@@ -13,8 +13,8 @@ from bus.client import LiveWorker
 from bus.messages import MorphOutcome, MorphReport, Stage, Transform, WorkerCard
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError
+from gateway.morphs import Morphs
 from gateway.operations import orders, transforms
-from gateway.operations.morphs import Morphs
 from gateway.operations.orders import Place
 from gateway.operations.picture import shown_instances
 from tests.support.fake_worker import FakeWorker

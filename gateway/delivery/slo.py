@@ -8,7 +8,7 @@ from typing import Final
 
 from bus.settings import SloSettings
 from gateway.delivery.inflight import Flight
-from gateway.operations.stats import Stats
+from gateway.stats import Stats
 
 SERVED: Final = ("stop", "length")
 LEFT: Final = "abort"

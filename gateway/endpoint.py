@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gateway.delivery.inflight import Flight
 from gateway.errors import JSON, ApiError, wrong_method
@@ -28,6 +28,9 @@ from gateway.openai.parsing import parse, prompts
 from gateway.openai.precision import PrecisionTrack
 from gateway.state import Gateway
 from gateway.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from gateway.tracing.tracer import Trace
 
 log = logging.getLogger("gateway")
 
@@ -80,14 +83,14 @@ class Endpoint:
         if scope["method"] != "POST":
             raise wrong_method(scope["method"], scope["path"], "POST")
         trace = gateway.tracer.begin(scope, arrived) if gateway.tracer is not None else None
-        ended = Ended(scope["state"]["request_id"], scope["path"], arrived, trace)
+        ended = Ended(scope["state"]["request_id"], scope["path"], arrived)
         try:
             key = gateway.keys.check(scope["headers"])
             gateway.refuse_if_closed()
             with gateway.rate.enter(key) as rate_headers:
                 slot = gateway.admission.reserve()
                 try:
-                    await self._serve(scope, receive, send, slot, arrived, rate_headers, ended)
+                    await self._serve(scope, receive, send, slot, arrived, rate_headers, ended, trace)
                 finally:
                     slot.release()
         except ClientLeft:
@@ -100,7 +103,9 @@ class Endpoint:
             ended.status = 500
             raise
         finally:
-            ended.tell()
+            ended.log()
+            if trace is not None:
+                trace.end(ended)
 
     async def _serve(
         self,
@@ -111,6 +116,7 @@ class Endpoint:
         arrived: float,
         extra: dict[str, str],
         ended: Ended,
+        trace: Trace | None,
     ) -> None:
         gateway = self._gateway
         settings = gateway.settings.gateway
@@ -122,7 +128,9 @@ class Endpoint:
         link: Link = scope["extensions"][EXTENSION]
         call = self._call(body, order, tokenizer, slot, link)
         self._fill(call, body, order, tokenizer, arrived, scope["state"]["request_id"])
-        ended.accepted(call)
+        ended.call = call
+        if trace is not None:
+            trace.follow(call.flights)
         headers = [(name.encode(), value.encode()) for name, value in extra.items()]
         if link.is_lost:  # while the prompt was tokenised
             raise ClientLeft

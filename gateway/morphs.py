@@ -26,7 +26,7 @@ from bus.messages import (
     Transform,
     WorkerCard,
 )
-from gateway.operations.stats import LATENCY, Distribution
+from gateway.stats import LATENCY, Distribution
 
 KEPT: Final = 256  # that ended
 CARDS_S: Final = 3.0  # after a transform, at most, the cards of all its members are read
