@@ -74,6 +74,10 @@ class Backend(Protocol):
         or RuntimeError, when some of it may be written.
         """
 
+    def discard(self, pages: Pages) -> None:
+        """Return the memory of these physical pages, mapped or not, to the system until their next access.
+        Their contents are lost. Raises MappingFailed."""
+
     def close(self) -> None:
         """Give the physical memory back. Nothing may be mapped. A backend that is dropped without it gives
         the memory back when its last space is gone."""

@@ -80,7 +80,7 @@ class CpuBackend:
 
     def map(self, space: AddressSpace, first_page: int, pages: Pages, *, zeroed: bool = True) -> None:
         if zeroed:
-            self._empty(pages)
+            self.discard(pages)
         flags = mmap.MAP_SHARED | _MAP_FIXED
         for start, page, length in runs(pages):
             first = first_page + start
@@ -114,6 +114,14 @@ class CpuBackend:
             written[:] = True
             done += nbytes
 
+    def discard(self, pages: Pages) -> None:
+        """Punch a hole into the memfd: the memory goes back to the system and the pages read as zeros."""
+        self._is_written[pages] = False
+        punch = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        for _, page, length in runs(pages):
+            if _libc.fallocate(self._fd, punch, page * self.page_bytes, length * self.page_bytes):
+                raise _failed("fallocate")
+
     def close(self) -> None:
         self._close()
 
@@ -141,14 +149,6 @@ class CpuBackend:
                 _write_file(self._fd, piece, position + first)
                 _populate(address + first, nbytes)
             then(offset_bytes + first, offset_bytes + first + nbytes)
-
-    def _empty(self, pages: Pages) -> None:
-        """Their memory goes back to the system: they read as zeros. Raises MappingFailed."""
-        self._is_written[pages] = False
-        punch = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-        for _, page, length in runs(pages):
-            if _libc.fallocate(self._fd, punch, page * self.page_bytes, length * self.page_bytes):
-                raise _failed("fallocate")
 
     def _reserve_again(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
         address, nbytes = space.address + first_page * self.page_bytes, num_pages * self.page_bytes

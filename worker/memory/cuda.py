@@ -112,6 +112,9 @@ class CudaBackend:
                 then(offset_bytes, offset_bytes + source.numel())
             self._copies.synchronize()
 
+    def discard(self, pages: Pages) -> None:
+        """Nothing: a mapped page of a GPU keeps its memory."""
+
     def close(self) -> None:
         _release(self._handles)
 

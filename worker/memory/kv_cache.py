@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
 from worker.memory.backend import BlocksInUse, BrokenInvariant, OutOfBlocks, OutOfPages
 from worker.memory.pool import PagePool, VirtualRange
+
+# Bytes of an empty cache on a CPU device that stay with the process, so that small loads find them in place:
+# the first access to a page takes 20 to 40 us.
+RETAINED_BYTES: Final = 64 << 20
 
 
 class KVCache:
@@ -39,8 +44,9 @@ class KVCache:
         self.block_shape = (num_kv_heads, 2, block_tokens, head_dim)
         self.block_bytes: int = 2 * num_kv_heads * block_tokens * head_dim * dtype.itemsize  # in one layer
         self.layers: list[torch.Tensor] = []  # empty until the first growth
-        self.allocator = BlockAllocator()
         self._ranges: list[VirtualRange] = []
+        self._allocator = BlockAllocator()
+        self.allocator = self._allocator
         try:
             for i in range(num_layers):
                 name = f"{owner} KV of layer {i}"
@@ -48,6 +54,17 @@ class KVCache:
         except RuntimeError:
             self.release()
             raise
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        return self._allocator
+
+    @allocator.setter
+    def allocator(self, allocator: BlockAllocator) -> None:
+        """Only the allocator in force may discard: another one no longer knows which blocks are in use."""
+        self._allocator.on_empty = None
+        allocator.on_empty = self._discard_unused
+        self._allocator = allocator
 
     @property
     def num_layers(self) -> int:
@@ -146,6 +163,19 @@ class KVCache:
         if len(pages) > 1:
             raise BrokenInvariant(f"{self.owner} KV cache: layers have {sorted(pages)} pages")
 
+    def _discard_unused(self) -> None:
+        """Return the memory above RETAINED_BYTES to the system. No block is in use.
+
+        Without this a worker on a CPU device keeps every page that its largest burst has touched.
+        """
+        kept = RETAINED_BYTES // (self.block_bytes * len(self._ranges))
+        if self.allocator.num_touched <= kept:
+            return
+        first, end = self.pages_for(kept), self.pages_for(self.allocator.num_touched)
+        for layer in self._ranges:
+            layer.discard(first, end)
+        self.allocator.num_touched = kept
+
     def _resize(self, before: int, after: int) -> None:
         """`after` pages in every layer, or `before` again where that fails. Where even this fails, the error
         has a note of it, the layers' records are true and `check_integrity` tells that they differ."""
@@ -174,6 +204,8 @@ class BlockAllocator:
     def __init__(self, capacity: int = 0) -> None:
         self._free: list[int] = []  # a heap
         self._in_use = bytearray()  # _in_use[id]; its length is the capacity
+        self.num_touched = 0  # blocks below this number may have been written
+        self.on_empty: Callable[[], None] | None = None  # called when the last block in use is freed
         self.extend(capacity)
 
     @property
@@ -201,6 +233,7 @@ class BlockAllocator:
         self._free = sorted(free - wanted)
         for block in blocks:
             self._in_use[block] = True
+        self.num_touched = max([self.num_touched, *(block + 1 for block in blocks)])
 
     def allocate(self, n: int) -> list[int]:
         """Take n blocks, ascending. Raises OutOfBlocks and takes none if fewer are free."""
@@ -209,6 +242,8 @@ class BlockAllocator:
         taken = [heapq.heappop(self._free) for _ in range(n)]
         for block in taken:
             self._in_use[block] = True
+        if taken:
+            self.num_touched = max(self.num_touched, taken[-1] + 1)
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -219,6 +254,8 @@ class BlockAllocator:
         for block in blocks:
             self._in_use[block] = False
             heapq.heappush(self._free, block)
+        if blocks and self.on_empty is not None and self.num_free == self.capacity:
+            self.on_empty()
 
     def live_from(self, capacity: int) -> list[int]:
         """Blocks in use at or above `capacity`: what must move before shrinking to it."""

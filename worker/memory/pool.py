@@ -159,6 +159,14 @@ class VirtualRange:
         finally:
             self._pool.record(given, self.kind, self.pages[where] != NO_PAGE)
 
+    def discard(self, first_page: int, end_page: int) -> None:
+        """Drop the contents of the mapped pages in [first_page, end_page), which stay mapped.
+
+        On a CPU device their memory goes back to the system until they are used again. Raises MappingFailed.
+        """
+        pages = self.pages[first_page:end_page]
+        self._pool.backend.discard(pages[pages != NO_PAGE])
+
     def resize(self, num_pages: int) -> None:
         """Have the first `num_pages` pages mapped and no other; as `have`."""
         if not 0 <= num_pages <= self.num_pages:

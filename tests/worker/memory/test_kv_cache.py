@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from worker.memory import (
     BlockAllocator,
     BlocksInUse,
     BrokenInvariant,
+    CpuBackend,
     KVCache,
     OutOfBlocks,
     OutOfPages,
@@ -249,3 +251,31 @@ def test_heads_are_outermost_so_a_block_is_several_of_fewer_heads(pool: PagePool
     for degree in (0, 3, 4):
         with pytest.raises(ValueError, match=f"2 KV heads cannot be split over {degree} ranks"):
             kv.layers_at(degree)
+
+
+def test_the_memory_of_a_burst_goes_back_when_no_block_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with checked_pool(CpuBackend, PAGES) as pool:
+        kv = cache(pool)
+        kv.grow(8)
+        monkeypatch.setattr("worker.memory.kv_cache.RETAINED_BYTES", 2 * pool.page_bytes * LAYERS)
+
+        def held() -> int:
+            return os.fstat(pool.backend._fd).st_blocks * 512  # type: ignore[attr-defined]
+
+        def serve(num_blocks: int) -> None:
+            blocks = kv.allocator.allocate(num_blocks)
+            for layer in kv.layers:
+                layer[blocks] = 1.0
+            kv.allocator.free(blocks[1:])
+            assert held() >= num_blocks * kv.block_bytes * LAYERS  # one block is still in use
+            kv.allocator.free(blocks[:1])
+
+        before = held()
+        serve(kv.num_blocks)
+        assert held() - before == 2 * pool.page_bytes * LAYERS
+        serve(kv.num_blocks)  # the pages can be used again
+        assert held() - before == 2 * pool.page_bytes * LAYERS
+
+        replaced, kv.allocator = kv.allocator, BlockAllocator(kv.num_blocks)
+        assert replaced.on_empty is None  # it does not know the blocks in use any more
+        kv.release()
