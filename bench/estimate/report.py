@@ -7,13 +7,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 from bench.engine.offline import say
 from bench.estimate.truth import Case, Found
 from bus.deployments import Configuration, Estimate, Intent, Objective, Profile
 from controller.intents.estimates import estimate_all
-from controller.intents.intents import rank
+from controller.intents.intents import preference
 
 MEMORY_BAR, LATENCY_BAR, CHOICE_BAR, COST_BAR = 0.05, 0.10, 0.9, 6.0
 NEAR = 0.05  # of the truly best: as good a choice
@@ -144,7 +145,8 @@ def _choices(model: Measured) -> list[Choice]:
     for intent in model.intents:
         true = {one: _true_values(one, found) for (one, of), found in model.truth.items() if of == intent}
         for objective in OBJECTIVES:
-            first = rank(model.estimates(intent), replace(intent, minimise=objective))[0]
+            wanted = replace(intent, minimise=objective)
+            first = min(model.estimates(intent), key=partial(preference, intent=wanted))  # whatever it loses
             chosen, best = first.configuration, min(true, key=lambda one: true[one][objective])
             loss = true[chosen][objective] / true[best][objective] - 1
             asked = f"{objective} of {_requests(intent)}"

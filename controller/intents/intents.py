@@ -11,6 +11,7 @@ from bus.deployments import CostModel, Estimate, Intent, Objective
 from bus.precisions import PRECISIONS
 
 FIXABLE = ("tp", "pp", "precision")
+DEFAULT_MAX_LOSS = 0.01  # of perplexity, where an intent limits no loss and fixes no precision
 COST_UNITS: dict[CostModel, str] = {"memory_seconds": "byte seconds", "memory": "bytes", "gpu_hours": "h"}
 
 
@@ -90,6 +91,16 @@ def objective(intent: Intent) -> Objective:
     return "latency" if intent.max_cost is not None else intent.minimise
 
 
+def loss_limit(intent: Intent) -> float | None:
+    """Return the largest allowed loss; None if the intent fixes the precision and limits no loss.
+
+    A precision whose loss is unknown is allowed only where there is no limit.
+    """
+    if intent.max_loss is None:
+        return None if intent.precision is not None else DEFAULT_MAX_LOSS
+    return intent.max_loss
+
+
 def goal(intent: Intent) -> str:
     """In words: "least cost, latency at most 0.5 s"."""
     words = [f"least {objective(intent).replace('gpu_hours', 'GPU-hours')}"]
@@ -126,15 +137,16 @@ def ruled_out(estimate: Estimate, intent: Intent) -> str:
     """Why the intent does not allow it, with the numbers; "": it does."""
     if others := _not_as_fixed(estimate, intent):
         return f"the intent fixes {', '.join(others)}"
-    if intent.max_loss is not None:
-        if estimate.loss is None:
-            lost = estimate.configuration.precision
-            return (
-                f"what {lost} loses is not known: run `instar profile --precision {lost}` on the model's "
-                "folder and register it again"
-            )
-        if estimate.loss.value > intent.max_loss:
-            return f"loses {estimate.loss.value:.2%} of perplexity, above max_loss {intent.max_loss:.2%}"
+    limit = loss_limit(intent)
+    if limit is not None and estimate.loss is None:
+        lost = estimate.configuration.precision
+        return (
+            f"what {lost} loses is not known: run `instar profile --precision {lost}` on the model's "
+            f"folder and register it again, or fix precision {lost}"
+        )
+    if limit is not None and estimate.loss is not None and estimate.loss.value > limit:
+        whose = "max_loss" if intent.max_loss is not None else "the default max_loss"
+        return f"loses {estimate.loss.value:.2%} of perplexity, above {whose} {limit:.2%}"
     if intent.max_latency_s is not None and estimate.latency_s.value > intent.max_latency_s:
         return f"takes {estimate.latency_s.value:.4g} s, above max_latency_s {intent.max_latency_s:g}"
     if intent.max_cost is not None and estimate.cost.value > intent.max_cost:
@@ -153,7 +165,7 @@ def nearest(estimates: Iterable[Estimate], intent: Intent) -> Estimate | None:
     """Of those that miss it: what is fixed first, then quality, then the quantity that has the limit."""
 
     def miss(one: Estimate) -> tuple[float, ...]:
-        floor = intent.max_loss is not None and bool(ruled_out(one, _without_all_but_loss(intent)))
+        floor = loss_limit(intent) is not None and bool(ruled_out(one, _without_all_but_loss(intent)))
         limited = one.cost.value if intent.max_cost is not None else one.latency_s.value
         loss = one.loss.value if one.loss else math.inf
         return (len(_not_as_fixed(one, intent)), loss if floor else -1.0, limited)

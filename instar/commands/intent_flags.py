@@ -157,7 +157,12 @@ def _add_intent(parser: Parser) -> None:
     wanted.add_argument(
         "--max-cost", type=_above_zero, metavar="X", help="of a request, at most, in its unit"
     )
-    wanted.add_argument("--max-loss", type=_share, metavar="L", help="of perplexity: 1%% or 0.01")
+    wanted.add_argument(
+        "--max-loss",
+        type=_share,
+        metavar="L",
+        help="of perplexity: 1%% or 0.01 [1%%]; an unknown loss exceeds it",
+    )
     wanted.add_argument("--prompt-tokens", type=at_least_one, metavar="N", help="of a request [256]")
     wanted.add_argument("--output-tokens", type=at_least_one, metavar="N", help="of a request [64]")
     wanted.add_argument("--batch-size", type=at_least_one, metavar="N", help="requests at once [1]")

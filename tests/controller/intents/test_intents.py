@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from bus.deployments import Configuration, Estimate, Intent, Quantity
 from bus.precisions import PRECISIONS
-from controller.intents.intents import IntentError, UnmetError, judge, objective, rank, validate
+from controller.intents.intents import (
+    DEFAULT_MAX_LOSS,
+    IntentError,
+    UnmetError,
+    judge,
+    objective,
+    rank,
+    validate,
+)
 
 
 def quantity(value: float) -> Quantity:
@@ -100,9 +108,12 @@ def test_cost_is_minimised_unless_something_else_is_said() -> None:
 @pytest.mark.parametrize(
     ("intent", "best"),
     [
-        (Intent(), SMALL),
+        (Intent(), PLAIN),
+        (Intent(max_loss=0.1), SMALL),
         (Intent(minimise="latency"), WIDE),
-        (Intent(minimise="memory"), SMALL),
+        (Intent(minimise="memory"), PLAIN),
+        (Intent(minimise="memory", max_loss=0.1), SMALL),
+        (Intent(precision="int4"), SMALL),
         (Intent(minimise="gpu_hours"), PLAIN),
         (Intent(max_latency_s=2.5), PLAIN),
         (Intent(max_latency_s=1.0), WIDE),
@@ -123,7 +134,7 @@ def test_a_limit_nothing_meets_is_answered_with_the_best_there_is() -> None:
     assert unmet.value.best is not None
     assert unmet.value.best.configuration == WIDE.configuration
     with pytest.raises(UnmetError, match=r"tp1 pp1 int4: costs 1 byte seconds, above max_cost 0\.5"):
-        rank(ROWS, Intent(max_cost=0.5))
+        rank(ROWS, Intent(max_cost=0.5, max_loss=0.1))
 
 
 def test_the_nearest_keeps_the_floor_of_quality_if_anything_does() -> None:
@@ -133,12 +144,39 @@ def test_the_nearest_keeps_the_floor_of_quality_if_anything_does() -> None:
     assert unmet.value.best.configuration == PLAIN.configuration
 
 
-def test_a_loss_that_nobody_knows_does_not_pass_a_floor() -> None:
+def test_an_unknown_loss_is_allowed_only_where_the_precision_is_fixed() -> None:
     unknown = row(precision="int8", loss=None, cost=0.1)
-    assert rank([unknown, PLAIN], Intent())[0] == unknown
+    assert rank([unknown, PLAIN], Intent()) == [PLAIN]
+    assert rank([unknown, PLAIN], Intent(precision="int8")) == [unknown]
     assert rank([unknown, PLAIN], Intent(max_loss=0.5)) == [PLAIN]
     with pytest.raises(UnmetError, match="what int8 loses is not known"):
+        rank([unknown, PLAIN], Intent(precision="int8", max_loss=0.5))
+    with pytest.raises(UnmetError, match="what int8 loses is not known"):
         rank([unknown], Intent(max_loss=0.5))
+
+
+def test_a_limit_of_latency_does_not_buy_speed_with_an_unknown_loss() -> None:
+    fast = row(precision="int3", loss=None, latency=0.4, cost=0.1)
+    with pytest.raises(UnmetError, match=r"tp2 pp1 full: takes 1 s, above max_latency_s 0\.5"):
+        rank([fast, PLAIN, WIDE], Intent(max_latency_s=0.5))
+    assert [one.refusal for one in judge([fast, PLAIN], Intent())] == [
+        "",
+        "what int3 loses is not known: run `instar profile --precision int3` on the model's folder and "
+        "register it again, or fix precision int3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_allowed"),
+    [(-0.001, True), (0.0, True), (DEFAULT_MAX_LOSS, True), (1.01 * DEFAULT_MAX_LOSS, False), (None, False)],
+)
+def test_without_a_limit_a_known_loss_within_the_default_is_allowed(
+    loss: float | None, is_allowed: bool
+) -> None:
+    cheap = row(precision="int4", loss=loss, cost=0.1)
+    assert (rank([cheap, PLAIN], Intent())[0] == cheap) == is_allowed
+    (judged,) = judge([cheap], Intent())
+    assert ("above the default max_loss 1.00%" in judged.refusal) == (loss is not None and not is_allowed)
 
 
 def test_a_model_nobody_measured_has_nothing_to_offer() -> None:

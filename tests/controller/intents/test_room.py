@@ -108,7 +108,7 @@ def cluster(*free: int) -> list[Device]:
 
 
 def test_the_best_configuration_that_fits_is_chosen_and_placed() -> None:
-    found = plan(PROFILE, Intent(), cluster(WHOLE, WHOLE), max_stages=2)
+    found = plan(PROFILE, Intent(max_loss=0.05), cluster(WHOLE, WHOLE), max_stages=2)
     assert found.chosen is not None and found.chosen.configuration == Configuration(precision="int4")
     assert [(stage.workers, stage.first, stage.end) for stage in found.stages] == [(["w0"], 0, 8)]
     assert found.blocks == 20
@@ -142,7 +142,7 @@ def test_a_model_that_fits_nowhere_says_what_would_make_room() -> None:
 
 
 def test_a_limit_nothing_meets_is_told_with_the_best_there_is_and_nothing_is_placed() -> None:
-    found = plan(PROFILE, Intent(max_latency_s=1e-6), cluster(WHOLE))
+    found = plan(PROFILE, Intent(max_latency_s=1e-6, max_loss=0.05), cluster(WHOLE))
     assert found.is_unmet and found.chosen is None and found.stages == []
     assert found.best is not None
     assert "above max_latency_s 1e-06" in found.reason
