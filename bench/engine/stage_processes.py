@@ -41,7 +41,7 @@ from worker.pipeline.stages import Stages
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import CutPlan
 from worker.shape.host_images import at_once, writing_half
-from worker.shape.ranges import HalfRanges
+from worker.shape.ranges import VariantRanges
 
 PIPELINE, TIMEOUT_S, START_S = "bench@w0", 60.0, 180.0
 
@@ -89,7 +89,7 @@ class Stage:
             load_format=staging.load_format,
             depths=[self.model.config.num_layers],
         )
-        self._ranges = HalfRanges(self.model, self.pool, self._plan.quantized)
+        self._ranges = VariantRanges(self.model, self.pool, self._plan.quantized)
         self._layers: dict[Precision, list[Layer]] = {"full": list(self.model.layers)}
         for precision in staging.precisions:
             self._layers[precision] = [self._make(i, precision) for i in range(len(self.model.layers))]

@@ -14,7 +14,7 @@ from bench.common.results import ROOT
 from bus.precisions import BITS
 from worker.model.config import ModelConfig, read_config
 from worker.model.quantized_sets import find_set, set_path
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.calibration import read_calibration
 from worker.offline.decoder import Ends, Tensors, load_ends, load_layer
 from worker.offline.quantizer import Maker, QuantizedLayers
@@ -62,20 +62,20 @@ def make_missing_sets(folder: Path, methods: Sequence[str], precisions: Sequence
     if "awq" in methods and missing:
         config = read_config(folder)
         calibration = read_calibration(config, None, CALIBRATION_WINDOWS)
-        maker = Maker(config, Checkpoint(folder), calibration, CPU)
+        maker = Maker(config, CheckpointWeights(folder), calibration, CPU)
         maker.make(maker.targets(["awq"], [BITS[p] for p in missing]))
     assert all(set_path(folder, p, "awq").is_file() for p in precisions if "awq" in methods)
 
 
 def open_demo(folder: Path, precision: str, method: str, name: str) -> Model:
     """In float32. `name`: of the quantised weights."""
-    config, checkpoint = read_config(folder), Checkpoint(folder)
+    config, checkpoint = read_config(folder), CheckpointWeights(folder)
     quantised = QuantizedLayers(
         config,
         checkpoint,
         precision=precision,
         method=method,
-        model=model_fingerprint(config, checkpoint),
+        model=checkpoint_digest(config, checkpoint),
         dtype=torch.float32,
         device=CPU,
     )

@@ -24,7 +24,7 @@ from bench.common.dummy_model import saved_model
 from worker.memory import CpuBackend, PagePool
 from worker.model import Model, load_model
 from worker.model.config import ModelConfig
-from worker.model.layer import feed_forward
+from worker.model.layer import build_feed_forward
 from worker.model.layout import RangePlan, pad_ffn
 from worker.model.shard import Shard
 from worker.morph.reshard import Resharder, make_resharder
@@ -87,7 +87,7 @@ def _swap_partially(pool: PagePool, model: Model, layer: int, shard: Shard) -> T
         kept[matrix].copy_(whole[matrix, shard.part(intermediate, "rows")])
     held = pool.pages_for(kept.nbytes)
     space.unmap(held, space.num_pages - held)
-    feed_forward(config, {"gate_up": kept[:2], "down": kept[2]})
+    build_feed_forward(config, {"gate_up": kept[:2], "down": kept[2]})
     took = Took(time.process_time() - began, space.num_pages - held)
     space.release()
     return took
@@ -129,7 +129,7 @@ def measure_products(rounds: int) -> Iterator[Case]:
         plans = {"": _plan(config, *stored), ", no padding": _plan(config, *exact)}
         memory = torch.randn(plans[""].nbytes // 4) * hidden**-0.5
         ways = {
-            f"TP{shard.size}{padded}": feed_forward(config, _tensors(memory, plan.at(shard)))
+            f"TP{shard.size}{padded}": build_feed_forward(config, _tensors(memory, plan.at(shard)))
             for shard in (ALONE, Shard(0, DEGREE))
             for padded, plan in plans.items()
         }

@@ -16,7 +16,7 @@ from bench.transform.padding import (
     padded,
     pages_per_tensor,
 )
-from worker.model.layer import feed_forward
+from worker.model.layer import build_feed_forward
 
 BY_NAME = {model.name: model for model in MODELS}
 PAPER = {  # Gyges, Table 3: pages per tensor at TP1 and at TP4
@@ -73,4 +73,4 @@ def test_a_feed_forward_over_padded_weights_never_reads_the_padding(
     x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(2))
     gate, up, down = stored[:, :96, :64]
     wanted = kernels.linear_t(kernels.silu_mul(x @ gate.T, x @ up.T), down)
-    torch.testing.assert_close(feed_forward(config, tensors)(x), wanted)
+    torch.testing.assert_close(build_feed_forward(config, tensors)(x), wanted)

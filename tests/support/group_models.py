@@ -19,7 +19,7 @@ from kernels import AttentionPlan
 from tests.support.model_folders import Runner
 from worker.distributed.communicator import Communicator, connect
 from worker.model import Segment, Shard
-from worker.model.layer import attention, feed_forward
+from worker.model.layer import build_attention, build_feed_forward
 from worker.model.weights import tensors_of
 
 T = TypeVar("T")
@@ -63,9 +63,11 @@ class Ranks:
             for i, layer in enumerate(model.layers):
                 shard = rank.shard(self.degrees[i >= boundary])
                 stored, window = model.weights[i], model.config.sliding_windows[i]
-                layer.attention = attention(model.config, stored.attention.tensors, shard, window)
+                layer.attention = build_attention(model.config, stored.attention.tensors, shard, window)
                 plan = model.plan.layers[i][1].at(shard)
-                layer.feed_forward = feed_forward(model.config, tensors_of(stored.feed_forward.memory, plan))
+                layer.feed_forward = build_feed_forward(
+                    model.config, tensors_of(stored.feed_forward.memory, plan)
+                )
                 layer.shard = shard
 
     def scatter(self) -> None:

@@ -20,7 +20,7 @@ from worker.model.quantized_sets import (
     set_path,
     write_set,
 )
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import tensors_of
 from worker.shape.variants import LayerVariants
 
@@ -71,7 +71,7 @@ def write_sets(
 ) -> dict[str, torch.Tensor]:
     """int4 of this method; returns the dense matrices that it stands for."""
     config = read_config(folder)
-    checkpoint = Checkpoint(folder)
+    checkpoint = CheckpointWeights(folder)
     random = torch.Generator().manual_seed(5)
     made: dict[str, QuantizedMatrix] = {}
     for layer in range(config.num_layers):
@@ -82,6 +82,6 @@ def write_sets(
             full = matrix_name(layer, name)
             weight = checkpoint.read(f"{full}.weight")
             made[full] = round_to_nearest(weight, 4, group, scales[inputs] if is_scaled else None)
-    info = SetInfo(bits=4, group=group, method=method, model=model_fingerprint(config, checkpoint))
+    info = SetInfo(bits=4, group=group, method=method, model=checkpoint_digest(config, checkpoint))
     write_set(set_path(folder, "int4", method), info, iter(made.items()))
     return {name: matrix.dense() for name, matrix in made.items()}

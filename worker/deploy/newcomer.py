@@ -27,7 +27,7 @@ from worker.model import Model, ModelError, read_config
 from worker.model.config import ModelConfig
 from worker.model.layout import ModelPlan, RangePlan, plan_model
 from worker.model.model import DTYPES, hollow_model, mapped
-from worker.model.sources import Checkpoint, RandomWeights, Weights
+from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.weights import LoadedRange
 from worker.morph.outcome import NotApplied
 from worker.morph.resizer import KVResizer
@@ -38,7 +38,7 @@ from worker.shape.copier import CopyJob
 from worker.shape.copies import SourceCopy
 from worker.shape.host_images import find_matrices
 from worker.shape.layer_order import load_order
-from worker.shape.ranges import Pages, half_of, spans_of
+from worker.shape.ranges import PageMask, build_half, spans_of
 from worker.shape.variants import LayerVariants
 
 MayGoOn = Callable[[], bool]
@@ -91,7 +91,7 @@ class Newcomer:
         self.plan: ModelPlan = plan_model(self.config, dtype, self.pool.page_bytes, settings.max_tp)
         check_degree(self.config, self.shard.size, settings.max_tp)
         is_dummy = settings.load_format == "dummy"
-        self.source: Weights = RandomWeights() if is_dummy else Checkpoint(self.folder)
+        self.source: WeightSource = RandomWeights() if is_dummy else CheckpointWeights(self.folder)
         self.source.check([source for part in self.plan.ranges() for source in part.sources])
         self.order, self.order_name = (
             (list(range(self.config.num_layers)), "front-to-back")
@@ -257,7 +257,7 @@ class Newcomer:
     def _install_full(self, layer: int, part: Part) -> Callable[[], None]:
         def install() -> None:
             tensors = self._full(layer, part)[0].tensors
-            self.model.install(layer, half_of(self.model, (layer, part, "full"), tensors, self.shard))
+            self.model.install(layer, build_half(self.model, (layer, part, "full"), tensors, self.shard))
 
         return install
 
@@ -297,7 +297,7 @@ def _digest(folder: Path) -> str:
         raise NotApplied("failed", str(error)) from error
 
 
-def _map_some(memory: VirtualRange, wanted: Pages) -> bool:
+def _map_some(memory: VirtualRange, wanted: PageMask) -> bool:
     is_mapped = memory.pages != NO_PAGE
     missing = np.flatnonzero(wanted & ~is_mapped)
     is_mapped[missing[:MAP_AT_ONCE]] = True

@@ -17,7 +17,7 @@ from worker.distributed.communicator import Communicator
 from worker.distributed.kv_exchange import Moved
 from worker.distributed.shared_buffers import Outboxes
 from worker.shape.checks import ROW_BYTES
-from worker.shape.copies import Span
+from worker.shape.copies import ByteSpan
 
 
 class Memory(Protocol):
@@ -30,7 +30,7 @@ class Memory(Protocol):
 
 def all_gather(
     memory: Memory,
-    parts: Sequence[Sequence[Span]],
+    parts: Sequence[Sequence[ByteSpan]],
     group: Communicator,
     peers: Sequence[int],
     stage_bytes: int,
@@ -65,7 +65,7 @@ def all_gather(
     return Moved(num_bytes, len(stages), carrier.nbytes)
 
 
-def _put(memory: Memory, spans: Sequence[Span], source: torch.Tensor) -> int:
+def _put(memory: Memory, spans: Sequence[ByteSpan], source: torch.Tensor) -> int:
     at = 0
     for begin, end in spans:
         memory.put(begin, source[at : at + end - begin])
@@ -73,11 +73,11 @@ def _put(memory: Memory, spans: Sequence[Span], source: torch.Tensor) -> int:
     return at
 
 
-def _length(spans: Sequence[Span]) -> int:
+def _length(spans: Sequence[ByteSpan]) -> int:
     return sum(end - begin for begin, end in spans)
 
 
-def _cut(spans: Sequence[Span], first: int, last: int) -> Iterator[Span]:
+def _cut(spans: Sequence[ByteSpan], first: int, last: int) -> Iterator[ByteSpan]:
     """Bytes first <= i < last of the spans one behind the other."""
     at = 0
     for begin, end in spans:

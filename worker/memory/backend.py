@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Pages = npt.NDArray[np.int64]  # physical page numbers, in the order of their addresses
+PageNumbers = npt.NDArray[np.int64]  # physical page numbers, in the order of their addresses
 
 OnWritten = Callable[[int, int], object]
 
@@ -30,7 +30,7 @@ class AddressSpace(Protocol):
 
     address: int
     nbytes: int
-    pages: Pages
+    pages: PageNumbers
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] over the addresses, without a copy. The page of its first byte must be mapped."""
@@ -53,7 +53,7 @@ class Backend(Protocol):
     def reserve(self, nbytes: int) -> AddressSpace:
         """Address space of `nbytes` (whole pages) with nothing mapped. Raises MappingFailed."""
 
-    def map(self, space: AddressSpace, first_page: int, pages: Pages, *, zeroed: bool = True) -> None:
+    def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
         """Map physical `pages` at the space's pages first_page.. . All or nothing, unless undoing fails too:
         `space.pages` knows. Raises MappingFailed; also where the device has no memory left for a page.
         zeroed: they read as zeros, whoever had them before; without, for owners that fill what they read."""
@@ -74,7 +74,7 @@ class Backend(Protocol):
         or RuntimeError, when some of it may be written.
         """
 
-    def discard(self, pages: Pages) -> None:
+    def discard(self, pages: PageNumbers) -> None:
         """Return the memory of these physical pages, mapped or not, to the system until their next access.
         Their contents are lost. Raises MappingFailed."""
 
@@ -83,7 +83,7 @@ class Backend(Protocol):
         the memory back when its last space is gone."""
 
 
-def runs(pages: Pages) -> list[tuple[int, int, int]]:
+def runs(pages: PageNumbers) -> list[tuple[int, int, int]]:
     """Split into runs of consecutive page numbers: (index of the first, page number, length)."""
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
     ends = np.append(starts[1:], len(pages))

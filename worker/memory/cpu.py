@@ -17,7 +17,15 @@ import weakref
 import numpy as np
 import torch
 
-from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritten, Pages, runs, write_only
+from worker.memory.backend import (
+    NO_PAGE,
+    AddressSpace,
+    MappingFailed,
+    OnWritten,
+    PageNumbers,
+    runs,
+    write_only,
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -49,7 +57,7 @@ class CpuSpace:
 
     def __init__(self, nbytes: int, page_bytes: int) -> None:
         self.nbytes = nbytes
-        self.pages: Pages = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
+        self.pages: PageNumbers = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
         self.address = _mmap(None, nbytes, _PROT_NONE, _RESERVED, -1, 0)
         weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
 
@@ -78,7 +86,7 @@ class CpuBackend:
     def reserve(self, nbytes: int) -> CpuSpace:
         return CpuSpace(nbytes, self.page_bytes)
 
-    def map(self, space: AddressSpace, first_page: int, pages: Pages, *, zeroed: bool = True) -> None:
+    def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
         if zeroed:
             self.discard(pages)
         flags = mmap.MAP_SHARED | _MAP_FIXED
@@ -114,7 +122,7 @@ class CpuBackend:
             written[:] = True
             done += nbytes
 
-    def discard(self, pages: Pages) -> None:
+    def discard(self, pages: PageNumbers) -> None:
         """Punch a hole into the memfd: the memory goes back to the system and the pages read as zeros."""
         self._is_written[pages] = False
         punch = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE

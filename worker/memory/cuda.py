@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 
-from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritten, Pages, write_only
+from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritten, PageNumbers, write_only
 
 
 class CudaSpace:
@@ -22,7 +22,7 @@ class CudaSpace:
 
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
-        self.pages: Pages = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
+        self.pages: PageNumbers = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
         self._device = device
         self.address = int(_check(driver.cuMemAddressReserve(nbytes, 0, 0, 0)))
         # Not at exit: the driver is being taken down then, and frees everything itself.
@@ -80,7 +80,7 @@ class CudaBackend:
     def reserve(self, nbytes: int) -> CudaSpace:
         return CudaSpace(nbytes, self.page_bytes, self.device)
 
-    def map(self, space: AddressSpace, first_page: int, pages: Pages, *, zeroed: bool = True) -> None:
+    def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
         self._make(pages)
         at, nbytes = space.address + first_page * self.page_bytes, len(pages) * self.page_bytes
         try:
@@ -112,13 +112,13 @@ class CudaBackend:
                 then(offset_bytes, offset_bytes + source.numel())
             self._copies.synchronize()
 
-    def discard(self, pages: Pages) -> None:
+    def discard(self, pages: PageNumbers) -> None:
         """Nothing: a mapped page of a GPU keeps its memory."""
 
     def close(self) -> None:
         _release(self._handles)
 
-    def _make(self, pages: Pages) -> None:
+    def _make(self, pages: PageNumbers) -> None:
         """The physical pages of these that were never mapped before: all of them, or none."""
         before = len(self._handles)
         missing = [page for page in pages.tolist() if page not in self._handles]
@@ -139,7 +139,7 @@ class CudaBackend:
             self._stream.synchronize()
 
 
-def _unmap_each(address: int, pages: Pages, page_bytes: int) -> None:
+def _unmap_each(address: int, pages: PageNumbers, page_bytes: int) -> None:
     """`pages` is the part of a space's record that begins at `address`, and is kept as it goes."""
     # One call per page, as it was mapped: the driver refuses to unmap part of a mapping.
     for i in np.flatnonzero(pages != NO_PAGE).tolist():
@@ -147,7 +147,7 @@ def _unmap_each(address: int, pages: Pages, page_bytes: int) -> None:
         pages[i] = NO_PAGE
 
 
-def _free(address: int, pages: Pages, page_bytes: int, device: torch.device) -> None:
+def _free(address: int, pages: PageNumbers, page_bytes: int, device: torch.device) -> None:
     """The addresses of a space that is gone, and first what its owner left mapped: the driver keeps
     addresses that have memory behind them, and the memory with them."""
     if np.any(pages != NO_PAGE):

@@ -17,14 +17,14 @@ from worker.memory.backend import (
     BrokenInvariant,
     OnWritten,
     OutOfPages,
-    Pages,
+    PageNumbers,
     write_only,
 )
 
-Kind = Literal["weights", "kv"]
+RangeKind = Literal["weights", "kv"]
 
 _FREE = 0
-_KINDS: dict[Kind, int] = {"weights": 1, "kv": 2}
+_KINDS: dict[RangeKind, int] = {"weights": 1, "kv": 2}
 
 
 class PagePool:
@@ -57,7 +57,7 @@ class PagePool:
         """Whole pages that hold `nbytes`."""
         return -(-nbytes // self.page_bytes)
 
-    def reserve(self, nbytes: int, *, kind: Kind, owner: str) -> VirtualRange:
+    def reserve(self, nbytes: int, *, kind: RangeKind, owner: str) -> VirtualRange:
         """Address space for `nbytes`, with no page in it yet; it costs no memory. Raises MappingFailed."""
         space = self.backend.reserve(max(1, self.pages_for(nbytes)) * self.page_bytes)
         reserved = VirtualRange(self, space, kind, owner)
@@ -82,7 +82,7 @@ class PagePool:
             owned.release()
         self.backend.close()
 
-    def lowest_free(self, num_pages: int, owner: str) -> Pages:
+    def lowest_free(self, num_pages: int, owner: str) -> PageNumbers:
         """For ranges: pages to map. The lowest free numbers: live pages stay close together, a run of
         neighbours is one mmap call, and pages that a device has made already go first. Raises OutOfPages.
         """
@@ -91,7 +91,7 @@ class PagePool:
             raise OutOfPages(num_pages, len(free), self.num_pages, owner)
         return free[:num_pages]
 
-    def record(self, pages: Pages, kind: Kind, is_mapped: npt.NDArray[np.bool_]) -> None:
+    def record(self, pages: PageNumbers, kind: RangeKind, is_mapped: npt.NDArray[np.bool_]) -> None:
         """For ranges: these pages are mapped now, and serve `kind`, or are free."""
         self._use[pages] = np.where(is_mapped, _KINDS[kind], _FREE)
 
@@ -108,14 +108,14 @@ class VirtualRange:
     nothing else comes to use the page.
     """
 
-    def __init__(self, pool: PagePool, space: AddressSpace, kind: Kind, owner: str) -> None:
+    def __init__(self, pool: PagePool, space: AddressSpace, kind: RangeKind, owner: str) -> None:
         self.kind, self.owner = kind, owner
         self.num_pages = space.nbytes // pool.page_bytes
         self._pool, self._space = pool, space
         self._is_released = False
 
     @property
-    def pages(self) -> Pages:
+    def pages(self) -> PageNumbers:
         return self._space.pages
 
     @property

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from worker.model.families import FAMILIES, Bias, Family
+from worker.model.families import FAMILIES, BiasRule, Family
 
 # transformers checks the fields of a config with this where its version knows it.
 _Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
@@ -152,7 +152,7 @@ def _convert(folder: Path, architecture: str, family: Family, hf: Any) -> ModelC
     return config
 
 
-def _has_bias(where: Bias, hf: Any) -> bool:
+def _has_bias(where: BiasRule, hf: Any) -> bool:
     return where == "always" or (where == "as the config says" and bool(hf.attention_bias))
 
 

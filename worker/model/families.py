@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Bias = Literal["never", "always", "as the config says"]
-Window = Literal["never", "every layer", "layers of the config"]
+BiasRule = Literal["never", "always", "as the config says"]
+WindowRule = Literal["never", "every layer", "layers of the config"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,10 +14,10 @@ class Family:
     """`model_type` is Hugging Face's name of the family; biases and windows say where they may occur."""
 
     model_type: str
-    qkv_bias: Bias = "never"
-    o_bias: Bias = "never"
+    qkv_bias: BiasRule = "never"
+    o_bias: BiasRule = "never"
     has_qk_norm: bool = False
-    sliding_window: Window = "never"
+    sliding_window: WindowRule = "never"
 
 
 # By the name in config.json's `architectures`.

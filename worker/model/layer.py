@@ -119,11 +119,11 @@ class Layer:
     shard: Shard
 
 
-Half = Attention | FeedForward
+LayerHalf = Attention | FeedForward
 Tensors = Mapping[str, torch.Tensor]
 
 
-def attention(
+def build_attention(
     config: ModelConfig, tensors: Tensors, shard: Shard, sliding_window: int, precision: Precision = "full"
 ) -> Attention:
     """For one rank; `tensors` are those of all heads. Raises ValueError where the heads cannot be split."""
@@ -143,7 +143,7 @@ def attention(
     )
 
 
-def feed_forward(config: ModelConfig, tensors: Tensors, precision: Precision = "full") -> FeedForward:
+def build_feed_forward(config: ModelConfig, tensors: Tensors, precision: Precision = "full") -> FeedForward:
     """For one rank, whose part `tensors` are (`RangePlan.at`)."""
     if precision == "full":
         return _dense_feed_forward(config, tensors)

@@ -75,7 +75,7 @@ class Padded:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointTensor:
     """A tensor of the checkpoint and where it goes: `param[index]` begins with its rows (transposed if so
     marked) from `row` on."""
 
@@ -103,7 +103,7 @@ class RangePlan:
 
     name: str
     params: dict[str, Param] = field(default_factory=dict)
-    sources: list[Source] = field(default_factory=list)
+    sources: list[CheckpointTensor] = field(default_factory=list)
     nbytes: int = 0
     padding_bytes: int = 0
 
@@ -112,7 +112,7 @@ class RangePlan:
         name: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        *sources: Source,
+        *sources: CheckpointTensor,
         row_size: int | None = None,
         split: int | None = None,
     ) -> None:
@@ -229,16 +229,16 @@ def pad_ffn(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: in
 def _embedding(config: ModelConfig, dtype: torch.dtype) -> RangePlan:
     shape = (config.vocab_size, config.hidden_size)
     plan = RangePlan("embedding")
-    plan.add("embedding", shape, dtype, Source("model.embed_tokens.weight", shape, "embedding"))
+    plan.add("embedding", shape, dtype, CheckpointTensor("model.embed_tokens.weight", shape, "embedding"))
     return plan
 
 
 def _head(config: ModelConfig, dtype: torch.dtype) -> RangePlan:
     hidden, shape = (config.hidden_size,), (config.vocab_size, config.hidden_size)
     plan = RangePlan("head")
-    plan.add("norm", hidden, dtype, Source("model.norm.weight", hidden, "norm"))
+    plan.add("norm", hidden, dtype, CheckpointTensor("model.norm.weight", hidden, "norm"))
     if not config.has_tied_embeddings:
-        plan.add("head", shape, dtype, Source("lm_head.weight", shape, "head"))
+        plan.add("head", shape, dtype, CheckpointTensor("lm_head.weight", shape, "head"))
     return plan
 
 
@@ -253,7 +253,7 @@ def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan
         (qkv_rows, hidden),
         dtype,
         *(
-            Source(f"{prefix}self_attn.{n}_proj.weight", (rows, hidden), "qkv", at)
+            CheckpointTensor(f"{prefix}self_attn.{n}_proj.weight", (rows, hidden), "qkv", at)
             for n, (at, rows) in starts.items()
         ),
     )
@@ -263,7 +263,7 @@ def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan
             (qkv_rows,),
             dtype,
             *(
-                Source(f"{prefix}self_attn.{n}_proj.bias", (rows,), "qkv_bias", at)
+                CheckpointTensor(f"{prefix}self_attn.{n}_proj.bias", (rows,), "qkv_bias", at)
                 for n, (at, rows) in starts.items()
             ),
         )
@@ -276,7 +276,7 @@ def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan
     plain["input_norm"] = ("input_layernorm.weight", (hidden,))
     plain["post_norm"] = ("post_attention_layernorm.weight", (hidden,))
     for name, (tensor, shape) in plain.items():
-        plan.add(name, shape, dtype, Source(prefix + tensor, shape, name))
+        plan.add(name, shape, dtype, CheckpointTensor(prefix + tensor, shape, name))
     return plan
 
 
@@ -288,8 +288,8 @@ def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: P
         "gate_up",
         (2, padded.rows, hidden),
         dtype,
-        Source(f"{prefix}gate_proj.weight", (intermediate, hidden), "gate_up", index=0),
-        Source(f"{prefix}up_proj.weight", (intermediate, hidden), "gate_up", index=1),
+        CheckpointTensor(f"{prefix}gate_proj.weight", (intermediate, hidden), "gate_up", index=0),
+        CheckpointTensor(f"{prefix}up_proj.weight", (intermediate, hidden), "gate_up", index=1),
         row_size=padded.row_size,
         split=1,
     )
@@ -297,7 +297,7 @@ def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: P
         "down",
         (padded.rows, hidden),
         dtype,
-        Source(f"{prefix}down_proj.weight", (hidden, intermediate), "down", is_transposed=True),
+        CheckpointTensor(f"{prefix}down_proj.weight", (hidden, intermediate), "down", is_transposed=True),
         row_size=padded.row_size,
         split=0,
     )

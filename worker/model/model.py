@@ -12,16 +12,16 @@ from bus.messages import LayerShape
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool, VirtualRange
 from worker.model.config import ModelConfig, ModelError, read_config
-from worker.model.layer import Attention, Half, Layer, attention, feed_forward
+from worker.model.layer import Attention, Layer, LayerHalf, build_attention, build_feed_forward
 from worker.model.layout import ModelPlan, RangePlan, plan_model
 from worker.model.shard import ALONE, ReduceGroup, Shard
-from worker.model.sources import Checkpoint, RandomWeights, Weights
+from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.transformer import Ends, Segment, Transformer
 from worker.model.weights import (
     LayerWeights,
     LoadedRange,
     ModelWeights,
-    Progress,
+    OnProgress,
     WeightBytes,
     load_weights,
     tensors_in,
@@ -40,7 +40,7 @@ class Model:
         config: ModelConfig,
         plan: ModelPlan,
         weights: ModelWeights,
-        source: Weights,
+        source: WeightSource,
         shard: Shard = ALONE,
     ) -> None:
         """shard: whose part of the FFN the weights' tensors are."""
@@ -51,8 +51,8 @@ class Model:
             config,
             [
                 Layer(
-                    attention(config, layer.attention.tensors, shard, config.sliding_windows[i]),
-                    feed_forward(config, layer.feed_forward.tensors),
+                    build_attention(config, layer.attention.tensors, shard, config.sliding_windows[i]),
+                    build_feed_forward(config, layer.feed_forward.tensors),
                     shard,
                 )
                 for i, layer in enumerate(weights.layers)
@@ -90,7 +90,7 @@ class Model:
             for layer in self.layers
         ]
 
-    def install(self, layer: int, half: Half) -> None:
+    def install(self, layer: int, half: LayerHalf) -> None:
         """Between two steps: the next one runs `half` in place of the layer's attention or FFN."""
         if isinstance(half, Attention):
             self.layers[layer].attention = half
@@ -153,7 +153,7 @@ def load_model(
     load_format: LoadFormat = "safetensors",
     max_tp: int = 1,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     layers: tuple[int, int] | None = None,
 ) -> Model:
     """Load a Hugging Face folder into the pool, on the pool's device.
@@ -174,7 +174,7 @@ def load_model(
             f"{config.folder}: dtype {dtype} is not supported; these are: {', '.join(map(str, DTYPES))}"
         )
     plan = plan_model(config, dtype, pool.page_bytes, max_tp)
-    source: Weights = RandomWeights(seed) if load_format == "dummy" else Checkpoint(config.folder)
+    source: WeightSource = RandomWeights(seed) if load_format == "dummy" else CheckpointWeights(config.folder)
     weights = load_weights(config, plan, pool, source, progress)
     return Model(config, plan, weights, source)
 
@@ -187,7 +187,7 @@ def _ends(weights: ModelWeights) -> Ends | None:
 
 
 def hollow_model(
-    config: ModelConfig, plan: ModelPlan, source: Weights, pool: PagePool, shard: Shard = ALONE
+    config: ModelConfig, plan: ModelPlan, source: WeightSource, pool: PagePool, shard: Shard = ALONE
 ) -> Model:
     """Its tensors are on the device "meta". shard: the part of every layer that it is to compute; of the FFN
     nothing else need ever have pages. In the engine's thread. Raises MappingFailed, and keeps nothing then.

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker.model.config import ModelConfig, ModelError
-from worker.model.layout import Source, plan_model
+from worker.model.layout import CheckpointTensor, plan_model
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
@@ -21,19 +21,19 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 DUMMY_STD = 0.06
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """A place to take weights from."""
 
     depends_on_device: bool  # whether it writes other values into a target elsewhere
 
-    def check(self, sources: Iterable[Source]) -> None:
+    def check(self, sources: Iterable[CheckpointTensor]) -> None:
         """Raises ModelError unless every source is there, with its shape; reads no weights."""
 
-    def fill(self, target: torch.Tensor, source: Source) -> None:
+    def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
         """Write the source's values into `target`, in the target's dtype. Raises ModelError."""
 
 
-class Checkpoint:
+class CheckpointWeights:
     """model.safetensors, or the shards that model.safetensors.index.json names."""
 
     depends_on_device = False
@@ -43,13 +43,13 @@ class Checkpoint:
         self.folder = folder
         self._file_of = _files_of_tensors(folder)
 
-    def check(self, sources: Iterable[Source]) -> None:
+    def check(self, sources: Iterable[CheckpointTensor]) -> None:
         wanted = list(sources)
         missing = [source.tensor for source in wanted if source.tensor not in self._file_of]
         if missing:
             shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
             raise ModelError(f"{self.folder}: the checkpoint has no tensor {shown}")
-        by_file: dict[Path, list[Source]] = {}
+        by_file: dict[Path, list[CheckpointTensor]] = {}
         for source in wanted:
             by_file.setdefault(self._file_of[source.tensor], []).append(source)
         for path, group in by_file.items():
@@ -57,7 +57,7 @@ class Checkpoint:
                 for source in group:
                     _check_tensor(file, path, source)
 
-    def fill(self, target: torch.Tensor, source: Source) -> None:
+    def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
         stored = self.read(source.tensor)
         target.copy_(stored.T if source.is_transposed else stored)
 
@@ -90,10 +90,10 @@ class RandomWeights:
     def __repr__(self) -> str:
         return f"random weights of seed {self.seed}"
 
-    def check(self, sources: Iterable[Source]) -> None:
+    def check(self, sources: Iterable[CheckpointTensor]) -> None:
         """Anything can be made up."""
 
-    def fill(self, target: torch.Tensor, source: Source) -> None:
+    def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
         if source.is_norm:
             target.fill_(1.0)
             return
@@ -122,7 +122,7 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _check_tensor(file: Any, path: Path, source: Source) -> None:
+def _check_tensor(file: Any, path: Path, source: CheckpointTensor) -> None:
     try:
         stored = file.get_slice(source.tensor)
     except SafetensorError as error:
@@ -145,7 +145,7 @@ def _open(path: Path) -> Any:
         raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def model_fingerprint(config: ModelConfig, checkpoint: Checkpoint) -> str:
+def checkpoint_digest(config: ModelConfig, checkpoint: CheckpointWeights) -> str:
     """SHA-256, as hex, of what computes: sizes, rotary frequencies, and the first and last row of every
     tensor. Reads a few MB of a checkpoint of any size. Raises ModelError."""
     digest = hashlib.sha256(repr((config.num_heads, config.num_kv_heads, config.rms_norm_eps)).encode())

@@ -10,9 +10,9 @@ import torch
 from worker.memory import PagePool, VirtualRange
 from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import ModelPlan, RangePlan
-from worker.model.sources import Weights
+from worker.model.sources import WeightSource
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 Tensors = dict[str, torch.Tensor]  # by the names of the layout, padding included
 
 _MIB = 1024 * 1024
@@ -70,7 +70,11 @@ class ModelWeights:
 
 
 def load_weights(
-    config: ModelConfig, plan: ModelPlan, pool: PagePool, source: Weights, progress: Progress | None = None
+    config: ModelConfig,
+    plan: ModelPlan,
+    pool: PagePool,
+    source: WeightSource,
+    progress: OnProgress | None = None,
 ) -> ModelWeights:
     """Map and fill every range, tensor by tensor, straight into place.
 
@@ -99,7 +103,7 @@ class _Loader:
     """Loads ranges one after the other and can take all of them back."""
 
     def __init__(
-        self, owner: str, pool: PagePool, source: Weights, plan: ModelPlan, progress: Progress | None
+        self, owner: str, pool: PagePool, source: WeightSource, plan: ModelPlan, progress: OnProgress | None
     ) -> None:
         self._owner, self._pool, self._source = owner, pool, source
         self._total, self._done = plan.weight_bytes, 0

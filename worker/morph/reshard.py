@@ -25,18 +25,18 @@ from worker.model.shard import Shard
 from worker.morph.verbs import Variants
 from worker.shape.checks import CheckedPages
 from worker.shape.copier import CopyJob
-from worker.shape.copies import SourceCopy, Span
-from worker.shape.ranges import HalfRanges, Pages, Place, checked_pages, name_of
+from worker.shape.copies import ByteSpan, SourceCopy
+from worker.shape.ranges import PageMask, VariantKey, VariantRanges, checked_pages, variant_name
 from worker.shape.variants import LayerVariants
 
-PagesCopy = Callable[[Place, Pages], CopyJob]  # fills these mapped pages of a variant
-Checked = Callable[[Place], CheckedPages]
+PagesCopy = Callable[[VariantKey, PageMask], CopyJob]  # fills these mapped pages of a variant
+Checked = Callable[[VariantKey], CheckedPages]
 
 
 class Resharder:
     """Verbs of the engine's thread, between steps. A layer that is being swapped must not be resharded."""
 
-    def __init__(self, model: Model, ranges: HalfRanges, copy: PagesCopy, checked: Checked) -> None:
+    def __init__(self, model: Model, ranges: VariantRanges, copy: PagesCopy, checked: Checked) -> None:
         self._model, self._ranges = model, ranges
         self._copy, self._checked = copy, checked
 
@@ -69,7 +69,7 @@ class Resharder:
         missing = self._ranges.needed(place, shard) & ~self._ranges.needed(place, self.shard(layer))
         return self._copy(place, missing)
 
-    def spans(self, layer: int, shard: Shard) -> list[Span]:
+    def spans(self, layer: int, shard: Shard) -> list[ByteSpan]:
         """Which bytes of the layer's FFN a shard has: those of its pages, which it shares with no other shard
         of its degree. As many for each, but for the last."""
         place = self._resident(layer, "ffn")
@@ -101,7 +101,7 @@ class Resharder:
             self._model.install(layer, half)
         self._model.layers[layer].shard = shard
 
-    def _resident(self, layer: int, part: Part) -> Place:
+    def _resident(self, layer: int, part: Part) -> VariantKey:
         runs = self._model.layers[layer]
         return layer, part, (runs.attention if part == "attention" else runs.feed_forward).precision
 
@@ -110,12 +110,12 @@ def make_resharder(model: Model, pool: PagePool, variants: Variants) -> Resharde
     """Fills from the variants' host images or, where a model has none, from where it was loaded from."""
     if isinstance(variants, LayerVariants):
         return Resharder(model, variants.ranges, variants.copy_pages, variants.checked)
-    ranges = HalfRanges(model, pool)
+    ranges = VariantRanges(model, pool)
 
-    def copy(place: Place, pages: Pages) -> CopyJob:
+    def copy(place: VariantKey, pages: PageMask) -> CopyJob:
         layer, part, _ = place
         return SourceCopy(
-            name_of(place),
+            variant_name(place),
             model.plan.layers[layer][PARTS.index(part)],
             model.source,
             ranges.memory(place),

@@ -14,20 +14,20 @@ import torch
 
 from worker.model.config import ModelError, read_config
 from worker.model.quantized_sets import Method
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.calibration import read_calibration
 from worker.offline.decoder import load_ends, load_layer
-from worker.offline.importance import Metric, Profiler, Weights
-from worker.offline.progress import Progress, say
+from worker.offline.importance import LayerRanking, Metric, ScoreWeights
+from worker.offline.progress import ProgressLine, say
 from worker.offline.quantizer import Maker, QuantizedLayers
 from worker.offline.ready_checkpoint import take_over
-from worker.shape.layer_order import Profile, profile_path, read_profile, write_profile
+from worker.shape.layer_order import OrderProfile, profile_path, read_profile, write_profile
 
 
 def quantize(args: argparse.Namespace) -> None:
     """Raises ModelError, OSError."""
     config = read_config(args.model)
-    checkpoint = Checkpoint(config.folder)
+    checkpoint = CheckpointWeights(config.folder)
     if args.ready:
         path = take_over(config, checkpoint, args.ready, args.group)
         say(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
@@ -60,10 +60,10 @@ def device_of(name: str) -> torch.device:
 def profile(args: argparse.Namespace) -> None:
     """Raises ModelError, OSError."""
     config = read_config(args.model)
-    checkpoint = Checkpoint(config.folder)
+    checkpoint = CheckpointWeights(config.folder)
     device = device_of(args.device)
     calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
-    fingerprint = model_fingerprint(config, checkpoint)
+    fingerprint = checkpoint_digest(config, checkpoint)
     dtype = torch.float32 if device.type == "cpu" else config.dtype
     quantised = QuantizedLayers(
         config,
@@ -79,7 +79,7 @@ def profile(args: argparse.Namespace) -> None:
         f"{args.precision} {quantised.method}; calibration: {num_windows} windows of {num_tokens} tokens of"
         f" {calibration.source}"
     )
-    progress: Progress | None = None
+    progress: ProgressLine | None = None
 
     def advance() -> None:
         if progress is not None:
@@ -87,7 +87,7 @@ def profile(args: argparse.Namespace) -> None:
 
     metric: Metric = args.metric
     path = profile_path(config.folder, args.precision)
-    wished = Profile(
+    wished = OrderProfile(
         model=fingerprint,
         precision=args.precision,
         method=quantised.method,
@@ -100,7 +100,7 @@ def profile(args: argparse.Namespace) -> None:
         seconds=0.0,
     )
     with torch.inference_mode():
-        profiler = Profiler(
+        profiler = LayerRanking(
             load_ends(config, checkpoint, dtype, device),
             [load_layer(config, checkpoint, i, dtype, device) for i in range(config.num_layers)],
             quantised,
@@ -111,8 +111,8 @@ def profile(args: argparse.Namespace) -> None:
             say(f"{path}: the same order without perplexities: measures these alone")
             profiler.follow(made.sequence)
         else:
-            progress = Progress("profile", profiler.num_trials, "trials")
-            sequence, scores = profiler.sequence(Weights(*args.weights), advance)
+            progress = ProgressLine("profile", profiler.num_trials, "trials")
+            sequence, scores = profiler.sequence(ScoreWeights(*args.weights), advance)
             made = replace(
                 wished, sequence=sequence, scores=asdict(scores), seconds=round(progress.seconds, 1)
             )
@@ -121,7 +121,7 @@ def profile(args: argparse.Namespace) -> None:
     say(f"{path}: swap layers in the order {', '.join(map(str, made.sequence))}; {_lost(made)}")
 
 
-def _without_perplexity(path: Path, wished: Profile, num_layers: int) -> Profile | None:
+def _without_perplexity(path: Path, wished: OrderProfile, num_layers: int) -> OrderProfile | None:
     """What is stored, if it is what is asked for but for perplexities: its trials need not be run again."""
     try:
         found = read_profile(path, model=wished.model, num_layers=num_layers)
@@ -131,5 +131,5 @@ def _without_perplexity(path: Path, wished: Profile, num_layers: int) -> Profile
     return found if same else None
 
 
-def _lost(made: Profile) -> str:
+def _lost(made: OrderProfile) -> str:
     return f"all of them in {made.precision} lose {made.loss or 0.0:.2%} of perplexity"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from worker.model.config import ModelConfig
 from worker.model.layout import plan_model
-from worker.model.sources import Checkpoint
+from worker.model.sources import CheckpointWeights
 
 Tensors = dict[str, torch.Tensor]  # a layer's, named as in the checkpoint without "model.layers.{i}."
 Tap = Callable[[str, torch.Tensor], None]  # (a key of INPUTS, what that product reads [B, T, K])
@@ -48,7 +48,9 @@ class Ends:
         return F.linear(_rms_norm(hidden, self.norm, self.config), self.head)
 
 
-def load_ends(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Ends:
+def load_ends(
+    config: ModelConfig, checkpoint: CheckpointWeights, dtype: torch.dtype, device: torch.device
+) -> Ends:
     """Raises ModelError."""
 
     def read(tensor: str) -> torch.Tensor:
@@ -65,7 +67,7 @@ def load_ends(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, d
 
 
 def load_layer(
-    config: ModelConfig, checkpoint: Checkpoint, layer: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, checkpoint: CheckpointWeights, layer: int, dtype: torch.dtype, device: torch.device
 ) -> Tensors:
     """All tensors of one layer. Raises ModelError."""
     prefix = f"model.layers.{layer}."

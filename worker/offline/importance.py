@@ -33,7 +33,7 @@ Metric = Literal["cosine", "l2"]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ScoreWeights:
     """LIS = lts * LTS + lrs * LRS + mds * MDS (equation 5; the paper's defaults)."""
 
     lts: float = 0.25
@@ -64,7 +64,7 @@ class Scores:
     lis: list[float] = field(default_factory=list)
 
 
-class Profiler:
+class LayerRanking:
     """Layers as they are swapped one after the other.
 
     layers: the full weights of each, replaced here as layers join Q. quantised: a layer's matrices in few
@@ -88,7 +88,7 @@ class Profiler:
                 entries.append(self._run(layer, entries[layer], layers[layer]))
         self.perplexity = [self._perplexity()]  # of the windows, by how many layers are swapped
 
-    def sequence(self, weights: Weights, advance: Callable[[], None]) -> tuple[list[int], Scores]:
+    def sequence(self, weights: ScoreWeights, advance: Callable[[], None]) -> tuple[list[int], Scores]:
         """All layers in the order of greatest LIS, the lower of equals first; `advance` is called once for
         each of the `num_trials`."""
         scores = self._local()

@@ -34,7 +34,7 @@ judged (register the model again then). Runs on a GPU if there is one.
 """
 
 
-class Parser(argparse.ArgumentParser):
+class OfflineParser(argparse.ArgumentParser):
     """Answers a mistake in two lines instead of with the usage of everything, as `instar` does."""
 
     def error(self, message: str) -> NoReturn:
@@ -143,10 +143,10 @@ COMMANDS = {
 }
 
 
-def make_parser(name: str) -> Parser:
+def make_parser(name: str) -> OfflineParser:
     """Return the parser of one of `COMMANDS`."""
     command = COMMANDS[name]
-    parser = Parser(
+    parser = OfflineParser(
         prog=f"instar {name}",
         description=command.text,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,7 +12,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-class Progress:
+class ProgressLine:
     """Says how far a job is, at most every `every_s` seconds and at its end, with the time left."""
 
     def __init__(self, name: str, total: int, unit: str, every_s: float = 2.0) -> None:

@@ -30,18 +30,18 @@ from worker.model.quantized_sets import (
     set_path,
     write_set,
 )
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.awq import Moments, activation_aware
 from worker.offline.calibration import Calibration
 from worker.offline.decoder import Ends, Span, Tensors, load_ends, load_layer, run_layer
-from worker.offline.progress import Progress, say
+from worker.offline.progress import ProgressLine, say
 
-Matrices = dict[str, QuantizedMatrix]  # by the names of MATRICES
+LayerMatrices = dict[str, QuantizedMatrix]  # by the names of MATRICES
 WINDOWS_AT_ONCE = 1  # of the forward pass: 2,048 tokens keep any device busy
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SetTarget:
     """One set to be made."""
 
     folder: Path  # the model's
@@ -71,7 +71,7 @@ class Target:
     def parts(self) -> Path:
         return self.folder / FOLDER / ".unfinished" / self.path.stem
 
-    def unfinished(self, config: ModelConfig, layer: int) -> Matrices | None:
+    def unfinished(self, config: ModelConfig, layer: int) -> LayerMatrices | None:
         """The layer as an earlier run of the same job left it."""
         if not self.part(layer).is_file():
             return None
@@ -88,16 +88,16 @@ class Maker:
     def __init__(
         self,
         config: ModelConfig,
-        checkpoint: Checkpoint,
+        checkpoint: CheckpointWeights,
         calibration: Calibration | None,
         device: torch.device,
     ) -> None:
         self.config, self._checkpoint, self._device = config, checkpoint, device
         self._calibration = calibration
-        self._fingerprint = model_fingerprint(config, checkpoint)
+        self._fingerprint = checkpoint_digest(config, checkpoint)
         self._dtype = torch.float32 if device.type == "cpu" else config.dtype
 
-    def targets(self, methods: Sequence[Method], bits: Sequence[int], group: int = 0) -> list[Target]:
+    def targets(self, methods: Sequence[Method], bits: Sequence[int], group: int = 0) -> list[SetTarget]:
         """group: inputs that share a scale; 0: each precision's own number. Raises ModelError: awq without
         calibration."""
         if "awq" in methods and self._calibration is None:
@@ -113,13 +113,13 @@ class Maker:
                     model=self._fingerprint,
                     calibration=calibrated,
                 )
-                made.append(Target(self.config.folder, method, info))
+                made.append(SetTarget(self.config.folder, method, info))
         return made
 
-    def make(self, targets: Sequence[Target]) -> None:
+    def make(self, targets: Sequence[SetTarget]) -> None:
         """Layer by layer, all targets of a layer at once, so that the calibration text runs through each
         layer of the full model only once. Raises ModelError, OSError."""
-        progress = Progress(", ".join(t.name for t in targets), self.config.num_layers, "layers")
+        progress = ProgressLine(", ".join(t.name for t in targets), self.config.num_layers, "layers")
         ends = load_ends(self.config, self._checkpoint, self._dtype, self._device)
         windows = self._windows(ends) if any(t.method == "awq" for t in targets) else []
         for layer in range(self.config.num_layers):
@@ -140,8 +140,8 @@ class Maker:
         tokens = self._calibration.tokens.to(self._device)
         return [ends.embed(part) for part in tokens.split(WINDOWS_AT_ONCE)]
 
-    def _join(self, target: Target) -> None:
-        def layers() -> Iterator[tuple[int, Matrices]]:
+    def _join(self, target: SetTarget) -> None:
+        def layers() -> Iterator[tuple[int, LayerMatrices]]:
             for layer in range(self.config.num_layers):
                 found = target.unfinished(self.config, layer)
                 if found is None:
@@ -155,9 +155,9 @@ class Maker:
         say(f"{target.path}: {target.path.stat().st_size / 1e6:.1f} MB")
 
 
-def quantise_layer(weights: Tensors, moments: dict[str, Moments], info: SetInfo) -> Matrices:
+def quantise_layer(weights: Tensors, moments: dict[str, Moments], info: SetInfo) -> LayerMatrices:
     """With moments by activation-aware scales, else to nearest."""
-    made: Matrices = {}
+    made: LayerMatrices = {}
     for reads, names in INPUTS.items():
         matrices = {name: weights[f"{name}.weight"] for name in names}
         if moments:
@@ -180,7 +180,7 @@ def _observe(
     return moments
 
 
-def _write(path: Path, info: SetInfo, layers: Iterable[tuple[int, Matrices]]) -> None:
+def _write(path: Path, info: SetInfo, layers: Iterable[tuple[int, LayerMatrices]]) -> None:
     named = (
         (matrix_name(layer, name), matrix) for layer, matrices in layers for name, matrix in matrices.items()
     )
@@ -193,7 +193,7 @@ class QuantizedLayers:
     def __init__(
         self,
         config: ModelConfig,
-        checkpoint: Checkpoint,
+        checkpoint: CheckpointWeights,
         *,
         precision: str,
         method: str,
@@ -229,7 +229,7 @@ class QuantizedLayers:
 
 
 def _rounded(
-    config: ModelConfig, checkpoint: Checkpoint, layer: int, precision: str
+    config: ModelConfig, checkpoint: CheckpointWeights, layer: int, precision: str
 ) -> dict[str, QuantizedMatrix]:
     weights = load_layer(config, checkpoint, layer, torch.float32, torch.device("cpu"))
     bits, group = BITS[precision], ENTRIES[precision].group

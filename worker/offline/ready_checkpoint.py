@@ -44,8 +44,8 @@ from worker.model.quantized_sets import (
     set_path,
     write_set,
 )
-from worker.model.sources import Checkpoint, model_fingerprint
-from worker.offline.progress import Progress
+from worker.model.sources import CheckpointWeights, checkpoint_digest
+from worker.offline.progress import ProgressLine
 
 _WORD = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output _AWQ_ORDER[i] of its eight
@@ -63,14 +63,14 @@ class ReadyFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class UnpackedMatrix:
     """codes uint8 [N, K], scales float16 [N, groups], zeros uint8 [N, groups]; not packed."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
 
-    def scaled(self, factor: torch.Tensor) -> Groups:
+    def scaled(self, factor: torch.Tensor) -> UnpackedMatrix:
         """Row n times factor[n]."""
         return replace(self, scales=(self.scales.float() * factor[:, None]).half())
 
@@ -101,8 +101,8 @@ def read_format(folder: Path) -> ReadyFormat:
 
 
 def read_groups(
-    ready: Checkpoint, form: ReadyFormat, name: str, shape: tuple[int, int], group: int
-) -> Groups:
+    ready: CheckpointWeights, form: ReadyFormat, name: str, shape: tuple[int, int], group: int
+) -> UnpackedMatrix:
     """The matrix `name` of N x K = shape, in groups of `group` inputs. Raises ModelError."""
     outputs, inputs = shape
     num_groups = -(-inputs // form.group) if form.group else 1
@@ -123,7 +123,7 @@ def read_groups(
     zeros = zeros.int() + form.zero_offset
     if int(zeros.max()) > 255:
         raise _unsupported(ready.folder, f"zero {int(zeros.max())} of {name}", "at most 255")
-    return Groups(codes.T.contiguous(), scales.T.contiguous(), zeros.T.to(torch.uint8).contiguous())
+    return UnpackedMatrix(codes.T.contiguous(), scales.T.contiguous(), zeros.T.to(torch.uint8).contiguous())
 
 
 def _unpack(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...]) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _unpack(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...]) ->
     return torch.stack(in_order, dim + 1).flatten(dim, dim + 1).to(torch.uint8)
 
 
-def _check_order(ready: Checkpoint, name: str, inputs: int, group: int) -> None:
+def _check_order(ready: CheckpointWeights, name: str, inputs: int, group: int) -> None:
     """Raises ModelError if groups are not runs of neighbouring inputs (act-order, desc_act)."""
     if not ready.has(f"{name}.g_idx"):
         return
@@ -144,7 +144,9 @@ def _check_order(ready: Checkpoint, name: str, inputs: int, group: int) -> None:
         )
 
 
-def _read(ready: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+def _read(
+    ready: CheckpointWeights, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> torch.Tensor:
     tensor = ready.read(name)
     if tuple(tensor.shape) != shape or (dtype is not None and tensor.dtype != dtype):
         raise ModelError(
@@ -175,20 +177,20 @@ _FOLDED = 0.06  # a row of v that is longer or shorter by more was scaled, not r
 _NORM_OF = {"qkv": "input_layernorm", "gate_up": "post_attention_layernorm"}
 
 
-def take_over(config: ModelConfig, checkpoint: Checkpoint, folder: Path, group: int = 0) -> Path:
+def take_over(config: ModelConfig, checkpoint: CheckpointWeights, folder: Path, group: int = 0) -> Path:
     """Write the set that the ready checkpoint in `folder` holds. Where it has one scale for all inputs,
     `group` inputs share one (0: the precision's own number). Raises ModelError: a format, packing or order of
     inputs that is not supported, tensors missing or of other shapes, another model's weights."""
-    form, ready = read_format(folder), Checkpoint(folder)
+    form, ready = read_format(folder), CheckpointWeights(folder)
     precision = precision_of_bits(form.bits)
     info = SetInfo(
         bits=form.bits,
         group=form.group or group or ENTRIES[precision].group,
         method=form.method,
-        model=model_fingerprint(config, checkpoint),
+        model=checkpoint_digest(config, checkpoint),
     )
     path = set_path(config.folder, precision, form.method)
-    progress = Progress(f"{precision} {form.method}", config.num_layers, "layers")
+    progress = ProgressLine(f"{precision} {form.method}", config.num_layers, "layers")
     tensors: dict[str, QuantizedMatrix] = {}
     for layer in range(config.num_layers):
         taken = _Layer(config, checkpoint, ready, form, layer, info.group).matrices()
@@ -204,8 +206,8 @@ class _Layer:
     def __init__(
         self,
         config: ModelConfig,
-        full: Checkpoint,
-        ready: Checkpoint,
+        full: CheckpointWeights,
+        ready: CheckpointWeights,
         form: ReadyFormat,
         layer: int,
         group: int,

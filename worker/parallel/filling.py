@@ -10,7 +10,7 @@ from typing import Protocol
 from worker.model.shard import Shard
 from worker.shape.checks import CheckedPages
 from worker.shape.copier import Copier, Copy, CopyJob
-from worker.shape.copies import Span
+from worker.shape.copies import ByteSpan
 
 MAX_COPIES = 2  # layers: one is copied, the next one waits with its pages mapped
 
@@ -28,7 +28,7 @@ class Weights(Protocol):
 
     def fill(self, layer: int, shard: Shard) -> CopyJob: ...
 
-    def spans(self, layer: int, shard: Shard) -> list[Span]: ...
+    def spans(self, layer: int, shard: Shard) -> list[ByteSpan]: ...
 
     def ffn(self, layer: int) -> CheckedPages: ...
 

@@ -21,15 +21,15 @@ from bus.precisions import BITS, Precision
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool, VirtualRange
 from worker.model import Model, ModelConfig, ModelError, Segment
-from worker.model.layer import Attention, FeedForward, Half, Layer
-from worker.model.layout import RangePlan, Source, degrees, plan_model
+from worker.model.layer import Attention, FeedForward, Layer, LayerHalf
+from worker.model.layout import CheckpointTensor, RangePlan, degrees, plan_model
 from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import QuantizedSet, find_set
 from worker.model.shard import Shard
-from worker.model.sources import Checkpoint, RandomWeights, Weights
+from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.weights import LayerWeights, LoadedRange, ModelWeights, WeightBytes, tensors_of
-from worker.shape.host_images import FromSet, Matrices, Pieces, Rounded, writing_half
-from worker.shape.ranges import HalfRanges
+from worker.shape.host_images import MatrixSource, Pieces, RoundedMatrices, SetMatrices, writing_half
+from worker.shape.ranges import VariantRanges
 
 DEPTHS = (1, 2)
 SHARES = (2,)  # degrees of which a rank's own work is measured
@@ -63,8 +63,10 @@ class CutPlan:
         self.precisions = [name for name in self.all_precisions if name != "full"]
         self.page_bytes = page_bytes
         self.model = plan_model(self.config, dtype, page_bytes, max_tp)
-        self.source: Weights = RandomWeights() if load_format == "dummy" else Checkpoint(config.folder)
-        self.matrices: dict[Precision, Matrices] = {
+        self.source: WeightSource = (
+            RandomWeights() if load_format == "dummy" else CheckpointWeights(config.folder)
+        )
+        self.matrices: dict[Precision, MatrixSource] = {
             name: _matrices(config, name, method, self.source) for name in self.precisions
         }
         self.quantized: dict[tuple[Part, Precision], RangePlan] = {}
@@ -134,8 +136,8 @@ class Fingerprint:
     def __init__(self, plan: CutPlan, model: Model, pool: PagePool) -> None:
         """model: the cut, in full precision. Raises MappingFailed."""
         self.plan, self.model = plan, model
-        self._ranges = HalfRanges(model, pool, plan.quantized)
-        self._group: Silent | None = None
+        self._ranges = VariantRanges(model, pool, plan.quantized)
+        self._group: SilentGroup | None = None
         self._layers: dict[tuple[Precision, int], list[Layer]] = {}
         self._take("full")
         self._used: tuple[list[Layer], int] = self._layers["full", 1], plan.depths[-1]
@@ -145,7 +147,7 @@ class Fingerprint:
         """Between two steps: the next ones run so many; of degrees above 1 (`CutPlan.shares`) rank 0's
         part."""
         self._used = self._layers[precision, tp], num_layers
-        self._group = Silent(tp) if tp > 1 else None
+        self._group = SilentGroup(tp) if tp > 1 else None
         self.turn()
 
     def turn(self) -> None:
@@ -270,9 +272,9 @@ def _load_all(plan: CutPlan, load: Loading) -> Pieces[ModelWeights]:
     return ModelWeights(embedding, all_layers, head, size)
 
 
-def _fill(target: torch.Tensor, source: Source, weights: Weights) -> Iterator[None]:
+def _fill(target: torch.Tensor, source: CheckpointTensor, weights: WeightSource) -> Iterator[None]:
     """`weights.fill`, of a checkpoint some rows at a time."""
-    if not isinstance(weights, Checkpoint):
+    if not isinstance(weights, CheckpointWeights):
         weights.fill(target, source)
         yield
         return
@@ -284,19 +286,19 @@ def _fill(target: torch.Tensor, source: Source, weights: Weights) -> Iterator[No
         yield
 
 
-def _layer_of(halves: Mapping[Part, Half], tp: int) -> Layer:
+def _layer_of(halves: Mapping[Part, LayerHalf], tp: int) -> Layer:
     attention, feed_forward = halves["attention"], halves["ffn"]
     assert isinstance(attention, Attention)
     assert isinstance(feed_forward, FeedForward)
     return Layer(attention, feed_forward, Shard(0, tp))
 
 
-def _matrices(config: ModelConfig, precision: Precision, method: str, source: Weights) -> Matrices:
+def _matrices(config: ModelConfig, precision: Precision, method: str, source: WeightSource) -> MatrixSource:
     """As a worker would serve them. Whether a set is of this very model is for those to see who serve it: to
     know it takes rows of every layer."""
-    if isinstance(source, Checkpoint) and (path := find_set(config.folder, precision, method)):
-        return FromSet(config, QuantizedSet(path, model=_model_of(path)))
-    return Rounded(config, precision)
+    if isinstance(source, CheckpointWeights) and (path := find_set(config.folder, precision, method)):
+        return SetMatrices(config, QuantizedSet(path, model=_model_of(path)))
+    return RoundedMatrices(config, precision)
 
 
 def _model_of(path: Path) -> str:
@@ -308,7 +310,7 @@ def _model_of(path: Path) -> str:
 
 
 @dataclass(slots=True)
-class Silent:
+class SilentGroup:
     """A `Communicator` whose calls do nothing, so that steps take what rank 0's own work takes."""
 
     size: int

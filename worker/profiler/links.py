@@ -28,7 +28,6 @@ ROWS = (1, 8, 64, 512)
 ROUNDS, WARM_UP = 100, 2
 LIMIT_S = 10.0  # of either kind, however slow the way between them is
 
-Clock = Callable[[], float]
 Measured = dict[int, list[float]]  # bytes: seconds of repetitions
 
 
@@ -44,7 +43,7 @@ def measure_links(
     host: str,
     *,
     rows: Sequence[int] = ROWS,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[LinkSample]:
     """What could be measured; nothing where the peer does not answer. Takes a second, and for either kind
     never more than LIMIT_S and what one answer may take: not for the engine's thread. host: of this worker
@@ -77,7 +76,7 @@ def _samples(kind: LinkKind, measured: Measured) -> list[LinkSample]:
     ]
 
 
-def _measured(turns: Iterator[int], clock: Clock, per_turn: int = 1) -> Measured:
+def _measured(turns: Iterator[int], clock: Callable[[], float], per_turn: int = 1) -> Measured:
     """turns: yields the bytes of what it has just done, which is `per_turn` of what is asked for."""
     measured: Measured = {}
     before = started = clock()

@@ -24,7 +24,7 @@ from worker.profiler.device_memory import cache_bytes
 from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.profiler.links import kinds_with, measure_links
-from worker.profiler.profiler import Profiler, Room, SiteRoom
+from worker.profiler.profiler import LentPages, PageSource, Profiler
 from worker.profiler.stored import (
     is_of,
     kind_of,
@@ -50,7 +50,7 @@ class Measurer:
 
     pool: PagePool
     settings: WorkerSettings
-    room: Room | None = None  # None: what is free
+    room: PageSource | None = None  # None: what is free
     max_rounds: int = MAX_ROUNDS
 
     @property
@@ -192,7 +192,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 def measurer_of(site: Site) -> Measurer:
     """Of a worker that serves."""
-    return Measurer(site.pool, site.settings, SiteRoom(site))
+    return Measurer(site.pool, site.settings, LentPages(site))
 
 
 def _config_of(command: Measure) -> ModelConfig:

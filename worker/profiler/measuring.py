@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
-from worker.profiler.profiler import Profiler, Steps
+from worker.profiler.profiler import Profiler, ProfileSteps
 from worker.shape.copier import Pace
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class News:
 class _Job:
     profiler: Profiler
     tell: Callable[[News], None]
-    steps: Steps | None = None
+    steps: ProfileSteps | None = None
     told: str = ""
 
 

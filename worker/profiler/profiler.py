@@ -25,7 +25,7 @@ from worker.profiler.requests import Requests
 from worker.shape.host_images import Pieces
 
 T = TypeVar("T")
-Steps = Generator[bool, None, None]  # as `worker.morph.run.Run.steps`: False waits for another thread
+ProfileSteps = Generator[bool, None, None]  # as `worker.morph.run.Run.steps`: False waits for another thread
 
 
 class Profiler:
@@ -37,7 +37,7 @@ class Profiler:
         grid: Grid,
         pool: PagePool,
         *,
-        room: Room | None = None,
+        room: PageSource | None = None,
         max_pages: int = 0,
         probe: Callable[[], list[LinkSample]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -53,7 +53,7 @@ class Profiler:
         self.links: list[LinkSample] = []
         self.peak_bytes = 0
         self._pool, self._max_pages, self._clock = pool, max_pages, clock
-        self._room = room or FreeRoom(pool)
+        self._room = room or FreePages(pool)
         self._probe = probe
         self._device = pool.backend.device
 
@@ -62,7 +62,7 @@ class Profiler:
         """That it takes: weights in all precisions, and KV."""
         return self.plan.num_pages + self.plan.depths[-1] * self._kv_pages
 
-    def steps(self) -> Steps:
+    def steps(self) -> ProfileSteps:
         """One step of a fingerprint, or one piece of its loading, at a time. Raises NoRoom, ModelError,
         Failed, OutOfPages and MappingFailed."""
         inner = self._steps()
@@ -105,12 +105,12 @@ class Profiler:
 
     # ----------------------------------------------------------------------------- its parts
 
-    def _steps(self) -> Steps:
+    def _steps(self) -> ProfileSteps:
         plan, pool = self.plan, self._pool
         available = self._room.available()
         available = min(available, self._max_pages or available)
         if self.num_pages > available:
-            raise NoRoom(self._no_room(available))
+            raise NotEnoughPages(self._no_room(available))
         self._say("compiling kernels")
         for _ in warm_up(plan, self.grid.block_tokens, self._device):
             yield False
@@ -137,7 +137,7 @@ class Profiler:
             self._say("what workers say to each other")
             yield from self._measure_links(self._probe)
 
-    def _measure_links(self, probe: Callable[[], list[LinkSample]]) -> Steps:
+    def _measure_links(self, probe: Callable[[], list[LinkSample]]) -> ProfileSteps:
         """It counts as time of two devices."""
         began, made = self._clock(), list[LinkSample]()
         thread = threading.Thread(target=lambda: made.extend(probe()), name="links", daemon=True)
@@ -208,11 +208,11 @@ def _paced(pieces: Pieces[T]) -> Generator[bool, None, T]:
         yield True
 
 
-class NoRoom(Exception):
+class NotEnoughPages(Exception):
     """It takes more pages than it may have."""
 
 
-class Room(Protocol):
+class PageSource(Protocol):
     def available(self) -> int:
         """Pages that it could have."""
 
@@ -223,7 +223,7 @@ class Room(Protocol):
         """What was lent for it, behind its end."""
 
 
-class FreeRoom:
+class FreePages:
     """What is free."""
 
     def __init__(self, pool: PagePool) -> None:
@@ -239,7 +239,7 @@ class FreeRoom:
         """Nothing was lent."""
 
 
-class SiteRoom:
+class LentPages:
     """Of a worker that serves: its reserve for swaps stays, and its models get their KV back."""
 
     def __init__(self, site: Site) -> None:
@@ -257,7 +257,7 @@ class SiteRoom:
         while (missing := num_pages - site.num_spare_pages) > 0:
             move = next_lender([holder_of(one) for one in site.residents.values()], missing)
             if move is None:
-                raise NoRoom(f"{missing} pages are missing: models need their KV by now")
+                raise NotEnoughPages(f"{missing} pages are missing: models need their KV by now")
             resizer = site.residents[move.lender].target.resizer
             resizer.lend(min(move.pages // resizer.num_layers, PAGES_AT_ONCE))
             yield True

@@ -18,10 +18,11 @@ from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import Fingerprint
 from worker.profiler.grid import Grid, Point, is_settled
 
-Found = dict[tuple[int, int], list[float]]  # of a point: (layers, output tokens) -> seconds of repetitions
+# (layers, output tokens) -> seconds of each repetition
+Repetitions = dict[tuple[int, int], list[float]]
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """A fingerprint's own requests did not run."""
 
 
@@ -76,7 +77,7 @@ class Requests:
 
     def latency(self) -> Generator[bool, None, list[LatencySample]]:
         """In rounds over all points that are not known well enough."""
-        found: dict[Point, Found] = {point: defaultdict(list) for point in self._grid.points}
+        found: dict[Point, Repetitions] = {point: defaultdict(list) for point in self._grid.points}
         for number in itertools.count():
             points = [point for point in found if not self._is_known(point, found[point], number)]
             if not points or self._grid.is_over(number, self._seconds):
@@ -101,7 +102,7 @@ class Requests:
             for (num_layers, output_tokens), seconds in sorted(repetitions.items())
         ]
 
-    def _is_known(self, point: Point, found: Found, num_rounds: int) -> bool:
+    def _is_known(self, point: Point, found: Repetitions, num_rounds: int) -> bool:
         """What the prompts take, and what the decodes do, each for itself: long answers are mostly decodes,
         here they are the smaller part."""
         shorter, longer = self._grid.lengths(point)
@@ -158,7 +159,7 @@ class Requests:
     def _step(self) -> None:
         for output in self._instance.step():
             if output.delta.error:
-                raise Failed(f"a fingerprint's request failed: {output.delta.error}")
+                raise RequestFailed(f"a fingerprint's request failed: {output.delta.error}")
 
 
 def _in_order(points: Sequence[Point], number: int) -> list[Point]:

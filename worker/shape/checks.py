@@ -13,7 +13,7 @@ import torch
 
 import kernels
 from worker.memory import VirtualRange
-from worker.model.layer import Half
+from worker.model.layer import LayerHalf
 from worker.model.linear import Product, QuantizedProduct, outputs_of
 
 ROW_BYTES = 4096
@@ -72,12 +72,12 @@ class WrongVariant(RuntimeError):
     """A variant does not compute what its original does: its pages hold something else."""
 
 
-def probe(half: Half, dtype: torch.dtype) -> list[torch.Tensor]:
+def probe(half: LayerHalf, dtype: torch.dtype) -> list[torch.Tensor]:
     """What each of its products makes of the fixed input: float32 [4, N] each."""
     return [product(_input(product.num_inputs, dtype, product.device)).float() for product in half.products]
 
 
-def expected_outputs(half: Half, dtype: torch.dtype) -> torch.Tensor:
+def expected_outputs(half: LayerHalf, dtype: torch.dtype) -> torch.Tensor:
     """The same by the plain reference: float32 [num_outputs], flat."""
     inputs = (_input(product.num_inputs, dtype, product.device) for product in half.products)
     made = [_reference(product, x) for product, x in zip(half.products, inputs, strict=True)]
@@ -98,12 +98,12 @@ def _reference(product: Product, x: torch.Tensor) -> torch.Tensor:
         return out if product.bias is None else out + product.bias
 
 
-def num_outputs(half: Half) -> int:
+def num_outputs(half: LayerHalf) -> int:
     """Floats in all of `probe`."""
     return sum(_TOKENS * product.num_outputs for product in half.products)
 
 
-def check_outputs(what: str, half: Half, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def check_outputs(what: str, half: LayerHalf, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """expected: float32 [num_outputs], flat. Raises WrongVariant, naming `what` and the error."""
     first = 0
     for i, got in enumerate(probe(half, dtype)):

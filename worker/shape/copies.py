@@ -8,7 +8,7 @@ import torch
 
 from worker.memory import VirtualRange
 from worker.model.layout import RangePlan
-from worker.model.sources import Weights
+from worker.model.sources import WeightSource
 from worker.model.weights import tensors_in
 from worker.shape.checks import CheckedPages, row_sums
 
@@ -21,7 +21,7 @@ _ADVICE = (
     " this model)"
 )
 
-Span = tuple[int, int]  # [begin, end) in bytes of a range
+ByteSpan = tuple[int, int]  # [begin, end) in bytes of a range
 
 
 class HostCopy:
@@ -35,7 +35,7 @@ class HostCopy:
         sums: torch.Tensor,
         target: VirtualRange,
         device: torch.device,
-        spans: Sequence[Span],
+        spans: Sequence[ByteSpan],
     ) -> None:
         """image: uint8 [n], no more than the range has. sums: its `row_sums`. spans: which parts of it, each
         from the beginning of a page on and within pages that are mapped. what: for the error."""
@@ -67,9 +67,9 @@ class SourceCopy:
         self,
         what: str,
         plan: RangePlan,
-        source: Weights,
+        source: WeightSource,
         target: VirtualRange,
-        spans: Sequence[Span],
+        spans: Sequence[ByteSpan],
         device: torch.device,
     ) -> None:
         """plan: of full precision. spans: whole pages that are mapped."""
@@ -90,17 +90,17 @@ class SourceCopy:
         where = self._device if self._source.depends_on_device else torch.device("cpu")
         try:
             image = lay_out(self._plan, self._source, where, may_go_on).cpu()
-        except _Stopped:
+        except _CopyStopped:
             return
         HostCopy(self._what, image, row_sums(image), self._target, self._device, self._spans)(may_go_on)
 
 
-class _Stopped(Exception):
+class _CopyStopped(Exception):
     """It may not go on."""
 
 
 def lay_out(
-    plan: RangePlan, source: Weights, device: torch.device, may_go_on: Callable[[], bool] = lambda: True
+    plan: RangePlan, source: WeightSource, device: torch.device, may_go_on: Callable[[], bool] = lambda: True
 ) -> torch.Tensor:
     """uint8 [plan.nbytes] in full precision, as it lies in the pages of a model. Asks after each tensor."""
     laid_out = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
@@ -108,5 +108,5 @@ def lay_out(
     for each in plan.sources:
         source.fill(each.target(tensors), each)
         if not may_go_on():
-            raise _Stopped
+            raise _CopyStopped
     return laid_out

@@ -28,7 +28,7 @@ from worker.model.quantized_sets import (
     round_to_nearest,
     set_path,
 )
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import Tensors
 
 # Rows are rounded so many elements at a time: temporaries then stay in caches (measured on two cores: 8 ns an
@@ -39,7 +39,7 @@ T = TypeVar("T")
 Pieces = Generator[None, None, T]  # yields between pieces of work of some milliseconds, returns what it made
 
 
-class Matrices(Protocol):
+class MatrixSource(Protocol):
     """Where the quantised matrices of one variant come from."""
 
     name: str  # tells it from every other source, contents included
@@ -50,7 +50,7 @@ class Matrices(Protocol):
         """Those of one of `INPUTS`, in its order; `full` holds the layer's half as it was loaded."""
 
 
-class FromSet:
+class SetMatrices:
     """Matrices that `instar quantize` made."""
 
     def __init__(self, config: ModelConfig, stored: QuantizedSet) -> None:
@@ -71,7 +71,7 @@ class FromSet:
         return made
 
 
-class Rounded:
+class RoundedMatrices:
     """Round-to-nearest of what was loaded."""
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
@@ -113,29 +113,29 @@ class Rounded:
         )
 
 
-def find_matrices(model: Model, precision: Precision, method: str) -> Matrices:
+def find_matrices(model: Model, precision: Precision, method: str) -> MatrixSource:
     """The set in the model's folder; without one, or for a model without a checkpoint, what was loaded is
     rounded to the nearest. method: "awq", "gptq", "rtn", or "" for the best that there is. Raises ModelError
     for a set that is damaged, of another model, or missing though it was asked for."""
     config = model.config
-    if isinstance(model.source, Checkpoint):
+    if isinstance(model.source, CheckpointWeights):
         if path := find_set(config.folder, precision, method):
             whole = read_config(config.folder)  # of which these may be some layers
-            return FromSet(config, QuantizedSet(path, model=model_fingerprint(whole, model.source)))
+            return SetMatrices(config, QuantizedSet(path, model=checkpoint_digest(whole, model.source)))
         if method not in ("", "rtn"):
             raise ModelError(
                 f"{set_path(config.folder, precision, method)} is missing and worker.quantization is"
                 f" {method!r}; make it with `instar quantize`, or leave worker.quantization empty"
             )
-    return Rounded(config, precision)
+    return RoundedMatrices(config, precision)
 
 
-def write_half(target: Tensors, matrices: Matrices, layer: int, full: Tensors) -> None:
+def write_half(target: Tensors, matrices: MatrixSource, layer: int, full: Tensors) -> None:
     """Fill a quantised half's views of zeros."""
     at_once(writing_half(target, matrices, layer, full))
 
 
-def writing_half(target: Tensors, matrices: Matrices, layer: int, full: Tensors) -> Pieces[None]:
+def writing_half(target: Tensors, matrices: MatrixSource, layer: int, full: Tensors) -> Pieces[None]:
     """The same between steps of an engine."""
     products = [product for product in INPUTS if f"{product}.codes" in target]
     for product in products:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from worker.model.config import ModelError
-from worker.shape.shared_file import HEADER_BYTES, NoRoom, Progress, SharedFile, open_shared
+from worker.shape.shared_file import HEADER_BYTES, FolderFull, OnProgress, SharedFile, open_shared
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class HostStore(Generic[Name]):
         folder: Path,
         key: str,
         sizes: Mapping[Name, int],
-        make: Callable[[Images[Name], Progress], None],
+        make: Callable[[Images[Name], OnProgress], None],
         *,
         pin: bool = False,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> None:
         """Map the images that `key` names, by any text; whoever comes first makes them, the others wait.
 
@@ -54,13 +54,13 @@ class HostStore(Generic[Name]):
         self._sizes = dict(sizes)
         digest = hashlib.sha256(f"{key} {total} {list(sizes.items())}".encode()).hexdigest()
 
-        def write(fd: int, told: Progress) -> None:
+        def write(fd: int, told: OnProgress) -> None:
             memory = _Mapping(fd, HEADER_BYTES + total, mmap.PROT_READ | mmap.PROT_WRITE)
             make({name: self._view(memory, name) for name in sizes}, told)
 
         try:
             self._file: SharedFile = open_shared(folder, digest, total, write, progress or _silent)
-        except NoRoom as error:
+        except FolderFull as error:
             raise ModelError(
                 f"worker.host_dir {folder}: the variants of the layers take {total / _MIB:.1f} MiB of host"
                 f" memory and {error.free_bytes / _MIB:.1f} MiB are free; keep fewer in worker.variants, or"

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.quantized_sets import FOLDER, find_set, set_path
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 
 OrderName = Literal["profile", "front-to-back", "back-to-front", "random"]
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
@@ -26,7 +26,7 @@ _REMEDY = "make it again with `instar profile`, or remove it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class OrderProfile:
     """sequence: layers, the first to be swapped first. scores: as `greedy.Scores`. model: fingerprint.
     perplexity: of the calibration text with so many layers of the sequence swapped, none first; empty where
     the profile was made before they were kept."""
@@ -63,7 +63,7 @@ def find_profile(folder: Path) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def write_profile(path: Path, profile: Profile) -> None:
+def write_profile(path: Path, profile: OrderProfile) -> None:
     """Whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
@@ -74,11 +74,11 @@ def write_profile(path: Path, profile: Profile) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def read_profile(path: Path, *, model: str, num_layers: int) -> Profile:
+def read_profile(path: Path, *, model: str, num_layers: int) -> OrderProfile:
     """Raises ModelError: not a profile, damaged, or of another model (`model` is the fingerprint)."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
-        profile = Profile(**found)
+        profile = OrderProfile(**found)
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path}: not a readable profile: {error}; {_REMEDY}") from error
     if profile.format != FORMAT:
@@ -108,7 +108,7 @@ def load_order(folder: str | Path, name: str = "") -> tuple[list[int], OrderName
             f'worker.layer_order = "profile", and {folder} has none: make one with `instar profile {folder}`'
         )
     if path is not None and name in ("", "profile"):
-        fingerprint = model_fingerprint(config, Checkpoint(folder))
+        fingerprint = checkpoint_digest(config, CheckpointWeights(folder))
         return read_profile(path, model=fingerprint, num_layers=config.num_layers).sequence, "profile"
     return plain_order(config, name), _plain_name(name)
 
@@ -138,7 +138,7 @@ def losses(config: ModelConfig, precisions: Iterable[Precision], method: str = "
     paths = {
         name: path for name in precisions if name != "full" and (path := profile_path(folder, name)).is_file()
     }
-    model = model_fingerprint(config, Checkpoint(folder)) if paths else ""
+    model = checkpoint_digest(config, CheckpointWeights(folder)) if paths else ""
     for name, path in paths.items():
         try:
             profile = read_profile(path, model=model, num_layers=config.num_layers)

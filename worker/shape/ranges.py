@@ -17,19 +17,19 @@ from bus.precisions import Precision
 from worker.memory import PagePool, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.memory.pool import runs_of
-from worker.model.layer import Half, Tensors, attention, feed_forward
+from worker.model.layer import LayerHalf, Tensors, build_attention, build_feed_forward
 from worker.model.layout import RangePlan, degrees
 from worker.model.model import Model
 from worker.model.shard import Shard
 from worker.model.weights import tensors_of
 from worker.shape.checks import CheckedPages
-from worker.shape.copies import Span
+from worker.shape.copies import ByteSpan
 
-Place = tuple[int, Part, Precision]
-Pages = npt.NDArray[np.bool_]  # of a range: which of its pages
+VariantKey = tuple[int, Part, Precision]
+PageMask = npt.NDArray[np.bool_]  # of a range: which of its pages
 
 
-class HalfRanges:
+class VariantRanges:
     """Those of one model; full's are the model's own. In the engine's thread, between steps."""
 
     def __init__(
@@ -44,8 +44,8 @@ class HalfRanges:
         self.plans: dict[tuple[Part, Precision], RangePlan] = {(part, "full"): full[part] for part in PARTS}
         self.plans |= quantized or {}
         self._degrees = degrees(model.config, model.plan.max_tp)
-        self._needed: dict[tuple[Part, Precision, Shard], Pages] = {}
-        self._ranges: dict[Place, VirtualRange] = {}
+        self._needed: dict[tuple[Part, Precision, Shard], PageMask] = {}
+        self._ranges: dict[VariantKey, VirtualRange] = {}
         try:
             for layer in range(len(model.layers)):
                 for part, precision in self.plans:
@@ -54,10 +54,10 @@ class HalfRanges:
             self.release()
             raise
 
-    def memory(self, place: Place) -> VirtualRange:
+    def memory(self, place: VariantKey) -> VirtualRange:
         return self._ranges[place]
 
-    def needed(self, place: Place, shard: Shard) -> Pages:
+    def needed(self, place: VariantKey, shard: Shard) -> PageMask:
         """Raises ValueError for a degree that the weights are not laid out for."""
         _, part, precision = place
         key = (part, precision, shard)
@@ -70,19 +70,19 @@ class HalfRanges:
             self._needed[key] = self.plans[part, precision].at(shard).pages(self._pool.page_bytes)
         return self._needed[key]
 
-    def spans(self, place: Place, pages: Pages) -> list[Span]:
+    def spans(self, place: VariantKey, pages: PageMask) -> list[ByteSpan]:
         """The bytes of the half in these pages."""
         return spans_of(pages, self._pool.page_bytes, self.plans[place[1:]].nbytes)
 
-    def half(self, place: Place, shard: Shard) -> Half:
+    def half(self, place: VariantKey, shard: Shard) -> LayerHalf:
         """Over the pages that are mapped; the shard's must be."""
         memory = self._ranges[place]
         if np.any(self.needed(place, shard) & (memory.pages == NO_PAGE)):
             raise ValueError(f"{memory.owner}: pages of {shard} are not mapped")
         tensors = tensors_of(memory, self.plans[place[1:]].at(shard))
-        return half_of(self._model, place, tensors, shard)
+        return build_half(self._model, place, tensors, shard)
 
-    def map(self, place: Place, shard: Shard) -> int:
+    def map(self, place: VariantKey, shard: Shard) -> int:
         """What the shard needs and is not mapped yet, not zeroed; returns how many pages. Raises OutOfPages
         and MappingFailed; then none."""
         memory = self._ranges[place]
@@ -94,7 +94,7 @@ class HalfRanges:
             raise
         return memory.num_mapped - int(before.sum())
 
-    def unmap_others(self, place: Place, shard: Shard) -> int:
+    def unmap_others(self, place: VariantKey, shard: Shard) -> int:
         """All that the shard does not need; returns how many pages. Raises MappingFailed, perhaps half-way;
         then it may be tried again."""
         memory = self._ranges[place]
@@ -116,27 +116,29 @@ class HalfRanges:
         return self._pool.reserve(self.plans[part, precision].nbytes, kind="weights", owner=owner)
 
 
-def spans_of(pages: Pages, page_bytes: int, nbytes: int) -> list[Span]:
+def spans_of(pages: PageMask, page_bytes: int, nbytes: int) -> list[ByteSpan]:
     """The bytes in these pages of a range of `nbytes`."""
     return [
         (first * page_bytes, min((first + length) * page_bytes, nbytes)) for first, length in runs_of(pages)
     ]
 
 
-def name_of(place: Place) -> str:
+def variant_name(place: VariantKey) -> str:
     layer, part, precision = place
     return f"{part} of layer {layer} in {precision}"
 
 
-def checked_pages(place: Place, ranges: HalfRanges, sums: torch.Tensor | None) -> CheckedPages:
+def checked_pages(place: VariantKey, ranges: VariantRanges, sums: torch.Tensor | None) -> CheckedPages:
     """For what other ranks send."""
     advice = "memory of this device or of another rank is damaged, or the way between them"
-    return CheckedPages(name_of(place), ranges.memory(place), ranges.plans[place[1:]].nbytes, sums, advice)
+    return CheckedPages(
+        variant_name(place), ranges.memory(place), ranges.plans[place[1:]].nbytes, sums, advice
+    )
 
 
-def half_of(model: Model, place: Place, tensors: Tensors, shard: Shard) -> Half:
+def build_half(model: Model, place: VariantKey, tensors: Tensors, shard: Shard) -> LayerHalf:
     """tensors: of the whole attention, or of the shard's FFN."""
     layer, part, precision = place
     if part == "attention":
-        return attention(model.config, tensors, shard, model.config.sliding_windows[layer], precision)
-    return feed_forward(model.config, tensors, precision)
+        return build_attention(model.config, tensors, shard, model.config.sliding_windows[layer], precision)
+    return build_feed_forward(model.config, tensors, precision)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 HEADER_BYTES = 4096
 _MAGIC = b"instar images 1\n"
@@ -27,7 +27,7 @@ _HEADER = struct.Struct("<16s64sQQ?")
 _POLL_S = 0.05  # while another process makes the file
 
 
-class NoRoom(OSError):
+class FolderFull(OSError):
     """The folder cannot hold the file; `free_bytes` is what it has."""
 
     def __init__(self, free_bytes: int) -> None:
@@ -53,7 +53,7 @@ class SharedFile:
 
 
 def open_shared(
-    folder: Path, key: str, nbytes: int, write: Callable[[int, Progress], None], progress: Progress
+    folder: Path, key: str, nbytes: int, write: Callable[[int, OnProgress], None], progress: OnProgress
 ) -> SharedFile:
     """The whole file of this `key` (64 letters), made if nobody has.
 
@@ -88,7 +88,7 @@ def remove_abandoned(folder: Path, but: Path | None = None) -> list[Path]:
 
 
 def _is_ready(
-    path: Path, fd: int, key: str, size: int, write: Callable[[int, Progress], None], progress: Progress
+    path: Path, fd: int, key: str, size: int, write: Callable[[int, OnProgress], None], progress: OnProgress
 ) -> bool:
     """True with the shared lock on a whole file; False to begin again. Makes the file if it is to be made."""
     if os.fstat(fd).st_uid != os.getuid():
@@ -110,7 +110,7 @@ def _is_ready(
 
 
 def _make(
-    path: Path, fd: int, key: str, size: int, write: Callable[[int, Progress], None], progress: Progress
+    path: Path, fd: int, key: str, size: int, write: Callable[[int, OnProgress], None], progress: OnProgress
 ) -> None:
     total = size - HEADER_BYTES
 
@@ -134,11 +134,11 @@ def _take_room(fd: int, folder: Path, size: int) -> None:
     """Now, with an error: a page that cannot be had while it is written would end the process by a signal."""
     free = room(folder)
     if free < size:
-        raise NoRoom(free)
+        raise FolderFull(free)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        raise NoRoom(room(folder)) from error
+        raise FolderFull(room(folder)) from error
 
 
 def room(folder: Path) -> int:

@@ -15,21 +15,21 @@ import torch
 from bus.messages import PARTS, Part
 from bus.precisions import PRECISIONS, QUANTIZED, Precision
 from worker.memory import PagePool
-from worker.model.layer import Half
+from worker.model.layer import LayerHalf
 from worker.model.layout import RangePlan
 from worker.model.model import Model
 from worker.model.quantized_layout import plan_quantized
 from worker.model.shard import Shard
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import Tensors, tensors_in
 from worker.shape.checks import CheckedPages, check_outputs, expected_outputs, num_outputs, num_rows, row_sums
 from worker.shape.copies import HostCopy, lay_out
-from worker.shape.host_images import Matrices, find_matrices, write_half
+from worker.shape.host_images import MatrixSource, find_matrices, write_half
 from worker.shape.host_store import HostStore, Images
-from worker.shape.ranges import HalfRanges, Pages, Place, checked_pages, half_of, name_of
-from worker.shape.shared_file import Progress
+from worker.shape.ranges import PageMask, VariantKey, VariantRanges, build_half, checked_pages, variant_name
+from worker.shape.shared_file import OnProgress
 
-ImageName = tuple[int, Part, Precision, str]  # the last: "weights", their "sums", or "outputs" of the check
+ImageKey = tuple[int, Part, Precision, str]  # the last: "weights", their "sums", or "outputs" of the check
 
 
 class LayerVariants:
@@ -43,8 +43,8 @@ class LayerVariants:
         precisions: Sequence[Precision] = QUANTIZED,
         method: str = "",
         host_dir: Path = Path("/dev/shm"),
-        progress: Progress | None = None,
-        matrices: Mapping[Precision, Matrices] | None = None,
+        progress: OnProgress | None = None,
+        matrices: Mapping[Precision, MatrixSource] | None = None,
     ) -> None:
         """Reserve the ranges, and have the host images of this model, made if no worker has yet.
 
@@ -54,13 +54,13 @@ class LayerVariants:
         """
         self._model, self._pool = model, pool
         self.precisions: list[Precision] = [name for name in PRECISIONS if name in ("full", *precisions)]
-        self._proven: set[Place] = set()  # the products of these were right once
+        self._proven: set[VariantKey] = set()  # the products of these were right once
         self._is_filled = matrices is None
         if matrices is None:
             matrices = {name: find_matrices(model, name, method) for name in self.precisions[1:]}
         self._matrices = matrices
-        self._opened: HostStore[ImageName] | None = None
-        self.ranges = HalfRanges(model, pool, self._lay_out())
+        self._opened: HostStore[ImageKey] | None = None
+        self.ranges = VariantRanges(model, pool, self._lay_out())
         try:
             if self._is_filled:
                 self.open(host_dir, progress)
@@ -68,7 +68,7 @@ class LayerVariants:
             self.ranges.release()
             raise
 
-    def open(self, host_dir: Path, progress: Progress | None = None) -> None:
+    def open(self, host_dir: Path, progress: OnProgress | None = None) -> None:
         """Have the host images, made if no worker has yet. In any thread, before anything is copied; raises
         ModelError and what `progress` raises."""
         self._opened = self._open_store(host_dir, progress)
@@ -87,14 +87,14 @@ class LayerVariants:
         place = (layer, part, precision)
         return self.copy_pages(place, self._needed(place))
 
-    def copy_pages(self, place: Place, pages: Pages) -> HostCopy:
+    def copy_pages(self, place: VariantKey, pages: PageMask) -> HostCopy:
         """The same for some pages."""
         image, sums = (self._store.image((*place, kind)) for kind in ("weights", "sums"))
         spans = self.ranges.spans(place, pages)
         memory = self.ranges.memory(place)
-        return HostCopy(name_of(place), image, sums.view(torch.int64), memory, self._device, spans)
+        return HostCopy(variant_name(place), image, sums.view(torch.int64), memory, self._device, spans)
 
-    def checked(self, place: Place) -> CheckedPages:
+    def checked(self, place: VariantKey) -> CheckedPages:
         """A variant's pages, for bytes that come from elsewhere."""
         sums = self._store.image((*place, "sums")).view(torch.int64)
         return checked_pages(place, self.ranges, sums)
@@ -110,7 +110,7 @@ class LayerVariants:
         place = (layer, part, precision)
         if place not in self._proven and self._shard(layer).size == 1:
             expected = self._store.image((*place, "outputs")).view(torch.float32)
-            check_outputs(name_of(place), self._resident(place), expected, self._model.dtype)
+            check_outputs(variant_name(place), self._resident(place), expected, self._model.dtype)
             self._proven.add(place)
 
     def install(self, layer: int, part: Part, precision: Precision) -> None:
@@ -129,13 +129,13 @@ class LayerVariants:
             self._opened.close()
 
     @property
-    def _store(self) -> HostStore[ImageName]:
+    def _store(self) -> HostStore[ImageKey]:
         assert self._opened, "the host images were not opened"
         return self._opened
 
     # ----------------------------------------------------------------------------- ranges and halves
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[VariantKey]:
         for layer in range(len(self._model.weights)):
             for part in PARTS:
                 for precision in self.precisions:
@@ -162,10 +162,10 @@ class LayerVariants:
     def _shard(self, layer: int) -> Shard:
         return self._model.layers[layer].shard
 
-    def _needed(self, place: Place) -> Pages:
+    def _needed(self, place: VariantKey) -> PageMask:
         return self.ranges.needed(place, self._shard(place[0]))
 
-    def _resident(self, place: Place) -> Half:
+    def _resident(self, place: VariantKey) -> LayerHalf:
         """Over the pages that are mapped."""
         return self.ranges.half(place, self._shard(place[0]))
 
@@ -181,15 +181,15 @@ class LayerVariants:
         laid_out = lay_out(plan, source, where).to(self._device)
         return laid_out, tensors_in(laid_out, plan)
 
-    def _whole(self, place: Place, image: torch.Tensor) -> Half:
+    def _whole(self, place: VariantKey, image: torch.Tensor) -> LayerHalf:
         """Of all heads and rows, over uint8 [n] anywhere."""
-        return half_of(self._model, place, tensors_in(image, self.ranges.plans[place[1:]]), Shard())
+        return build_half(self._model, place, tensors_in(image, self.ranges.plans[place[1:]]), Shard())
 
     # ----------------------------------------------------------------------------- host images
 
-    def _open_store(self, folder: Path, progress: Progress | None) -> HostStore[ImageName]:
+    def _open_store(self, folder: Path, progress: OnProgress | None) -> HostStore[ImageKey]:
         model = self._model
-        sizes: dict[ImageName, int] = {}
+        sizes: dict[ImageKey, int] = {}
         for place in self._places():
             plan = self.ranges.plans[place[1:]]
             imagined = self._whole(place, torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"))
@@ -205,7 +205,7 @@ class LayerVariants:
             progress=progress,
         )
 
-    def _make(self, images: Images[ImageName], progress: Progress) -> None:
+    def _make(self, images: Images[ImageKey], progress: OnProgress) -> None:
         total, done = sum(self.ranges.plans[place[1:]].nbytes for place in self._places()), 0
         for place in self._places():
             layer, part, precision = place
@@ -223,7 +223,7 @@ class LayerVariants:
             done += plan.nbytes
             progress(done, total)
 
-    def _expected(self, place: Place, image: torch.Tensor) -> torch.Tensor:
+    def _expected(self, place: VariantKey, image: torch.Tensor) -> torch.Tensor:
         """By the plain reference, from what is in host memory."""
         return expected_outputs(self._whole(place, image.to(self._device)), self._model.dtype)
 
@@ -236,6 +236,6 @@ def identity(model: Model, device: torch.device) -> str:
     """Which layers these are: the same for a checkpoint wherever it lies, and with the ends or without them:
     of the ranks of a first stage one alone has them, and they share the images."""
     source = model.source
-    if isinstance(source, Checkpoint):
-        return model_fingerprint(replace(model.config, has_ends=False), source)
+    if isinstance(source, CheckpointWeights):
+        return checkpoint_digest(replace(model.config, has_ends=False), source)
     return f"{source}, layers from {model.config.first_layer}, on {device.type}"

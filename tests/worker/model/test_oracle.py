@@ -12,7 +12,7 @@ import torch
 from bench.common.oracles import FAMILIES, make_oracle
 from tests.support.model_folders import Runner
 from worker.model import Model, Shard
-from worker.model.layer import attention, feed_forward
+from worker.model.layer import build_attention, build_feed_forward
 from worker.model.weights import tensors_of
 
 # Float32 on both sides; only the order of sums differs.
@@ -170,14 +170,15 @@ def test_the_sum_over_the_shards_is_the_whole_layer(saved: Folder, size: int) ->
     parts = []
     for rank in range(size):
         kv = torch.zeros(128, config.num_kv_heads // size, *runner.kv.block_shape[1:])
-        part = attention(config, stored.attention.tensors, Shard(rank, size), config.sliding_windows[1])
+        part = build_attention(config, stored.attention.tensors, Shard(rank, size), config.sliding_windows[1])
         parts.append(part(x, plan, kv, model._transformer.cos_sin))
         heads = Shard(rank, size).part(config.num_kv_heads, "KV heads")
         torch.testing.assert_close(kv, whole_kv[:, heads], **EXACT)
     torch.testing.assert_close(sum(parts), whole, **EXACT)
     memory, whole_plan = stored.feed_forward.memory, model.plan.layers[1][1]
     fed = [
-        feed_forward(config, tensors_of(memory, whole_plan.at(Shard(rank, size))))(x) for rank in range(size)
+        build_feed_forward(config, tensors_of(memory, whole_plan.at(Shard(rank, size))))(x)
+        for rank in range(size)
     ]
     torch.testing.assert_close(sum(fed), layer.feed_forward(x), **EXACT)
     runner.close()

@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 from worker.model import ModelError
 from worker.shape import shared_file
 from worker.shape.host_store import HostStore, Images
-from worker.shape.shared_file import HEADER_BYTES, Progress, remove_abandoned
+from worker.shape.shared_file import HEADER_BYTES, OnProgress, remove_abandoned
 
 SIZES = {"a": 5000, "b": 1, "c": 70000}
 
@@ -30,7 +30,7 @@ class Maker:
     def __init__(self, pause_s: float = 0.0) -> None:
         self.times, self._pause_s = 0, pause_s
 
-    def __call__(self, images: Images[str], progress: Progress) -> None:
+    def __call__(self, images: Images[str], progress: OnProgress) -> None:
         self.times += 1
         for i, (name, image) in enumerate(images.items()):
             assert not image.any()
@@ -209,7 +209,7 @@ def test_files_that_nobody_holds_are_removed_at_a_start_and_others_are_not(tmp_p
 
 
 def test_a_maker_that_fails_leaves_nothing_and_says_why(tmp_path: Path) -> None:
-    def fail(images: Images[str], progress: Progress) -> None:
+    def fail(images: Images[str], progress: OnProgress) -> None:
         raise ZeroDivisionError("of all things")
 
     with pytest.raises(ZeroDivisionError, match="of all things"):

@@ -10,7 +10,7 @@ import pytest
 from tests.worker.engine.test_oracle import DEVICE
 from tests.worker.morph.test_demo import NUM_NEW, PROMPTS, Morphing
 from worker.memory import CpuBackend, MappingFailed
-from worker.memory.backend import AddressSpace, Pages
+from worker.memory.backend import AddressSpace, PageNumbers
 
 pytestmark = [
     pytest.mark.faults,
@@ -32,7 +32,7 @@ class Refusals:
         real = CpuBackend.map
 
         def map_or_refuse(
-            backend: CpuBackend, space: AddressSpace, first: int, pages: Pages, *, zeroed: bool
+            backend: CpuBackend, space: AddressSpace, first: int, pages: PageNumbers, *, zeroed: bool
         ) -> None:
             self.num_maps += 1
             if self.num_maps in self.refused:

@@ -21,7 +21,7 @@ from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing, write_sets
 from worker.memory import OutOfPages, VirtualRange
 from worker.model import ModelError, Shard, read_config
-from worker.model.layer import attention, feed_forward
+from worker.model.layer import build_attention, build_feed_forward
 from worker.model.layout import plan_model
 from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import (
@@ -31,7 +31,7 @@ from worker.model.quantized_sets import (
 )
 from worker.model.weights import tensors_of
 from worker.shape.checks import WrongVariant, check_outputs
-from worker.shape.ranges import Place
+from worker.shape.ranges import VariantKey
 from worker.shape.variants import LayerVariants
 
 # Float32 on both sides; only the order of sums differs.
@@ -183,10 +183,10 @@ def test_the_sum_over_the_shards_of_a_variant_is_the_whole_half(
         shard = Shard(rank, size)
         kv = torch.zeros(128, config.num_kv_heads // size, *runner.kv.block_shape[1:])
         tensors = {part: tensors_of(memory[part], plans[part].at(shard)) for part in PARTS}
-        part = attention(config, tensors["attention"], shard, 0, precision)
+        part = build_attention(config, tensors["attention"], shard, 0, precision)
         attended.append(part(x, plan, kv, model._transformer.cos_sin))
         torch.testing.assert_close(kv, whole_kv[:, shard.part(config.num_kv_heads, "KV heads")], **EXACT)
-        fed.append(feed_forward(config, tensors["ffn"], precision)(x))
+        fed.append(build_feed_forward(config, tensors["ffn"], precision)(x))
     torch.testing.assert_close(sum(attended), whole, **EXACT)
     torch.testing.assert_close(sum(fed), layer.feed_forward(x), **EXACT)
     made.close()
@@ -398,7 +398,7 @@ def test_numbers_that_are_none_are_found(morphing: Morphing) -> None:
 
 def test_a_reference_that_is_damaged_itself_lets_nothing_pass(morphing: Morphing) -> None:
     variants = morphing.variants
-    place: Place = (0, "attention", "int4")
+    place: VariantKey = (0, "attention", "int4")
     variants.map(*place)
     half, expected = (
         variants._resident(place),

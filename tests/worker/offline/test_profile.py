@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from bench.common.oracles import make_oracle
 from tests.support.tiny_model import byte_level
 from worker.model import ModelError, read_config
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.__main__ import main
 from worker.offline.calibration import read_calibration
 from worker.offline.decoder import Ends, Span, Tensors, load_ends, load_layer, run_layer
-from worker.offline.importance import Metric, Profiler, Weights, similarity
+from worker.offline.importance import LayerRanking, Metric, ScoreWeights, similarity
 from worker.offline.quantizer import QuantizedLayers
 from worker.shape.layer_order import load_order, losses, profile_path
 
@@ -56,7 +56,7 @@ class Parts:
     """A model in pieces, ready to be profiled."""
 
     def __init__(self, folder: Path, precision: str = "int3") -> None:
-        config, checkpoint = read_config(folder), Checkpoint(folder)
+        config, checkpoint = read_config(folder), CheckpointWeights(folder)
         self.ends: Ends = load_ends(config, checkpoint, torch.float32, CPU)
         self.layers = [load_layer(config, checkpoint, i, torch.float32, CPU) for i in range(LAYERS)]
         self.quantised = QuantizedLayers(
@@ -64,7 +64,7 @@ class Parts:
             checkpoint,
             precision=precision,
             method="",
-            model=model_fingerprint(config, checkpoint),
+            model=checkpoint_digest(config, checkpoint),
             dtype=torch.float32,
             device=CPU,
         )
@@ -85,7 +85,7 @@ class Parts:
         return self.ends.logits(self.hidden(window, swapped)[-1])
 
 
-def algorithm_1(parts: Parts, weights: Weights, metric: Metric) -> tuple[list[int], list[float]]:
+def algorithm_1(parts: Parts, weights: ScoreWeights, metric: Metric) -> tuple[list[int], list[float]]:
     """As the paper writes it, every output computed from the start: the sequence and its LIS."""
 
     def mean(values: list[float]) -> float:
@@ -112,13 +112,13 @@ def algorithm_1(parts: Parts, weights: Weights, metric: Metric) -> tuple[list[in
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2"])
-@pytest.mark.parametrize("weights", [Weights(), Weights(0, 0, 1)], ids=["paper", "output only"])
+@pytest.mark.parametrize("weights", [ScoreWeights(), ScoreWeights(0, 0, 1)], ids=["paper", "output only"])
 def test_keeping_hidden_states_changes_nothing_in_algorithm_1(
-    saved: Path, weights: Weights, metric: Metric
+    saved: Path, weights: ScoreWeights, metric: Metric
 ) -> None:
     parts = Parts(saved)
     expected, lis = algorithm_1(parts, weights, metric)
-    profiler = Profiler(parts.ends, list(parts.layers), parts.quantised, parts.windows, metric)
+    profiler = LayerRanking(parts.ends, list(parts.layers), parts.quantised, parts.windows, metric)
     trials: list[int] = []
     order, scores = profiler.sequence(weights, lambda: trials.append(1))
     assert order == expected
@@ -136,8 +136,8 @@ def test_the_layer_that_quantisation_spares_goes_first_and_the_one_it_breaks_las
         made = parts.quantised(layer)
         return {name: 3 * weight for name, weight in made.items()} if layer == 1 else made
 
-    order, _ = Profiler(parts.ends, full, quantised, parts.windows, "cosine").sequence(
-        Weights(0, 0, 1), lambda: None
+    order, _ = LayerRanking(parts.ends, full, quantised, parts.windows, "cosine").sequence(
+        ScoreWeights(0, 0, 1), lambda: None
     )
     assert order[0] == 2
     assert order[-1] == 1
@@ -188,7 +188,7 @@ def test_a_profile_without_perplexities_gets_them_and_keeps_its_order(
     older = {name: value for name, value in found.items() if name != "perplexity"}
     path.write_text(json.dumps(older))
     assert losses(read_config(folder), ["int4"]) == {}
-    monkeypatch.setattr(Profiler, "_degradation", None)  # no trial is run
+    monkeypatch.setattr(LayerRanking, "_degradation", None)  # no trial is run
     assert profile(folder, text) == 0
     again = json.loads(path.read_text())
     assert {**again, "perplexity": []} == {**found, "perplexity": []}

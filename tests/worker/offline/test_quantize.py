@@ -28,7 +28,7 @@ from worker.model.quantized_sets import (
     round_to_nearest,
     set_path,
 )
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline import quantizer
 from worker.offline.__main__ import main
 from worker.offline.awq import Moments, activation_aware
@@ -67,7 +67,7 @@ def quantize(folder: Path, text: Path, *more: str) -> int:
 
 
 def opened(folder: Path, precision: str = "int4", method: str = "awq") -> QuantizedSet:
-    fingerprint = model_fingerprint(read_config(folder), Checkpoint(folder))
+    fingerprint = checkpoint_digest(read_config(folder), CheckpointWeights(folder))
     return QuantizedSet(set_path(folder, precision, method), model=fingerprint)
 
 
@@ -77,7 +77,7 @@ def opened(folder: Path, precision: str = "int4", method: str = "awq") -> Quanti
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plain_forward_pass_gives_the_logits_that_serving_gives(family: str, tmp_path: Path) -> None:
     make_oracle(family).save_pretrained(tmp_path)
-    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
+    config, checkpoint = read_config(tmp_path), CheckpointWeights(tmp_path)
     tokens = torch.randint(0, 211, (2, 37), generator=torch.Generator().manual_seed(0))
     ends = load_ends(config, checkpoint, torch.float32, CPU)
     x = ends.embed(tokens)
@@ -91,7 +91,7 @@ def test_the_plain_forward_pass_gives_the_logits_that_serving_gives(family: str,
 
 
 def test_spans_of_the_same_weights_change_nothing(saved: Path) -> None:
-    config, checkpoint = read_config(saved), Checkpoint(saved)
+    config, checkpoint = read_config(saved), CheckpointWeights(saved)
     ends = load_ends(config, checkpoint, torch.float32, CPU)
     weights = load_layer(config, checkpoint, 0, torch.float32, CPU)
     x = torch.randn(2, 30, 64, generator=torch.Generator().manual_seed(0))
@@ -156,7 +156,7 @@ def test_the_command_makes_what_the_worker_reads(
     assert find_set(folder, "int4") == set_path(folder, "int4", "awq")
     assert find_set(folder, "int8") is None
     assert not (folder / "instar" / ".unfinished").exists()
-    config, checkpoint = read_config(folder), Checkpoint(folder)
+    config, checkpoint = read_config(folder), CheckpointWeights(folder)
     for method in ("awq", "rtn"):
         made = opened(folder, method=method).layer(config, 1)
         assert set(made) == set(MATRICES)
@@ -258,7 +258,7 @@ def test_a_set_that_lacks_a_layer_says_which(made: Path) -> None:
 
 def test_the_fingerprint_is_the_contents_and_not_the_files(folder: Path, tmp_path: Path) -> None:
     def fingerprint(of: Path) -> str:
-        return model_fingerprint(read_config(of), Checkpoint(of))
+        return checkpoint_digest(read_config(of), CheckpointWeights(of))
 
     other = tmp_path / "sharded"
     make_oracle("llama", vocab_size=400).save_pretrained(other, max_shard_size="60KB")

@@ -17,7 +17,7 @@ from kernels import quantize_rtn
 from tests.support.tiny_model import byte_level
 from worker.model import read_config
 from worker.model.quantized_sets import MATRICES, QuantizedMatrix, QuantizedSet, set_path
-from worker.model.sources import Checkpoint, model_fingerprint
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.__main__ import main
 from worker.offline.decoder import Span, Tensors, load_ends, load_layer, run_layer
 
@@ -77,7 +77,7 @@ class Ready:
 
 def awq(full: Path) -> tuple[Ready, list[Tensors]]:
     """With scales folded into norms, v and up, as AutoAWQ does; and the dense layers that it stands for."""
-    config, checkpoint = read_config(full), Checkpoint(full)
+    config, checkpoint = read_config(full), CheckpointWeights(full)
     generator = torch.Generator().manual_seed(0)
     said = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
     ready = Ready(full.parent / "awq", {}, said)
@@ -108,7 +108,7 @@ def awq(full: Path) -> tuple[Ready, list[Tensors]]:
 
 
 def gptq(full: Path) -> Ready:
-    config, checkpoint = read_config(full), Checkpoint(full)
+    config, checkpoint = read_config(full), CheckpointWeights(full)
     said = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
     ready = Ready(full.parent / "gptq", {}, said)
     for i in range(config.num_layers):
@@ -141,7 +141,7 @@ def dense_layer(ready: Ready, layer: int) -> Tensors:
 
 
 def taken(full: Path, method: str) -> QuantizedSet:
-    fingerprint = model_fingerprint(read_config(full), Checkpoint(full))
+    fingerprint = checkpoint_digest(read_config(full), CheckpointWeights(full))
     return QuantizedSet(set_path(full, "int4", method), model=fingerprint)
 
 
@@ -152,7 +152,7 @@ def take(full: Path, ready: Path, *more: str) -> int:
 def layer_of(full: Path, made: QuantizedSet, layer: int) -> Tensors:
     """The full model's norms, the set's matrices."""
     config = read_config(full)
-    weights = load_layer(config, Checkpoint(full), layer, torch.float32, CPU)
+    weights = load_layer(config, CheckpointWeights(full), layer, torch.float32, CPU)
     return {**weights, **{f"{n}.weight": m.dense() for n, m in made.layer(config, layer).items()}}
 
 
@@ -160,7 +160,7 @@ def test_a_ready_awq_checkpoint_computes_the_same_between_the_full_models_norms(
     ready, expected = awq(full)
     assert take(full, ready.write()) == 0
     config, made = read_config(full), taken(full, "awq")
-    ends = load_ends(config, Checkpoint(full), torch.float32, CPU)
+    ends = load_ends(config, CheckpointWeights(full), torch.float32, CPU)
     x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(1))
     for layer in range(config.num_layers):
         ours, theirs = (
@@ -176,7 +176,7 @@ def test_values_in_the_cache_stay_the_full_models(full: Path) -> None:
     assert take(full, ready.write()) == 0
     config = read_config(full)
     matrices = taken(full, "awq").layer(config, 0)
-    weights = load_layer(config, Checkpoint(full), 0, torch.float32, CPU)
+    weights = load_layer(config, CheckpointWeights(full), 0, torch.float32, CPU)
     for name in ("k", "v"):
         matrix, original = (
             matrices[f"self_attn.{name}_proj"].dense(),
@@ -193,7 +193,7 @@ def test_a_ready_gptq_checkpoint_becomes_a_set(full: Path) -> None:
     ready = gptq(full)
     assert take(full, ready.write()) == 0
     config, made = read_config(full), taken(full, "gptq")
-    weights = load_layer(config, Checkpoint(full), 1, torch.float32, CPU)
+    weights = load_layer(config, CheckpointWeights(full), 1, torch.float32, CPU)
     for name, matrix in made.layer(config, 1).items():
         codes, scales, zeros = quantize_rtn(weights[f"{name}.weight"], 4, GROUP)
         expected = (

@@ -21,11 +21,11 @@ from tests.support.variant_models import Morphing
 from worker.memory import PagePool
 from worker.model import load_model, read_config
 from worker.model.shard import Shard
-from worker.model.sources import Checkpoint
+from worker.model.sources import CheckpointWeights
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import CutPlan, load_cut
 from worker.profiler.grid import Grid, Point, is_settled
-from worker.profiler.profiler import NoRoom, Profiler
+from worker.profiler.profiler import NotEnoughPages, Profiler
 from worker.profiler.stored import with_shapes
 from worker.shape.host_images import at_once
 
@@ -60,13 +60,13 @@ def test_of_the_checkpoint_only_tensors_of_the_first_layers_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str] = []
-    read = Checkpoint.read
+    read = CheckpointWeights.read
 
-    def seen(self: Checkpoint, tensor: str, rows: slice | None = None) -> torch.Tensor:
+    def seen(self: CheckpointWeights, tensor: str, rows: slice | None = None) -> torch.Tensor:
         names.append(tensor)
         return read(self, tensor, rows)
 
-    monkeypatch.setattr(Checkpoint, "read", seen)
+    monkeypatch.setattr(CheckpointWeights, "read", seen)
     pool = make_pool()
     fingerprint = at_once(load_cut(plan_of(folder, ["full"]), pool))
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
@@ -307,7 +307,7 @@ def test_wherever_it_is_given_up_all_pages_come_back(folder: Path, num_steps: in
 
 def test_without_room_it_says_what_is_needed_and_loads_nothing(folder: Path) -> None:
     pool = make_pool()
-    with pytest.raises(NoRoom, match=r"needs .* MiB of pages \(\d+\), and 0\.1 \(20\) are available"):
+    with pytest.raises(NotEnoughPages, match=r"needs .* MiB of pages \(\d+\), and 0\.1 \(20\) are available"):
         next(profiler_of(folder, pool, max_pages=20).steps())
     assert_all_free(pool)
 

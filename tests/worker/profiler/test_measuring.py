@@ -21,7 +21,7 @@ from worker.memory import PagePool
 from worker.pipeline.stages import Stages
 from worker.profiler.measurer import CannotMeasure, Measurer
 from worker.profiler.measuring import Measuring, News
-from worker.profiler.profiler import Steps
+from worker.profiler.profiler import ProfileSteps
 from worker.profiler.stored import profile_path, program_version
 
 
@@ -33,7 +33,7 @@ class FakeProfiler:
         self.progress, self.num_done, self.is_closed, self.checks = "", 0, False, 0
         self.on_unit: Callable[[float], None] = lambda seconds: None
 
-    def steps(self) -> Steps:
+    def steps(self) -> ProfileSteps:
         try:
             for number in range(self.units):
                 if number == self.fails_at:

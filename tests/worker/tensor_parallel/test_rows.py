@@ -22,7 +22,7 @@ from worker.model.shard import Shard
 from worker.parallel.rows import Choice, RowCosts, choose, row_costs
 from worker.shape.checks import ROW_BYTES, CheckedPages
 from worker.shape.copier import Rate
-from worker.shape.copies import Span
+from worker.shape.copies import ByteSpan
 
 # ---------------------------------------------------------------------------- which way
 
@@ -94,7 +94,7 @@ PAGE = 2 * ROW_BYTES
 WHOLE = 3 * 4 * 2 * PAGE - 100  # three matrices, two pages of each a rank; it ends within a page
 
 
-def spans(rank: int, size: int) -> list[Span]:
+def spans(rank: int, size: int) -> list[ByteSpan]:
     """A rank's pages of each of three matrices."""
     each = 8 // size * PAGE
     return [
@@ -104,7 +104,7 @@ def spans(rank: int, size: int) -> list[Span]:
 
 
 class Bytes:
-    def __init__(self, own: list[Span]) -> None:
+    def __init__(self, own: list[ByteSpan]) -> None:
         self.held = torch.zeros(WHOLE, dtype=torch.uint8)
         for begin, end in own:
             self.held[begin:end] = truth()[begin:end]
