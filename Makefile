@@ -27,9 +27,10 @@ test-faults: $(VENV)/.dev ## harms the real service; ends in a table; STORM_S=60
 test-browser: $(VENV)/.browser ## the dashboard in chromium; INSTAR_SCREENSHOTS=1 writes docs/images
 	@$(BIN)/pytest -q -m browser tests/browser
 
-check: $(VENV)/.dev ## lint, format, types, and the arrows between the packages
+check: $(VENV)/.dev ## lint, format, spelling, types, and the arrows between the packages
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/codespell
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/pytest -q tests/test_structure.py

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,75 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 WORKER_ONLY = ("torch", "triton", "numba", "safetensors")
 SERVICES = ("gateway", "monitor", "controller")
+PRODUCT = ("bus", "gateway", "monitor", "controller", "worker", "kernels", "instar")
+
+# Names that more than one class of the product still has. Rename a class, delete its line; add none.
+DUPLICATE_CLASSES = {
+    "Batch",
+    "Behind",
+    "Call",
+    "CannotServe",
+    "Checkpoint",
+    "Choice",
+    "Decision",
+    "Device",
+    "Echo",
+    "Ends",
+    "Entry",
+    "Groups",
+    "InFlight",
+    "Intake",
+    "Link",
+    "Links",
+    "Member",
+    "Need",
+    "NoRoom",
+    "Outbox",
+    "Outcome",
+    "Parser",
+    "Part",
+    "Peer",
+    "Picture",
+    "Place",
+    "Profile",
+    "Profiler",
+    "Ready",
+    "Refusal",
+    "Refused",
+    "Room",
+    "Run",
+    "Server",
+    "Shape",
+    "Stats",
+    "Step",
+    "Target",
+    "Trace",
+    "Watch",
+    "Weights",
+    "Work",
+    "_Stopped",
+}
+
+# Modules of the product that still import each other. Undo a cycle, delete its line; add none.
+IMPORT_CYCLES = {
+    frozenset({"gateway.delivery.inflight", "gateway.delivery.journey"}),
+    frozenset({"gateway.openai.call", "gateway.openai.choice"}),
+    frozenset({"gateway.openai.ended", "gateway.tracing.facts", "gateway.tracing.tracer"}),
+    frozenset(
+        {
+            "gateway.operations.deployed",
+            "gateway.operations.live",
+            "gateway.operations.live_state",
+            "gateway.operations.picture",
+            "gateway.state",
+        }
+    ),
+}
 
 
 def modules_of(package: str) -> list[str]:
-    paths = sorted((ROOT / package).rglob("*.py"))
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
-    return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    names = [module_name(path) for path in sorted((ROOT / package).rglob("*.py"))]
+    return [name for name in names if not name.endswith("__main__")]
 
 
 def test_packages_import_along_the_arrows_only() -> None:
@@ -76,6 +140,82 @@ def test_benchmarks_import_no_test() -> None:
     files = (ROOT / "bench").rglob("*.py")
     found = {path: name for path in files for name in imports_of(path) if name.split(".")[0] == "tests"}
     assert found == {}
+
+
+def test_the_product_imports_neither_tests_nor_benchmarks_and_those_import_no_test() -> None:
+    importers = dict.fromkeys(PRODUCT, ("tests", "bench")) | {"bench": ("tests",)}
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for package, forbidden in importers.items()
+        for path in (ROOT / package).rglob("*.py")
+        for name in imports_of(path)
+        if name.split(".")[0] in forbidden
+    }
+    assert found == set()
+
+
+def test_a_class_name_stands_for_one_class_in_the_product() -> None:
+    """Names with an underscore in front count too: a reader searches for them all the same."""
+    places: dict[str, list[str]] = {}
+    for path in product_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    duplicates = {name: found for name, found in places.items() if len(found) > 1}
+    new = {name: found for name, found in duplicates.items() if name not in DUPLICATE_CLASSES}
+    assert new == {}, "rename one of each"
+    assert duplicates.keys() >= DUPLICATE_CLASSES, "delete from DUPLICATE_CLASSES what is unique now"
+
+
+def test_no_modules_of_the_product_import_each_other() -> None:
+    """Imports inside functions and for type checkers count: a cycle cannot be read in any order."""
+    cycles = import_cycles()
+    new = [sorted(cycle) for cycle in cycles if not any(cycle <= known for known in IMPORT_CYCLES)]
+    assert new == []
+    assert cycles >= IMPORT_CYCLES, "delete from IMPORT_CYCLES, or shorten, what is undone"
+
+
+def import_cycles() -> set[frozenset[str]]:
+    """The largest sets of modules of the product in which each one imports every other, directly or not."""
+    paths = {module_name(path): path for path in product_files()}
+    imports = {name: project_imports(path, paths) - {name} for name, path in paths.items()}
+    reached = {name: _reachable(name, imports) for name in imports}
+    return {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in imports
+        if name in reached[name]
+    }
+
+
+def _reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
+    """The modules that `start` imports, directly or not."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = imports[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def project_imports(path: Path, modules: Collection[str]) -> set[str]:
+    """The modules among `modules` that a file imports, anywhere in it."""
+    found = imports_of(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            members = {f"{node.module}.{alias.name}" for alias in node.names} & set(modules)
+            found |= members
+            if len(members) == len(node.names):  # `from package import module` uses nothing of the package
+                found.discard(node.module or "")
+    return found & set(modules)
+
+
+def product_files() -> list[Path]:
+    return [path for package in PRODUCT for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_kernels_have_no_version() -> None:

@@ -97,7 +97,7 @@ class Attempts:
 
     def below_floor(self, flight: Flight) -> None:
         """Its instance has layers below the precision it asks for, and did not begin it. Elsewhere then, or
-        here at the next look: metrics may not know yet, and two such instances would send it to and fro."""
+        here at the next look: metrics may not know yet, and it would alternate between two such instances."""
         if flight.target is not None:
             flight.refused_by |= {flight.target}
         self._void(flight, "precision_floor")

@@ -9,7 +9,8 @@ from worker.deploy.sharing import Move, next_move
 from worker.deploy.site import PAGES_AT_ONCE, Site, holder_of
 from worker.morph.run import Clock
 
-# Who missed blocks so lately keeps a fair share: pages would go to and fro with every gap between requests.
+# A model that lacked blocks this recently keeps its fair share: pages would otherwise move with every gap
+# between requests.
 KEEN_S = 1.0
 
 

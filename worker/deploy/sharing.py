@@ -3,7 +3,7 @@
 An idle model's KV is memory for a busy one: who misses blocks gets pages of those who have more than they
 need. Where all want, nobody gives what would take him below his fair share, and what is in use is never
 taken; so shares become fair as sequences end. Who wanted more a moment ago counts as one who wants: without
-that, two who want by turns would send the same pages to and fro.
+that, two who want by turns would send the same pages back and forth.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_moves_end_and_take_nothing_that_is_needed(drawn: list[Holder], spare: i
         )
         spare -= got
         assert spare >= 0 and total == spare + sum(one.pages for one in state.values())
-    raise AssertionError("pages go to and fro")
+    raise AssertionError("pages go back and forth")
 
 
 # --------------------------------------------------------------------------- two models
