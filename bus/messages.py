@@ -306,6 +306,9 @@ class InstanceCard:
     order: list[int] = field(default_factory=list)  # in which layers are swapped; [0] goes first
     order_name: str = ""  # "profile", "front-to-back", "back-to-front", "random"
     min_blocks: int = 0  # a resize below it is refused: the longest sequence must fit
+    max_blocks: int = (
+        0  # at degree 1, with every layer in its fewest bits; a group has `tp` times that. 0: unknown
+    )
     layer_pages: dict[Precision, int] = field(default_factory=dict)  # of its largest layer in each variant
     attention_pages: dict[Precision, int] = field(default_factory=dict)  # the same of its attention alone
     kv_heads: int = 0  # 0: not told
@@ -443,6 +446,7 @@ class WorkerMetrics:
     busy: float
     pages: PageCounts
     age_seconds: float  # since the last report; stale means hold
+    at_ms: int = 0  # of that report, by the worker's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,6 +491,8 @@ class MorphReport:
     """`events`: where a morph is. `ended_ms` with every state but running. `numbers`: bytes, seconds, pages,
     blocks: what it took, or what was missing.
 
+    `telemetry`: the worker's numbers after a morph that ended, which the monitor's picture may not have yet.
+
     Of a transform there is a report after every boundary at which layers changed: `layers_done` of `layers`,
     the last layer first, from degree `tp_before` to `tp_after`; `workers` are those of the command.
     """
@@ -502,6 +508,7 @@ class MorphReport:
     ended_ms: int | None = None
     numbers: dict[str, Number] = field(default_factory=dict)
     workers: list[str] = field(default_factory=list)  # none: it alone
+    telemetry: WorkerTelemetry | None = None
 
 
 # --------------------------------------------------------------------------- gateway -> controller

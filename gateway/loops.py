@@ -148,6 +148,8 @@ class Loops:
             self._feeds.events.publish(told)
             self._feeds.live.tell(told, is_history=is_history)
         else:
+            if told.telemetry and not is_history:
+                self._gateway.cluster.add_report(told.telemetry)
             entry = self._gateway.morphs.on_report(told, is_history=is_history)
             self._feeds.events.publish_morph(entry)
             self._feeds.live.tell_morph(entry)

@@ -206,4 +206,5 @@ def _worker(name: str, history: _History, now_s: float) -> WorkerMetrics:
         busy=history.busy,
         pages=report.pages,
         age_seconds=max(0.0, now_s - at_s),
+        at_ms=report.at_ms,
     )

@@ -66,7 +66,7 @@ function drawVitals({ instances, metrics, gateway }) {
   const used = sum(instances, (one) => one.kv.used);
   const vitals = [
     ["running", count(sum(instances, (one) => one.running))],
-    ["waiting", count(sum([...instances, { waiting: gateway?.queued }], (one) => one.waiting))],
+    ["waiting", count(sum([...instances, { waiting: gateway?.unplaced }], (one) => one.waiting))],
     ["tokens/s", count(sum(measured, (one) => one.generation_tokens_per_second))],
     ["KV in use", blocks ? share((used ?? 0) / blocks) : share(null)],
     ["TTFT P95", seconds(worst((one) => one.ttft_p95))],

@@ -91,7 +91,7 @@ function resizeForm() {
     const one = chosenInstance(instance);
     if (!one) return;
     const { blocks: now, used } = one.kv;
-    text(blocks.help, `now ${count(now)}, ${count(used)} in use; at least ${count(one.min_blocks)}`);
+    text(blocks.help, `now ${count(now)}, ${count(used)} in use; at least ${count(one.min_blocks)}${one.max_blocks ? `, at most ${count(one.max_blocks)}` : ""}`);
     if (document.activeElement !== blocks.input && !blocks.input.dataset.touched) blocks.input.value = now ?? "";
     blocks.input.oninput = () => { blocks.input.dataset.touched = "yes"; };
   } };

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from bus import histogram
 from bus.client import LiveWorker
-from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, WorkerMetrics
+from bus.messages import (
+    InstanceCard,
+    InstanceMetrics,
+    Metrics,
+    WorkerCard,
+    WorkerMetrics,
+    WorkerTelemetry,
+)
 from bus.shapes import longest_tokens
 
 # A worker that was there a moment ago may be starting again: what it could be part of is not impossible yet.
@@ -47,6 +54,7 @@ class Cluster:
     _ready: dict[str, list[Ready]] = field(default_factory=dict)
     _instance_metrics: dict[tuple[str, int], InstanceMetrics] = field(default_factory=dict)
     _worker_metrics: dict[tuple[str, int], WorkerMetrics] = field(default_factory=dict)
+    _newer: dict[tuple[str, int], WorkerTelemetry] = field(default_factory=dict)  # than the monitor's picture
     _steps: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # count, when it grew
     _processes: dict[str, WorkerCard] = field(default_factory=dict)  # as last seen, dead ones too
     _degrees: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # tp, since when
@@ -149,12 +157,40 @@ class Cluster:
                 del self.cards[model]
                 self.served_at.pop(model, None)
 
+    def add_report(self, telemetry: WorkerTelemetry) -> None:
+        """Show what a worker reported with the end of a morph before the monitor's next picture has it."""
+        self._newer[telemetry.worker, telemetry.epoch] = telemetry
+        if self.metrics is not None:
+            self.add_metrics(self.metrics, self.metrics_at)
+
     def add_metrics(self, metrics: Metrics, now: float) -> None:
+        metrics = self._updated(metrics)
         self.metrics = metrics
         self.metrics_at = now
         self._instance_metrics = {(m.id, m.epoch): m for m in metrics.instances}
         self._worker_metrics = {(m.worker, m.epoch): m for m in metrics.workers}
         self._steps = {(m.id, m.epoch): self._stepped(m, now) for m in metrics.instances}
+
+    def _updated(self, metrics: Metrics) -> Metrics:
+        """The same with the numbers of newer reports; those that the monitor has by now are dropped."""
+        known = {(one.worker, one.epoch): one.at_ms for one in metrics.workers}
+        self._newer = {
+            key: newer for key, newer in self._newer.items() if key in known and known[key] < newer.at_ms
+        }
+        if not self._newer:
+            return metrics
+        last = {(one.id, newer.epoch): one for newer in self._newer.values() for one in newer.instances}
+        workers = [
+            replace(one, pages=newer.pages) if newer else one
+            for one in metrics.workers
+            for newer in [self._newer.get((one.worker, one.epoch))]
+        ]
+        instances = [
+            replace(one, last=newer, kv_blocks=newer.kv_blocks) if newer else one
+            for one in metrics.instances
+            for newer in [last.get((one.id, one.epoch))]
+        ]
+        return replace(metrics, workers=workers, instances=instances)
 
     def _stepped(self, metrics: InstanceMetrics, now: float) -> tuple[int, float]:
         steps = histogram.count(metrics.last.step_seconds)

@@ -16,6 +16,8 @@ from gateway.state import Gateway
 ANSWER_S: Final = 5.0  # a controller that lives answers within a look or two
 WAIT_S: Final = 30.0  # longest answer to ?wait=true; ask again for longer
 LOOK_S: Final = 0.2
+POLL_WAIT_S: Final = 2.0  # longest wait for the registry; the answer is true without it
+POLL_LOOK_S: Final = 0.02
 
 R = TypeVar("R", ModelCard, Deployment)
 
@@ -51,6 +53,14 @@ async def contents(gateway: Gateway) -> Contents:
     with bus_or_503():
         gateway.catalogue = await gateway.bus.catalogue.read()
     return gateway.catalogue
+
+
+async def next_poll(gateway: Gateway) -> None:
+    """Wait until the gateway has read the workers' cards anew: its state shows what they serve now."""
+    began = time.monotonic()
+    gateway.poll_now.set()
+    while gateway.cluster.polled_at < began and time.monotonic() < began + POLL_WAIT_S:  # noqa: ASYNC110
+        await asyncio.sleep(POLL_LOOK_S)
 
 
 async def until(

@@ -75,4 +75,5 @@ async def _told(gateway: Here, found: Any, wait: bool, states: tuple[str, ...]) 
     if wait:
         name = found.id
         found = await controller.until(gateway, lambda seen: seen.deployments.get(name), states, found)
+        await controller.next_poll(gateway)
     return json_answer(deployment_json(found, gateway), 200 if found.state in states else 202)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from bus.messages import CancelMorph, Event, Morph
 from bus.policy import describe
 from gateway.errors import ApiError
-from gateway.morphs import Entry
+from gateway.morphs import CARDS_S, Entry
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
 from gateway.operations.admin import Here, allowed
@@ -21,6 +22,7 @@ from gateway.operations.answers import body_of, bus_or_503, json_answer, new_id
 from gateway.state import Gateway
 
 WAIT_S: Final = 30.0  # longest answer to ?wait=true; ask again for longer
+POLL_S: Final = 0.05  # between two looks at the cards of a group that has just changed
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 
@@ -32,7 +34,7 @@ async def transform(request: Request, gateway: Here, wait: bool = False) -> Resp
     body = orders.parse(transforms.TransformBody, await body_of(request, gateway))
     place, command = transforms.transform(gateway.cluster, body, new_id())
     entry = await _send(gateway, place, command)
-    return await _told(entry, wait)
+    return await _told(gateway, entry, wait)
 
 
 @router.post("/instances/{instance:path}/swap")
@@ -42,7 +44,7 @@ async def swap(instance: str, request: Request, gateway: Here, wait: bool = Fals
     body = orders.parse(orders.SwapBody, await body_of(request, gateway))
     place = orders.find(gateway.cluster, instance)
     entry = await _send(gateway, place, orders.swap(place, body, new_id()))
-    return await _told(entry, wait)
+    return await _told(gateway, entry, wait)
 
 
 @router.post("/instances/{instance:path}/resize")
@@ -51,7 +53,7 @@ async def resize(instance: str, request: Request, gateway: Here, wait: bool = Fa
     body = orders.parse(orders.ResizeBody, await body_of(request, gateway))
     place = orders.find(gateway.cluster, instance)
     entry = await _send(gateway, place, orders.resize(place, body, new_id()))
-    return await _told(entry, wait)
+    return await _told(gateway, entry, wait)
 
 
 @router.get("/morphs/{morph_id}")
@@ -60,6 +62,7 @@ async def morph(morph_id: str, gateway: Here, wait: bool = False) -> Response:
     entry = _entry(gateway, morph_id)
     if wait:
         await entry.wait(WAIT_S)
+        await _shown(gateway, entry)
     return json_answer(entry.as_json())
 
 
@@ -73,7 +76,7 @@ async def cancel(morph_id: str, gateway: Here, wait: bool = False) -> Response:
     command = CancelMorph(id=uuid.uuid4().hex, epoch=entry.epoch, morph_id=entry.id)
     with bus_or_503():
         await gateway.bus.publish(gateway.bus.names.control(entry.worker), command)
-    return await _told(entry, wait)
+    return await _told(gateway, entry, wait)
 
 
 @router.get("/policy")
@@ -127,6 +130,19 @@ async def _send(gateway: Gateway, place: orders.Place, command: Morph) -> Entry:
     return entry
 
 
+async def _shown(gateway: Gateway, entry: Entry) -> None:
+    """Wait until the cards of all members show the degree that a transform made, at most CARDS_S."""
+    deadline = time.monotonic() + CARDS_S
+
+    def is_shown() -> bool:
+        members = [one for one in gateway.cluster.workers.values() if one.id in entry.workers]
+        return not any(gateway.morphs.changing(one.id, card.tp) for one in members for card in one.instances)
+
+    while entry.state == "applied" and not is_shown() and time.monotonic() < deadline:
+        gateway.poll_now.set()
+        await asyncio.sleep(POLL_S)
+
+
 def _entry(gateway: Gateway, morph_id: str) -> Entry:
     entry = gateway.morphs.get(morph_id)
     if entry is None:
@@ -136,8 +152,9 @@ def _entry(gateway: Gateway, morph_id: str) -> Entry:
     return entry
 
 
-async def _told(entry: Entry, wait: bool) -> Response:
-    """202 while it runs."""
+async def _told(gateway: Gateway, entry: Entry, wait: bool) -> Response:
+    """202 while it runs. With `wait`, the answer `applied` comes when /admin/state shows the new shape."""
     if wait:
         await entry.wait(WAIT_S)
+        await _shown(gateway, entry)
     return json_answer(entry.as_json(), 202 if entry.is_running else 200)

@@ -158,12 +158,20 @@ def swap(place: Place, body: SwapBody, morph_id: str) -> Swap:
 
 
 def resize(place: Place, body: ResizeBody, morph_id: str) -> Resize:
-    """Whether the blocks can be had is for the worker to say: it knows its pages. Raises ApiError 400 for so
-    few that the longest sequence would not fit."""
-    if body.blocks < place.card.min_blocks:
+    """Build the command. Raises ApiError 400 for fewer blocks than the longest sequence takes and for more
+    than the memory could ever hold; whether the blocks can be had now is for the worker to say."""
+    card = place.card
+    if body.blocks < card.min_blocks:
         raise invalid(
-            f"blocks is {body.blocks}; {place.card.id} needs at least {place.card.min_blocks} KV blocks: the "
+            f"blocks is {body.blocks}; {card.id} needs at least {card.min_blocks} KV blocks: the "
             "longest sequence must fit",
+            "blocks",
+        )
+    most = card.max_blocks * card.tp
+    if most and body.blocks > most:
+        raise invalid(
+            f"blocks is {body.blocks}; the memory of {card.id} could hold at most {most} KV blocks, with "
+            "every layer in its fewest bits",
             "blocks",
         )
     return Resize(

@@ -97,6 +97,7 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
         "order": card.order,
         "order_name": card.order_name,
         "min_blocks": card.min_blocks,
+        "max_blocks": card.max_blocks * card.tp,
         "layer_pages": card.layer_pages,
         "kv_heads": card.kv_heads,
         "degrees": card.degrees,
@@ -129,11 +130,14 @@ def _metrics(gateway: Gateway) -> dict[str, Any]:
 
 
 def _gateway(gateway: Gateway) -> dict[str, Any]:
+    """`queued` counts all requests that no worker has begun, `unplaced` those of them that wait here and in
+    no worker's queue."""
     return {
         "id": gateway.id,
         "is_draining": gateway.is_draining,
         "inflight": gateway.admission.inflight,
         "queued": gateway.admission.queued,
+        "unplaced": len(gateway.delivery.table.waiting),
         "streams": len(gateway.streams),
         "models": gateway.cluster.known_models(),
     }

@@ -36,6 +36,7 @@ class Fake:
         self.instances = [Instance([f"w{i}"]) for i in range(4)]
         self.silent: set[str] = set()
         self.morphs: dict[str, dict[str, Any]] = {}
+        self.queued = self.unplaced = 0
         self.policy = policy()
         self.models: list[dict[str, Any]] = []
         self.deployments: list[dict[str, Any]] = []
@@ -106,7 +107,7 @@ class Fake:
             "models": self.models,
             "deployments": self.deployments,
             "morphs": list(self.morphs.values()),
-            "gateway": {"id": "fake", "queued": 0},
+            "gateway": {"id": "fake", "queued": self.queued, "unplaced": self.unplaced},
         }
 
     def _measured(self) -> list[dict[str, Any]]:

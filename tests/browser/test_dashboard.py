@@ -108,6 +108,14 @@ def test_a_worker_that_does_not_report_has_no_numbers_instead_of_zeros(
     assert not silent.locator("canvas").is_visible()
 
 
+def test_a_request_that_waits_is_counted_once_in_the_header(fake: Fake, open_page: OpenPage) -> None:
+    """The gateway's own count has those that wait at workers, too."""
+    fake.queued, fake.unplaced = 11, 3
+    page = open_page(fake.url)
+    waiting = page.locator("#vitals div", has_text="waiting").locator("dd")
+    assert waiting.inner_text() == str(4 * 2 + 3)
+
+
 def test_a_decision_tells_what_it_saw_and_what_it_came_to(fake: Fake, open_page: OpenPage) -> None:
     page = open_page(fake.url)
     page.locator(".row-button", has_text="swap demo@w1").focus()

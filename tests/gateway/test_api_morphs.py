@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,7 +14,7 @@ import pytest
 from bus.messages import Event, LayerShape, MorphReport, Resize, Swap
 from bus.policy import Policy
 from bus.settings import RedisSettings
-from tests.support.gateway_harness import Gate, running
+from tests.support.gateway_harness import Gate, metrics_of, running
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
 
@@ -71,6 +73,40 @@ async def test_an_order_that_waits_is_answered_with_its_end(gate: Gate, http: ht
     answer = await http.post(f"{INSTANCE}/resize", params={"wait": "true"}, json={"blocks": 80})
     assert (answer.status_code, answer.json()["kind"]) == (200, "resize")
     assert gate.worker.shape.blocks == 80
+
+
+async def test_the_state_shows_what_was_applied_when_the_answer_comes(
+    gate: Gate, http: httpx.AsyncClient
+) -> None:
+    """Also while the monitor still publishes what the worker told it before."""
+    gate.worker.reports_shape = True
+    before = metrics_of(gate.worker)
+    gate.worker.shape.layers = list(gate.worker.shape.layers)
+
+    async def monitor_tells(at_ms: int) -> None:
+        one = replace(before.workers[0], at_ms=at_ms)
+        told = replace(before, at_ms=at_ms, workers=[one])
+        await gate.bus.publish(gate.bus.names.metrics, told)
+        for _ in range(100):
+            if (await gate.state())["metrics"].get("at_ms") == at_ms:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the metrics did not arrive")
+
+    async def shown() -> tuple[list[str], int]:
+        (instance,) = (await gate.state())["instances"]
+        return [layer["ffn"] for layer in instance["layers"]], instance["kv"]["blocks"]
+
+    await monitor_tells(1)
+    assert await shown() == (["full", "full"], 64)
+    await http.post(f"{INSTANCE}/swap?wait=true", json={"layers": [0, 1], "precision": "int4"})
+    assert await shown() == (["int4", "int4"], 64)
+    await http.post(f"{INSTANCE}/resize?wait=true", json={"blocks": 80})
+    assert await shown() == (["int4", "int4"], 80)
+    await monitor_tells(2)
+    assert await shown() == (["int4", "int4"], 80)
+    await monitor_tells(time.time_ns() // 1_000_000 + 1000)  # a report after the morphs
+    assert await shown() == (["full", "full"], 64)
 
 
 async def test_a_worker_that_cannot_now_says_so_with_its_numbers(gate: Gate, http: httpx.AsyncClient) -> None:

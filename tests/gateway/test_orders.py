@@ -64,6 +64,13 @@ def ordered(call: str, body: Any, there: Cluster | None = None) -> Swap | Resize
         ("demo@w0/swap", {"count": 1, "precision": "int4", "wait_s": -1}, 400, "wait_s", "is -1"),
         ("demo@w0/resize", {"blocks": 0}, 400, "blocks", "is 0"),
         ("demo@w0/resize", {"blocks": 7}, 400, "blocks", "demo@w0 needs at least 8 KV blocks: the longest"),
+        (
+            "demo@w0/resize",
+            {"blocks": 4097},
+            400,
+            "blocks",
+            "the memory of demo@w0 could hold at most 4096 KV blocks, with every layer in its fewest bits",
+        ),
         ("demo@w0/resize", {"blocks": 9.5}, 400, "blocks", "integer"),
         ("demo@w0/resize", {}, 400, "blocks", "is missing"),
         ("demo@w0/resize", [], 400, None, "an object is needed"),

@@ -114,9 +114,24 @@ def test_a_request_with_a_floor_holds_swaps_back_and_waits_for_its_precision(
     assert answers[0]["choices"][0]["logprobs"]["tokens"] == oracle
 
 
-def test_what_a_worker_cannot_do_is_said_with_its_limits(service: Service) -> None:
-    kv = service.state()["instances"][0]["kv"]
-    for blocks in (1, 10**6):
-        morph = post(service, f"{INSTANCE}/resize?wait=true", blocks=blocks)
-        assert morph["state"] == "failed" and "max_blocks" in morph["numbers"], morph
-    assert service.state()["instances"][0]["kv"]["blocks"] == kv["blocks"]
+def test_what_a_worker_can_never_do_is_refused_with_its_limits(service: Service) -> None:
+    (instance,) = service.state()["instances"]
+    for blocks, limit in ((1, "min_blocks"), (999_999_999, "max_blocks")):
+        error = post(service, f"{INSTANCE}/resize?wait=true", blocks=blocks)["error"]
+        assert error["param"] == "blocks" and f"{instance[limit]} KV blocks" in error["message"], error
+    assert service.state()["instances"][0]["kv"]["blocks"] == instance["kv"]["blocks"]
+    morph = post(service, f"{INSTANCE}/resize?wait=true", blocks=instance["max_blocks"])
+    assert morph["state"] == "deferred" and morph["numbers"]["max_blocks"] >= instance["kv"]["blocks"], morph
+
+
+def test_the_state_shows_what_was_applied_when_the_answer_comes(service: Service) -> None:
+    (before,) = service.state()["instances"]
+    for precision, below in (("int4", 4), ("full", 0), ("int8", 4), ("full", 0)):
+        assert swap(service, precision, count=4)["state"] == "applied"
+        assert service.state()["instances"][0]["layers_below_full"] == below
+    again = swap(service, "full", layers=[0])
+    assert (again["state"], again["reason"]) == ("applied", "already at full; nothing changed")
+    blocks = before["kv"]["blocks"]
+    for wanted in (blocks // 2, blocks // 4, blocks):
+        morph = post(service, f"{INSTANCE}/resize?wait=true", blocks=wanted)
+        assert service.state()["instances"][0]["kv"]["blocks"] == morph["numbers"]["blocks_after"]

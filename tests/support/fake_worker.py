@@ -32,8 +32,10 @@ from bus.messages import (
     TokenLogprobs,
     Transform,
     WorkerCard,
+    WorkerTelemetry,
 )
 from bus.precisions import PRECISIONS
+from tests.support import metrics_samples
 from tests.support.fake_shape import NUM_LAYERS, FakeShape
 
 LEASE_S = 0.8
@@ -45,9 +47,9 @@ class FakeWorker:
     """`reply(submit)`: all tokens it would make, cut at max_tokens; a last one from `stop_token_ids` ends
     with "stop". `gate`: clear it to hold requests before their first step. `token_s`: pause between
     steps; `stop_at`: no token from this index on (it hangs there). `mangle` changes what is published.
-    `outcome`, with `numbers`: of every morph it is told to make, after a report that it runs; None: no word
-    about any. `morph_gate`: clear it to hold morphs before their end. Requests whose floor its `shape` does
-    not keep are refused."""
+    `reports_shape`: its reports of an end carry its telemetry. `outcome`, with `numbers`: of every morph it
+    is told to make, after a report that it runs; None: no word about any. `morph_gate`: clear it to hold
+    morphs before their end. Requests whose floor its `shape` does not keep are refused."""
 
     def __init__(
         self, bus: Bus, folder: Path, reply: Reply, *, worker: str = "w0", model: str = "demo"
@@ -85,6 +87,7 @@ class FakeWorker:
         self.numbers: dict[str, float] = {}
         self.morph_gate = asyncio.Event()
         self.morph_gate.set()
+        self.reports_shape = False
         self.morphs: list[Morph] = []
         self.cancelled_morphs: list[str] = []
 
@@ -112,6 +115,7 @@ class FakeWorker:
             order=list(range(NUM_LAYERS)),
             order_name="front-to-back",
             min_blocks=8,
+            max_blocks=4096,
             layer_pages={"full": 20, "int8": 10, "int4": 6, "int3": 5},
             kv_heads=self.kv_heads,
             degrees=self.degrees,
@@ -256,8 +260,25 @@ class FakeWorker:
             ended_ms=None if state == "running" else now_ms,
             numbers=dict(numbers),
             workers=command.workers if isinstance(command, Transform) else [],
+            telemetry=self.telemetry() if self.reports_shape and state != "running" else None,
         )
         await self.bus.publish(self.bus.names.events, report)
+
+    def telemetry(self) -> WorkerTelemetry:
+        """Its numbers now, as a real worker sends them with the end of a morph."""
+        sample = metrics_samples.metrics_of(
+            self.instance, self.epoch, kv_blocks=self.shape.blocks, layers=self.shape.layers
+        )
+        (instance,), (worker,) = sample.instances, sample.workers
+        return WorkerTelemetry(
+            worker=self.id,
+            epoch=self.epoch,
+            at_ms=sample.at_ms,
+            busy=0.0,
+            pages=worker.pages,
+            instances=[instance.last],
+            steps=0,
+        )
 
     def _cancel(self, command: Cancel) -> None:
         for request_id in command.request_ids:

@@ -197,7 +197,7 @@ class MorphExecutor:
                     return
             self._is_hurried = True
         except StopIteration:
-            self._end(job, "applied", "it was so already" if job.changes_nothing else "")
+            self._end(job, "applied", job.already)
         except NotApplied as end:
             self._end(job, end.state, end.reason, end.numbers)
         except FATAL:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 
-from bus.messages import KIND_OF, Morph, MorphOutcome, MorphReport, Number, Transform
+from bus.messages import KIND_OF, Morph, MorphOutcome, MorphReport, Number, Swap, Transform
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Run
@@ -44,12 +44,15 @@ class Job:
         return self.news != before
 
     @property
-    def changes_nothing(self) -> bool:
-        """What was ordered is how it was."""
+    def already(self) -> str:
+        """`already at tp 2; nothing changed` for a morph that found what it was to make; else ""."""
+        shape = ""
         numbers = self._run.numbers() if self._run else {}
-        if self.kind == "transform":
-            return numbers["tp_before"] == numbers["tp_after"]
-        return self.kind == "swap" and not self.touches
+        if self.kind == "transform" and numbers["tp_before"] == numbers["tp_after"]:
+            shape = f"tp {numbers['tp_after']}"
+        elif isinstance(self.command, Swap) and not self.touches:
+            shape = self.command.precision
+        return f"already at {shape}; nothing changed" if shape else ""
 
     @property
     def is_beyond_return(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from bus.messages import InstanceCard
+from bus.messages import PARTS, InstanceCard
 from bus.settings import WorkerSettings
 from worker.deploy.newcomer import Newcomer
 from worker.model import Model
@@ -57,9 +57,23 @@ def card_of(
         order=target.order,
         order_name=order_name,
         min_blocks=target.resizer.min_blocks,
+        max_blocks=max_blocks(target, max(possible)),
         kv_heads=model.config.num_kv_heads,
         degrees=possible,
         tokens_at={tp: grouping.place.tokens_at(tp) for tp in possible} if grouping else {},
         layer_pages=layer_pages(target.variants, model.config.num_layers),
         attention_pages=layer_pages(target.variants, model.config.num_layers, ["attention"]),
     )
+
+
+def max_blocks(target: Target, degree: int) -> int:
+    """KV blocks that no order can exceed: the memory less the least that the layers take, in their fewest
+    bits and with the FFN divided among `degree` workers."""
+    cache, variants = target.resizer.cache, target.variants
+    pages = cache.pool.num_pages
+    for layer in range(cache.num_layers):
+        attention, ffn = (
+            min(variants.pages(layer, part, precision) for precision in variants.precisions) for part in PARTS
+        )
+        pages -= attention + ffn // degree
+    return cache.blocks_in(max(0, pages) // cache.num_layers)

@@ -215,8 +215,8 @@ class EngineThread:
 
     def _carry_on_morphs(self) -> None:
         if reports := self._morphs.advance(is_busy=self._may_step):
+            self._report(time.monotonic())  # first: a report of an end carries the numbers after it
             self._on_reports(reports)
-            self._report(time.monotonic())
         if self._is_alone and self._measuring.advance(is_busy=self._may_step):
             self._report(time.monotonic())
 

@@ -31,7 +31,7 @@ class Reporter:
         self.group: tuple[str, ...] = ()  # whose shape the next report tells of
         self._snapshot: Snapshot | None = None
         self._is_new = asyncio.Event()
-        self._reported_at, self._reported_busy_s = time.monotonic(), 0.0
+        self._reported_at, self._reported_busy_s, self._busy = time.monotonic(), 0.0, 0.0
 
     def take(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -48,15 +48,24 @@ class Reporter:
                     await self._bus.publish(self._bus.names.telemetry, self._report(self._snapshot))
             await asyncio.sleep(self._busy_interval_s)
 
+    @property
+    def latest(self) -> WorkerTelemetry | None:
+        """The numbers of the latest snapshot, with `busy` as last reported; None before the first."""
+        return self._telemetry(self._snapshot) if self._snapshot else None
+
     def _report(self, snapshot: Snapshot) -> WorkerTelemetry:
         now, busy_s = time.monotonic(), self._thread.busy_seconds()
         busy = (busy_s - self._reported_busy_s) / max(now - self._reported_at, 1e-6)
         self._reported_at, self._reported_busy_s = now, busy_s
+        self._busy = min(1.0, max(0.0, busy))
+        return self._telemetry(snapshot)
+
+    def _telemetry(self, snapshot: Snapshot) -> WorkerTelemetry:
         return WorkerTelemetry(
             worker=self._worker,
             epoch=self._epoch(),
             at_ms=time.time_ns() // 1_000_000,
-            busy=min(1.0, max(0.0, busy)),
+            busy=self._busy,
             pages=snapshot.pages,
             instances=[replace(one, workers=list(self.group)) for one in snapshot.instances],
             steps=snapshot.steps,

@@ -312,7 +312,10 @@ class Serving:
         self._loop.call_soon_threadsafe(self._take_reports, reports)
 
     def _take_reports(self, reports: list[MorphReport]) -> None:
-        """Whoever hears that a model is served, or no longer, finds it on the card."""
+        """Publish reports, those of an end with the numbers after it. A report of a model that is served, or
+        no longer, follows the card that shows so."""
+        latest = self._reporter.latest
+        reports = [one if one.state == "running" else replace(one, telemetry=latest) for one in reports]
         if any(report.kind in ("deploy", "retire") for report in reports):
             self._show(self._put_reports(reports))
         else:

@@ -128,7 +128,7 @@ def test_a_count_takes_layers_in_order_and_the_last_comes_back_first() -> None:
 
 def test_what_is_so_already_is_applied_and_copies_nothing(rig: Rig) -> None:
     report = applied(rig, "full", layers=[0])
-    assert (report.reason, report.numbers["bytes_copied"]) == ("it was so already", 0)
+    assert (report.reason, report.numbers["bytes_copied"]) == ("already at full; nothing changed", 0)
 
 
 # ------------------------------------------------------------------------------------- the way back

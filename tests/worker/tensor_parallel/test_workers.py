@@ -177,7 +177,7 @@ def test_what_is_so_already_is_applied_and_says_so(folder: Path) -> None:
         for tp in (1, 2):
             transformed(each[:tp], tp)
             report = transformed(each[:tp], tp)
-            assert (report.state, report.reason) == ("applied", "it was so already")
+            assert (report.state, report.reason) == ("applied", f"already at tp {tp}; nothing changed")
 
 
 def transformed(each: list[GroupWorker], tp: int) -> MorphReport:
