@@ -251,13 +251,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """Another worker, and where stages elsewhere reach it, as its card tells. Ranks of a group share a host:
+class ProbePeer:
+    """A worker to measure links with, and its address and key as on its card. Ranks of a group share a host:
     without that only hops are measured."""
 
     worker: str
-    door: str
-    door_key: bytes
+    link: str
+    link_key: bytes
     shares_host: bool = True
 
 
@@ -276,4 +276,4 @@ class Measure:
     prompt_tokens: list[int]
     batch_sizes: list[int]
     max_bytes: int = 0  # of pages it may take; 0: what is free
-    peer: Peer | None = None  # to measure with what ranks and stages say to each other; None: not measured
+    peer: ProbePeer | None = None  # to measure links with; None: they are not measured

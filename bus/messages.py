@@ -332,11 +332,9 @@ class WorkerCard:
     state: Literal["loading", "serving", "draining"]
     instances: list[InstanceCard] = field(default_factory=list)
     progress: str = ""  # while loading: what, and how far
-    link: str = ""  # "host:port", where the members of its groups reach it; "": it joins none
-    link_key: bytes = b""  # what they show there
+    link: str = ""  # "host:port", where other workers reach it; "": it takes part in no group or pipeline
+    link_key: bytes = b""  # what other workers show there
     variants: list[Precision] = field(default_factory=lambda: list(PRECISIONS))  # that it keeps of a model
-    door: str = ""  # "host:port", where other stages of its pipelines reach it; "": it takes part in none
-    door_key: bytes = b""  # what they show there
     loading: list[str] = field(default_factory=list)  # models that it is about to serve beside the others
     device_kind: str = ""  # that a profile is of: "cpu", or a GPU's name; "": not known yet
 

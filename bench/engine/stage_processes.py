@@ -27,6 +27,8 @@ import torch
 from bench.engine.offline import silence
 from bus.messages import PARTS
 from bus.precisions import BITS, Precision
+from worker.distributed.probe import ProbeResponder
+from worker.distributed.transport import Transport
 from worker.engine.build import MIB, Shape, compile_kernels, fill_caches, make_cache, make_pool
 from worker.model import load_model
 from worker.model.layer import Attention, FeedForward, Layer
@@ -34,10 +36,10 @@ from worker.model.model import LoadFormat
 from worker.model.shard import Shard
 from worker.model.weights import tensors_of
 from worker.pipeline.build import start_leading
-from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
-from worker.pipeline.pipeline import Behind
-from worker.pipeline.stages import Stages
+from worker.pipeline.pipeline import RemoteStage
+from worker.pipeline.stage_host import StageHost
+from worker.pipeline.stage_runner import LoadedStage
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import CutPlan
 from worker.shape.host_images import at_once, writing_half
@@ -147,7 +149,7 @@ class Stage:
         self.pool.close()
 
 
-def lead(stage: Stage, behind: Sequence[Behind], woken: threading.Event) -> PipelinedInstance:
+def lead(stage: Stage, behind: Sequence[RemoteStage], woken: threading.Event) -> PipelinedInstance:
     """stage: the first. woken: set when `can_step` may have changed."""
     steps = start_leading(
         PIPELINE,
@@ -191,12 +193,12 @@ class StageProcesses:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def wait(self) -> list[Behind]:
+    def wait(self) -> list[RemoteStage]:
         """Until all are loaded: what their leader is to know. Raises TimeoutError, and EOFError for one that
         has died."""
         doors = [_answer(line, START_S) for line in self._lines]
         return [
-            Behind(f"w{number}", 1, address, key, first, end)
+            RemoteStage(f"w{number}", 1, address, key, first, end)
             for number, ((address, key), (first, end)) in enumerate(zip(doors, self._parts, strict=True), 1)
         ]
 
@@ -235,12 +237,14 @@ def _follow(staging: Staging, number: int, parent: Connection) -> None:
     silence()
     kernels.configure(staging.threads)
     woken = threading.Event()
-    stages = Stages("127.0.0.1", TIMEOUT_S, is_gpu=False)
+    transport = Transport("127.0.0.1", TIMEOUT_S)
+    ProbeResponder(transport, torch.device("cpu"))
+    stages = StageHost(transport)
     stages.wake = woken.set
     with torch.inference_mode():
         stage = Stage(staging, number)
-        stages.add(Part(PIPELINE, number, 1, stage.model, stage.cache, lambda: None), START_S)
-        parent.send((stages.address, stages.key))
+        stages.add(LoadedStage(PIPELINE, number, 1, stage.model, stage.cache, lambda: None), START_S)
+        parent.send((transport.address, transport.key))
         orders = _orders(parent, woken)
         while True:
             while stages.can_step:
@@ -255,6 +259,7 @@ def _follow(staging: Staging, number: int, parent: Connection) -> None:
             woken.wait()
             woken.clear()
         stages.close()
+        transport.close()
 
 
 def _orders(parent: Connection, woken: threading.Event) -> SimpleQueue[tuple[Any, ...]]:

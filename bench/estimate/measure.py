@@ -42,7 +42,7 @@ from bench.estimate.models import SIZES, Size, config_folder, num_parameters
 from bench.estimate.report import Measured, report, say_card
 from bench.estimate.stages import Stages
 from bench.estimate.truth import Devices, OneDevice, Truth, limits_for
-from bus.deployments import Configuration, Intent, LinkSample, Peer
+from bus.deployments import Configuration, Intent, LinkSample, ProbePeer
 from bus.precisions import PRECISIONS, QUANTIZED
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from worker.core import Limits
@@ -209,7 +209,7 @@ class Whole:
             cases = {case: each for truth in truths for case, each in truth.found().items()}
             return Measured(name, profile, cases, whole_bytes)
 
-    def links(self, peer: Peer) -> tuple[list[LinkSample], float]:
+    def links(self, peer: ProbePeer) -> tuple[list[LinkSample], float]:
         """Measured between this process and another's, and the seconds that it took of both together."""
         began, device = time.perf_counter(), torch.device("cpu")
         links = measure_links(peer, self.config.hidden_size, torch.float32, device, "127.0.0.1")

@@ -13,7 +13,7 @@ import torch
 
 from bench.engine.stage_processes import TIMEOUT_S, Stage, StageProcesses, Staging, lead
 from bench.estimate.truth import Prompts, Running, request
-from bus.deployments import Configuration, Peer
+from bus.deployments import Configuration, ProbePeer
 from bus.precisions import Precision
 
 
@@ -33,7 +33,7 @@ class Stages:
         except BaseException:
             self._processes.close()
             raise
-        self.peer = Peer(worker=behind[0].worker, door=behind[0].address, door_key=behind[0].key)
+        self.peer = ProbePeer(worker=behind[0].worker, link=behind[0].address, link_key=behind[0].key)
 
     def use(self, precision: Precision) -> None:
         self._stage.use(precision)

@@ -198,7 +198,8 @@ class Worker:
             **values | {"models": [f"{MODEL}={folder}"], "memory_mb": megabytes, "variants": []} | settings_
         )
         self._loaded = loaded = load(settings, name, lambda text: None)
-        assert loaded.grouping is not None
+        transport = loaded.transport
+        assert loaded.grouping is not None and transport is not None
         self._grouping = loaded.grouping
         self._instance = self._grouping.place.instance
         self._steps: list[Step] = []
@@ -218,7 +219,7 @@ class Worker:
             on_reports=self._reported,
             on_death=lambda error: setattr(self, "_death", error),
         )
-        self.peer = Peer(name, 1, self._grouping.address, self._grouping.link_key)
+        self.peer = Peer(name, 1, transport.address, transport.key)
         self.thread.fence(1)
         self.thread.start()
         for i in range(sequences):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from bus.catalogue import Contents
-from bus.deployments import Measure, ModelCard, Peer, Profile
+from bus.deployments import Measure, ModelCard, ProbePeer, Profile
 from bus.messages import CancelMorph
 from bus.precisions import PRECISIONS
 from controller.deployments.decisions import MAX_ATTEMPTS, Command, Decision, measure_id, model_becomes
@@ -57,7 +57,7 @@ def _unmeasured(
     return _order(card, chosen, _peer_of(chosen, contents, picture), picture.now_ms)
 
 
-def _peer_of(chosen: Device, contents: Contents, picture: Picture) -> Peer | None:
+def _peer_of(chosen: Device, contents: Contents, picture: Picture) -> ProbePeer | None:
     """To measure with it what workers say to each other: one of its host, if there is one."""
     host = chosen.card.host
     others = [
@@ -66,13 +66,13 @@ def _peer_of(chosen: Device, contents: Contents, picture: Picture) -> Peer | Non
         if device.card.id != chosen.card.id
         and device.kind == chosen.kind
         and device.takes_orders
-        and device.card.door
+        and device.card.link
         and not _is_taken(device, contents)
     ]
     if not others:
         return None
     card = min(others, key=lambda one: (one.card.host != host, one.load, one.card.id)).card
-    return Peer(worker=card.id, door=card.door, door_key=card.door_key, shares_host=card.host == host)
+    return ProbePeer(worker=card.id, link=card.link, link_key=card.link_key, shares_host=card.host == host)
 
 
 def _is_taken(device: Device, contents: Contents) -> bool:
@@ -83,7 +83,7 @@ def _is_taken(device: Device, contents: Contents) -> bool:
     return measures or loads
 
 
-def _order(card: ModelCard, device: Device, peer: Peer | None, now_ms: int) -> Decision:
+def _order(card: ModelCard, device: Device, peer: ProbePeer | None, now_ms: int) -> Decision:
     worker = device.card
     record = replace(
         card,

@@ -196,7 +196,7 @@ def _check_links(groups: Sequence[Group], tp: int) -> None:
     """Who joins no group, and what to do."""
     for place in (place for group in groups for place in group if tp > len(group)):
         worker, model = place.worker, place.card.model
-        if worker.link:
+        if worker.link and place.card.degrees != [1]:
             continue
         models = sorted({card.model for card in worker.instances})
         if len(models) > 1:
@@ -204,7 +204,8 @@ def _check_links(groups: Sequence[Group], tp: int) -> None:
                 f"{worker.id} serves {', '.join(models)}, and a worker of several models joins no group: "
                 f"retire the others, or deploy {model} with tp {tp} onto workers without a model"
             )
-        raise _wrong_workers(f"{worker.id} joins no group: its worker.group_host is empty")
+        if not worker.link:
+            raise _wrong_workers(f"{worker.id} joins no group: its worker.group_host is empty")
 
 
 def _check_degree(groups: Sequence[Group], tp: int) -> None:

@@ -20,6 +20,7 @@ from bus.precisions import Precision
 from tests.support.threaded_worker import ThreadedWorker
 from worker.core import Limits, Request
 from worker.distributed.messages import Peer
+from worker.distributed.transport import Transport
 from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
 from worker.engine.engine import Engine, StepResult
 from worker.engine.instance import Output
@@ -92,6 +93,7 @@ class GroupWorker(ThreadedWorker):
         if host_dir:
             variants = LayerVariants(self.model, self.pool, precisions=["int8", "int4"], host_dir=host_dir)
         target = Target(self.instance, variants, resizer)
+        self.transport = Transport("127.0.0.1", timeout_s)
         self.grouping = Grouping(
             name,
             Place(
@@ -102,7 +104,7 @@ class GroupWorker(ThreadedWorker):
                 copier=Copier(lambda: self.executor.wake()),
                 stage_bytes=stage_bytes,
             ),
-            timeout_s=timeout_s,
+            self.transport,
         )
         self.regrouped: list[tuple[tuple[str, ...], str]] = []
         self.grouping.on_regrouped = lambda members, why: self.regrouped.append((members, why))
@@ -133,7 +135,7 @@ class GroupWorker(ThreadedWorker):
 
     @property
     def peer(self) -> Peer:
-        return Peer(self.name, self.epoch, self.grouping.address, self.grouping.link_key)
+        return Peer(self.name, self.epoch, self.transport.address, self.transport.key)
 
     def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
@@ -156,6 +158,7 @@ class GroupWorker(ThreadedWorker):
 
     def stop(self) -> None:
         self.thread.stop()
+        self.transport.close()
 
     def _check(self) -> None:
         self.engine.check_integrity()

@@ -15,6 +15,7 @@ from bus.messages import PageCounts, SamplingParams, TokenLogprobs
 from tests.support.threaded_worker import ThreadedWorker
 from worker.core import Limits, Request
 from worker.distributed.messages import Peer
+from worker.distributed.transport import Transport
 from worker.engine.build import fill_caches, make_cache
 from worker.engine.engine import Engine, StepResult
 from worker.engine.instance import Output
@@ -25,10 +26,10 @@ from worker.morph.executor import MorphExecutor
 from worker.morph.reshard import make_resharder
 from worker.morph.verbs import NoVariants
 from worker.pipeline.build import start_leading
-from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
-from worker.pipeline.pipeline import Behind
-from worker.pipeline.stages import Stages
+from worker.pipeline.pipeline import RemoteStage
+from worker.pipeline.stage_host import StageHost
+from worker.pipeline.stage_runner import LoadedStage
 from worker.service.engine_thread import EngineThread, Snapshot
 
 WAIT_S = 30.0
@@ -41,7 +42,8 @@ class StageWorker(ThreadedWorker):
     def __init__(self, name: str, *, megabytes: float = 8, timeout_s: float = 20.0) -> None:
         super().__init__(name)
         self.pool = PagePool(CpuBackend(4096), int(megabytes * 1024 * 1024))
-        self.stages = Stages("127.0.0.1", timeout_s, is_gpu=False)
+        self.transport = Transport("127.0.0.1", timeout_s)
+        self.stages = StageHost(self.transport)
         self.engine = Engine()
         self.engine.parts = self.stages
         self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -80,6 +82,7 @@ class StageWorker(ThreadedWorker):
         if self.thread._thread.is_alive():
             self.call(self.stages.close)
             self.thread.stop()
+        self.transport.close()
 
     def take(self, result: StepResult, output: Output) -> None:
         delta, known = output.delta, self.logprobs.setdefault(output.request.id, [])
@@ -130,7 +133,7 @@ def follow(
     shard: Shard = ALONE,
 ) -> None:
     model, cache = load(folder, worker.pool, layers, limits, dtype, shard)
-    part = Part(pipeline, stage, epoch, model, cache, partial(release, model, cache), shard=shard)
+    part = LoadedStage(pipeline, stage, epoch, model, cache, partial(release, model, cache), shard=shard)
     worker.stages.add(part, join_within_s)
 
 
@@ -159,13 +162,15 @@ class Line:
             stage, shard = i // tp, Shard(i % tp, tp)
             worker.call(partial(self._follow, folder, worker, parts[stage], stage, limits, dtype, shard))
         seats = [
-            Peer(worker.name, worker.epoch, worker.stages.address, worker.stages.key)
+            Peer(worker.name, worker.epoch, worker.transport.address, worker.transport.key)
             for worker in self.workers
         ]
         behind = []
         for stage, layers in enumerate(parts[1:], start=1):
             first, *others = seats[stage * tp : (stage + 1) * tp]
-            behind.append(Behind(first.worker, first.epoch, first.address, first.key, *layers, tuple(others)))
+            behind.append(
+                RemoteStage(first.worker, first.epoch, first.address, first.key, *layers, tuple(others))
+            )
         model, cache = self.leader.call(
             partial(load, folder, self.leader.pool, parts[0], limits, dtype, Shard(0, tp))
         )

@@ -12,6 +12,7 @@ from functools import partial
 from bus.messages import PARTS, InstanceCard
 from bus.settings import WorkerSettings
 from worker.deploy.sharing import Holder
+from worker.distributed.transport import Transport
 from worker.engine.engine import Engine
 from worker.memory import PagePool
 from worker.model import Model
@@ -19,7 +20,7 @@ from worker.morph.plan import Half
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import reserve_pages
-from worker.pipeline.stages import Stages
+from worker.pipeline.stage_host import StageHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class Site:
         self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
         self.residents: dict[str, Resident] = {}
         self.hooks: Hooks | None = None
-        self.stages: Stages | None = None  # of instances that others lead; None: it takes part in none
+        self.transport: Transport | None = None  # None: no other worker reaches it
+        self.stages: StageHost | None = None  # of instances that others lead; None: it takes part in none
         # An instance whose stages elsewhere are gone, and why: it is to leave.
         self.on_lost: Callable[[str, str], None] = lambda instance, reason: None
         # One of which a stage elsewhere is to leave: the same, when its requests have ended.

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from worker.distributed.messages import Peer, RendezvousAhead
+from worker.distributed.messages import GroupMessage, Peer, RendezvousAhead
 from worker.distributed.rendezvous import Meetings, key_of, new_meeting
-from worker.parallel.links import Link, Links
+from worker.distributed.transport import Endpoint, Link
 
 
 class MeetingsAhead:
     """Those under way; what they make is kept by `Meetings`."""
 
-    def __init__(self, worker: str, links: Links, meetings: Meetings) -> None:
+    def __init__(self, worker: str, links: Endpoint[GroupMessage], meetings: Meetings) -> None:
         self._worker, self._links, self._meetings = worker, links, meetings
         self._keys: dict[str, str] = {}  # by meeting
         self._asked: dict[str, list[Link]] = {}  # by meeting: over which others were

@@ -15,6 +15,7 @@ from worker.distributed.messages import (
     Abort,
     Commit,
     GroupEnded,
+    GroupMessage,
     JoinRendezvous,
     LeadSubgroup,
     Peer,
@@ -23,10 +24,10 @@ from worker.distributed.messages import (
     Vote,
 )
 from worker.distributed.rendezvous import Meetings, key_of, new_meeting
+from worker.distributed.transport import Endpoint, Link
 from worker.parallel.answering import answer
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering, StandingBy
-from worker.parallel.links import Link, Links
 from worker.parallel.party import Party
 from worker.parallel.place import Place
 from worker.parallel.ties import PeerLinks
@@ -52,7 +53,7 @@ class Assembly:
         self,
         worker: str,
         place: Place,
-        links: Links,
+        links: Endpoint[GroupMessage],
         meetings: Meetings,
         now: Callable[[], tuple[Party | None, PeerLinks]],
         in_the_way: Callable[[], str],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from worker.distributed.messages import Prepare, Vote
+from worker.distributed.transport import Link
 from worker.parallel.formation import Formation
-from worker.parallel.links import Link
 
 
 @dataclass(slots=True)

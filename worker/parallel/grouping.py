@@ -30,13 +30,13 @@ from worker.distributed.messages import (
     Vote,
 )
 from worker.distributed.rendezvous import Meetings
+from worker.distributed.transport import Link, Transport
 from worker.engine.instance import Output
 from worker.memory import OutOfBlocks
 from worker.parallel.ahead import MeetingsAhead
 from worker.parallel.assembly import Assembly, Destination
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering
-from worker.parallel.links import Link, Links
 from worker.parallel.member import Member
 from worker.parallel.party import Party
 from worker.parallel.place import Place
@@ -56,13 +56,11 @@ class Grouping:
         self,
         worker: str,
         place: Place,
+        transport: Transport,
         *,
-        host: str = "127.0.0.1",
         device: str = "cpu",
-        timeout_s: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises OSError where the host cannot be listened on."""
         self.worker, self.place = worker, place
         self.post: Callable[[Callable[[], None]], None] = lambda call: call()
         # Members in the order of their shards, the leader first, or nobody else; and why.
@@ -73,14 +71,16 @@ class Grouping:
         self.on_progress: Callable[[], None] = lambda: None
         self.why_not: Callable[[], str] = lambda: ""  # what else would be in the way of a change, if anything
         self._clock = clock
-        self._links = Links(
-            host,
-            timeout_s,
-            lambda link, message: self.post(lambda: self._take(link, message)),
+        self._links = transport.endpoint(
+            GroupMessage,
+            lambda link, message, payload: self.post(lambda: self._take(link, message)),
             lambda link, reason: self.post(lambda: self._lost(link, reason)),
         )
         self._meetings = Meetings(
-            host, device, timeout_s, lambda meeting, reason: self.post(lambda: self._met(meeting, reason))
+            transport.host,
+            device,
+            transport.timeout_s,
+            lambda meeting, reason: self.post(lambda: self._met(meeting, reason)),
         )
         self._ahead = MeetingsAhead(worker, self._links, self._meetings)
         self._present: Present | None = None
@@ -103,14 +103,6 @@ class Grouping:
     def peers(self) -> dict[str, Peer]:
         """Of the group that this worker is in."""
         return self._present.peers if self._present else {}
-
-    @property
-    def address(self) -> str:
-        return self._links.address
-
-    @property
-    def link_key(self) -> bytes:
-        return self._links.key
 
     @property
     def busy_with(self) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import GroupEnded, Peer
+from worker.distributed.transport import Link
 from worker.morph.executor import FATAL
-from worker.parallel.links import Link
 from worker.parallel.party import Party
 from worker.parallel.ties import PeerLinks
 

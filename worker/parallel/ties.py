@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from worker.distributed.messages import Message
-from worker.parallel.links import Link
+from worker.distributed.transport import Link
 
 
 @dataclass(slots=True)

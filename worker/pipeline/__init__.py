@@ -6,11 +6,8 @@ hold layers and their KV under the leader's block numbers, and run what comes to
 ==============  ==============================================================================
 `instance`      the leader's instance: several batches on their way at a time
 `pipeline`      the leader's end of the connections
-`follower`      what else takes part: layers or a share of them, their KV, and what comes for them
+`stage_runner`  one such stage: its layers or a share of them, their KV, its messages
 `ranks`         the ranks of one stage, and what they add up by
-`stages`        the door of a worker, and what it runs for leaders elsewhere
-`hop`           one connection: messages and tensors in order
-`probe`         answers a worker that measures what such connections and sums take
-`wire`          the messages
+`stage_host`    the stages that this worker runs for leaders elsewhere
 ==============  ==============================================================================
 """

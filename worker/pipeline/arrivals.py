@@ -25,12 +25,12 @@ from worker.morph.resizer import KVResizer
 from worker.morph.run import Clock
 from worker.morph.target import Target
 from worker.pipeline.build import start_leading
-from worker.pipeline.follower import Part
 from worker.pipeline.instance import PipelinedInstance
 from worker.pipeline.kept import KeptVariants
-from worker.pipeline.pipeline import Behind, PipelineLost
+from worker.pipeline.pipeline import PipelineLost, RemoteStage
 from worker.pipeline.split import leader_of, pipeline_of
-from worker.pipeline.stages import Stages
+from worker.pipeline.stage_host import StageHost
+from worker.pipeline.stage_runner import LoadedStage
 from worker.shape.copier import Copier
 
 JOIN_WITHIN_S = 300.0  # for the leader's own load; who orders it gives up before
@@ -58,7 +58,7 @@ class FollowerArrival(ArrivalRun):
         yield from self._fill_cache()
         assert newcomer.cache
         newcomer.model.complete()
-        part = Part(
+        part = LoadedStage(
             pipeline_of(command),
             command.stage,
             command.epoch,
@@ -102,7 +102,7 @@ class LeaderArrival(ArrivalRun):
         *,
         clock: Clock = time.monotonic,
     ) -> None:
-        """peers: by worker, the doors of the stages. Raises NotApplied where one is missing."""
+        """peers: by worker, where the stages are reached. Raises NotApplied where one is missing."""
         super().__init__(command, site, loader, lambda *of: self._card(card_of(*of)), clock=clock)
         self._beside = [_seat(command, 0, worker, peers) for worker in command.stages[0].workers[1:]]
         self._behind = [_behind(command, number, peers) for number in range(1, len(command.stages))]
@@ -160,10 +160,12 @@ class LeaderArrival(ArrivalRun):
         )
 
 
-def _behind(command: Deploy, number: int, peers: Mapping[str, Peer]) -> Behind:
+def _behind(command: Deploy, number: int, peers: Mapping[str, Peer]) -> RemoteStage:
     stage = command.stages[number]
     first, *others = [_seat(command, number, worker, peers) for worker in stage.workers or [""]]
-    return Behind(first.worker, first.epoch, first.address, first.key, stage.first, stage.end, tuple(others))
+    return RemoteStage(
+        first.worker, first.epoch, first.address, first.key, stage.first, stage.end, tuple(others)
+    )
 
 
 def _seat(command: Deploy, number: int, worker: str, peers: Mapping[str, Peer]) -> Peer:
@@ -183,7 +185,7 @@ def _refuse_second_group(command: Deploy, site: Site) -> None:
         raise NotApplied("conflict", f"{site.worker}: {why}")
 
 
-def _stages(site: Site) -> Stages:
+def _stages(site: Site) -> StageHost:
     if site.stages is None:
         raise NotApplied("failed", "this worker takes no part in pipelines: worker.group_host is empty")
     return site.stages

@@ -12,7 +12,7 @@ from worker.memory import KVCache
 from worker.model import Model, ModelError
 from worker.model.shard import Shard
 from worker.pipeline.instance import PipelinedInstance
-from worker.pipeline.pipeline import Behind, Pipeline, PipelineLost
+from worker.pipeline.pipeline import Pipeline, PipelineLost, RemoteStage
 from worker.pipeline.ranks import Ranks
 
 
@@ -22,7 +22,7 @@ def start_leading(
     model: Model,
     cache: KVCache,
     limits: Limits,
-    behind: Sequence[Behind],
+    behind: Sequence[RemoteStage],
     *,
     beside: Sequence[Peer] = (),
     host: str = "127.0.0.1",

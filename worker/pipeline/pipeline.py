@@ -26,10 +26,9 @@ from worker.distributed.messages import (
     StartPipeline,
     pack,
 )
+from worker.distributed.transport import Link, Payload, connect, to_host
 from worker.engine.work import Work
 from worker.model import ModelConfig
-from worker.parallel.links import knock
-from worker.pipeline.hop import Hop, Payload, Received, to_host
 
 
 class PipelineLost(Exception):
@@ -37,9 +36,8 @@ class PipelineLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """A stage behind the leader's: layers [first, end) at a worker, and its door. others: its ranks 1, 2 and
-    so on, where it has several."""
+class RemoteStage:
+    """A later stage: layers [first, end) at a worker. others: its ranks 1, 2, ..., if it has several."""
 
     worker: str
     epoch: int
@@ -77,7 +75,7 @@ class Pipeline:
         self,
         pipeline: str,
         leader: str,
-        behind: Sequence[Behind],
+        behind: Sequence[RemoteStage],
         *,
         beside: Sequence[Peer] = (),
         timeout_s: float,
@@ -92,10 +90,10 @@ class Pipeline:
         self.beside, self.tp = list(beside), 1 + len(beside)
         self.id, self.leader, self.behind, self.timeout_s = pipeline, leader, list(behind), timeout_s
         self._wake, self._is_gpu, self._clock = wake, is_gpu, clock
-        self._mail: SimpleQueue[tuple[Hop, Received | str, torch.Tensor]] = SimpleQueue()
+        self._mail: SimpleQueue[tuple[Link, Message | str, torch.Tensor]] = SimpleQueue()
         # By place, the leader's own stage first, the ranks of a stage in their order.
         self._places: list[_Place] = []
-        self._hops: list[Hop] = []
+        self._links: list[Link] = []
         self._joined: dict[int, PipelineJoined] = {}
         self._started: set[int] = set()
         self._sent: deque[tuple[int, float]] = deque()  # step, when
@@ -121,16 +119,17 @@ class Pipeline:
             for rank, seat in enumerate(each.seats)
         ]
         for place in self._places:
-            hop = Hop(
-                knock(place.seat.address, place.seat.key),
-                self.timeout_s,
+            link = connect(
+                place.seat.address,
+                place.seat.key,
                 self._take,
                 self._lose,
+                timeout_s=self.timeout_s,
                 is_pinned=self._is_gpu,
-                on_beat=self._wake,  # to see what is overdue
+                on_idle=self._wake,  # to see what is overdue
             )
-            self._hops.append(hop)
-            hop.send(
+            self._links.append(link)
+            link.send(
                 JoinPipeline(
                     pipeline=self.id,
                     leader=self.leader,
@@ -145,11 +144,11 @@ class Pipeline:
                     block_tokens=block_tokens,
                     digest=digest,
                     is_last=place.stage == len(self.behind),
-                    next=self._doors_behind(place),
+                    next=self._next_peers(place),
                 )
             )
 
-    def _doors_behind(self, place: _Place) -> list[Peer]:
+    def _next_peers(self, place: _Place) -> list[Peer]:
         """The leader has its own connections to the second stage."""
         if place.rank or not 0 < place.stage < len(self.behind):
             return []
@@ -174,8 +173,8 @@ class Pipeline:
     def start(self, blocks: int, meeting: str = "", store: str = "") -> None:
         """Let all have so many blocks, and the ranks of each stage meet; those of the leader's in `store`."""
         stores = [store, *(self._joined[at].store for at in self._firsts)]
-        for place, hop in zip(self._places, self._hops, strict=True):
-            hop.send(
+        for place, link in zip(self._places, self._links, strict=True):
+            link.send(
                 StartPipeline(pipeline=self.id, blocks=blocks, meeting=meeting, store=stores[place.stage])
             )
 
@@ -223,9 +222,9 @@ class Pipeline:
             self._send_to(stage, move)
 
     def _send_to(self, stage: int, message: Message, payload: Payload | None = None) -> None:
-        for place, hop in zip(self._places, self._hops, strict=True):
+        for place, link in zip(self._places, self._links, strict=True):
             if place.stage == stage:
-                hop.send(message, payload)
+                link.send(message, payload)
 
     def take_done(self) -> torch.Tensor | None:
         """uint8 in host memory: the residual [R, H] of the step that was sent first of those on their way;
@@ -241,9 +240,9 @@ class Pipeline:
 
     def close(self, reason: str) -> None:
         """Everybody behind hears it and gives its pages back. Repeating it is harmless."""
-        for hop in self._hops:
-            hop.send(EndPipeline(pipeline=self.id, reason=reason))
-            hop.close()
+        for link in self._links:
+            link.send(EndPipeline(pipeline=self.id, reason=reason))
+            link.close()
 
     @property
     def _is_overdue(self) -> bool:
@@ -252,15 +251,15 @@ class Pipeline:
     def _read(self) -> None:
         while not self._lost:
             try:
-                hop, message, behind = self._mail.get_nowait()
+                link, message, behind = self._mail.get_nowait()
             except Empty:
                 return
-            self._lost = self._note(hop, message, behind)
+            self._lost = self._note(link, message, behind)
         raise PipelineLost(self._lost)
 
-    def _note(self, hop: Hop, message: Received | str, behind: torch.Tensor) -> str:
+    def _note(self, link: Link, message: Message | str, behind: torch.Tensor) -> str:
         """Why it is lost; empty: it goes on."""
-        at = self._hops.index(hop)
+        at = self._links.index(link)
         where = self._name(self._places[at])
         match message:
             case str():
@@ -291,10 +290,10 @@ class Pipeline:
 
     # ----------------------------------------------------------------------------- threads of connections
 
-    def _take(self, hop: Hop, message: Received, behind: torch.Tensor) -> None:
-        self._mail.put((hop, message, behind))
+    def _take(self, link: Link, message: Message, behind: torch.Tensor) -> None:
+        self._mail.put((link, message, behind))
         self._wake()
 
-    def _lose(self, hop: Hop, reason: str) -> None:
-        self._mail.put((hop, reason, torch.empty(0)))
+    def _lose(self, link: Link, reason: str) -> None:
+        self._mail.put((link, reason, torch.empty(0)))
         self._wake()

@@ -1,7 +1,7 @@
 """What ranks and stages say to each other, measured with another live worker.
 
 A decode sends a row for each sequence, a prefill one for each token of a chunk: so a few numbers of rows, in
-turns, that what disturbs one disturbs all. The other end is `worker.pipeline.probe`.
+turns, that what disturbs one disturbs all. The other end is `worker.distributed.probe`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from queue import Empty, SimpleQueue
 import torch
 from torch.distributed import TCPStore
 
-from bus.deployments import LinkKind, LinkSample, Peer
+from bus.deployments import LinkKind, LinkSample, ProbePeer
 from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import Echo, MeasureAllReduce, Message, ProbeFailed
-from worker.parallel.links import knock
-from worker.pipeline.hop import Hop, Received, to_host
-from worker.pipeline.probe import PATIENCE_S, all_reduces, meet, tensors_for, use_here
+from worker.distributed.probe import PATIENCE_S, all_reduces, meet, tensors_for, use_device
+from worker.distributed.transport import Link, connect, to_host
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class NoAnswer(Exception):
 
 
 def measure_links(
-    peer: Peer,
+    peer: ProbePeer,
     hidden_size: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -48,7 +47,7 @@ def measure_links(
     """What could be measured; nothing where the peer does not answer. Takes a second, and for either kind
     never more than LIMIT_S and what one answer may take: not for the engine's thread. host: of this worker
     for the other."""
-    use_here(device)
+    use_device(device)
     line = _Line(peer, device)
     sizes = [count * hidden_size for count in rows]
     found: list[LinkSample] = []
@@ -63,7 +62,7 @@ def measure_links(
     return found
 
 
-def kinds_with(peer: Peer) -> set[LinkKind]:
+def kinds_with(peer: ProbePeer) -> set[LinkKind]:
     """What can be measured with it: ranks share a host."""
     return {"hop", "all_reduce"} if peer.shares_host else {"hop"}
 
@@ -118,21 +117,22 @@ def _sums(
 
 
 class _Line:
-    """A connection to the other worker's door, for one thread."""
+    """A connection to the other worker, for one thread."""
 
-    def __init__(self, peer: Peer, device: torch.device) -> None:
+    def __init__(self, peer: ProbePeer, device: torch.device) -> None:
         self._device = device
         self._mail: SimpleQueue[torch.Tensor | str] = SimpleQueue()
         is_gpu = device.type == "cuda"
-        door = knock(peer.door, peer.door_key)
-        self._hop = Hop(door, PATIENCE_S, self._take, self._lose, is_pinned=is_gpu)
+        self._link = connect(
+            peer.link, peer.link_key, self._take, self._lose, timeout_s=PATIENCE_S, is_pinned=is_gpu
+        )
 
     def send(self, message: Message) -> None:
-        self._hop.send(message)
+        self._link.send(message)
 
     def call(self, tensor: torch.Tensor) -> None:
         """Until it is back on the device. Raises NoAnswer."""
-        self._hop.send(Echo(), to_host(tensor))
+        self._link.send(Echo(), to_host(tensor))
         try:
             back = self._mail.get(timeout=PATIENCE_S)
         except Empty:
@@ -151,10 +151,10 @@ class _Line:
         return ""
 
     def close(self) -> None:
-        self._hop.close()
+        self._link.close()
 
-    def _take(self, hop: Hop, message: Received, behind: torch.Tensor) -> None:
+    def _take(self, link: Link, message: Message, behind: torch.Tensor) -> None:
         self._mail.put(message.reason if isinstance(message, ProbeFailed) else behind)
 
-    def _lose(self, hop: Hop, reason: str) -> None:
+    def _lose(self, link: Link, reason: str) -> None:
         self._mail.put(reason)

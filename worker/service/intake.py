@@ -142,11 +142,9 @@ class Intake:
         peers: dict[str, Peer] = {}
         try:
             for member in await self._bus.members():
-                if (card := member.card) and member.lease_epoch == card.epoch:
-                    to_group = isinstance(command, Transform)
-                    link, key = (card.link, card.link_key) if to_group else (card.door, card.door_key)
-                    if link:
-                        peers[card.id] = Peer(card.id, card.epoch, link, key)
+                card = member.card
+                if card and card.link and member.lease_epoch == card.epoch:
+                    peers[card.id] = Peer(card.id, card.epoch, card.link, card.link_key)
         except BusUnavailable as error:
             log.warning("the workers of %s are not known: %s", command.id, error)
         except Exception:

@@ -10,6 +10,7 @@ from bus.precisions import BITS, PRECISIONS
 from bus.settings import WorkerSettings
 from worker.deploy.deployments import SiteDeployments
 from worker.deploy.site import Site
+from worker.distributed.transport import Transport
 from worker.engine.build import MIB
 from worker.memory import PagePool
 from worker.model import Model
@@ -82,18 +83,17 @@ def make_executor(
 
 
 def grouping_for(
-    name: str, target: Target, model: Model, pool: PagePool, settings: WorkerSettings, worker: str
+    name: str,
+    target: Target,
+    model: Model,
+    pool: PagePool,
+    settings: WorkerSettings,
+    worker: str,
+    transport: Transport | None,
 ) -> Grouping | None:
-    """Of a worker's only model; None where it joins no group."""
-    if not settings.group_host or len(degrees(model.config, settings.max_tp)) < 2:
+    """Return how a worker's only model joins groups; None if it cannot."""
+    if not transport or len(degrees(model.config, settings.max_tp)) < 2:
         return None
-    return make_grouping(name, target, model, pool, settings, worker)
-
-
-def make_grouping(
-    name: str, target: Target, model: Model, pool: PagePool, settings: WorkerSettings, worker: str
-) -> Grouping:
-    """How a worker of one model joins others. Raises OSError where it cannot be reached by them."""
     device = pool.backend.device
     place = Place(
         name=name,
@@ -106,8 +106,7 @@ def make_grouping(
     grouping = Grouping(
         worker,
         place,
-        host=settings.group_host,
+        transport,
         device=str(device),
-        timeout_s=settings.group_timeout_s,
     )
     return grouping

@@ -11,6 +11,7 @@ from bus.settings import WorkerSettings
 
 if TYPE_CHECKING:  # the engine brings torch; who only wants to catch CannotServe need not wait for it
     from worker.deploy.site import Site
+    from worker.distributed.transport import Transport
     from worker.engine.engine import Engine
     from worker.morph.executor import MorphExecutor
     from worker.parallel.grouping import Grouping
@@ -30,6 +31,7 @@ class Loaded:
     morphs: MorphExecutor
     grouping: Grouping | None = None  # None: it joins no group
     site: Site | None = None  # None: no model comes or goes
+    transport: Transport | None = None  # None: no other worker reaches it
 
 
 Progress = Callable[[str], None]  # called in the loading thread, as often as the loader likes

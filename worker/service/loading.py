@@ -12,6 +12,8 @@ from bus.precisions import BITS, PRECISIONS
 from bus.settings import WorkerSettings
 from worker.deploy.newcomer import dtype_of
 from worker.deploy.site import Resident, Site
+from worker.distributed.probe import ProbeResponder
+from worker.distributed.transport import Transport
 from worker.engine.build import (
     MIB,
     Shape,
@@ -29,7 +31,7 @@ from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import reserve_pages
 from worker.parallel.grouping import Grouping
-from worker.pipeline.stages import Stages
+from worker.pipeline.stage_host import StageHost
 from worker.service.cards import card_of
 from worker.service.load_morphs import bits_of, grouping_for, layer_order, load_variants, make_executor
 from worker.service.loaded import CannotServe, Loaded, Progress
@@ -69,9 +71,11 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     engine = Engine(device)
     site = Site(worker, pool, engine, settings)
     if settings.group_host:
-        engine.parts = site.stages = Stages(
-            settings.group_host, settings.group_timeout_s, is_gpu=device.type == "cuda", device=device
+        site.transport = Transport(
+            settings.group_host, settings.group_timeout_s, is_pinned=device.type == "cuda"
         )
+        ProbeResponder(site.transport, device)
+        engine.parts = site.stages = StageHost(site.transport)
     grouping: Grouping | None = None
     for name, (cache, model, limits) in parts.items():
         progress(f"{name}: compiling kernels and running the first request")
@@ -83,7 +87,7 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         order, order_name = layer_order(folders[name], model, settings)
         target = Target(instance, variants[name], resizer, order)
         if len(parts) == 1:
-            grouping = grouping_for(name, target, model, pool, settings, worker)
+            grouping = grouping_for(name, target, model, pool, settings, worker, site.transport)
         card = card_of(target, name, folders[name], model, order_name, settings, worker, grouping)
         site.add(Resident(card, target, model))
         log.info("%s: %d KV blocks of %d tokens", name, cache.num_blocks, limits.block_tokens)
@@ -92,7 +96,9 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         compile_ahead(device, settings)
     morphs = make_executor(worker, site, settings, device, grouping)
     cards = [resident.card for resident in site.residents.values()]
-    return Loaded(engine, cards, pool.counts, str(device), pool.page_bytes, morphs, grouping, site)
+    return Loaded(
+        engine, cards, pool.counts, str(device), pool.page_bytes, morphs, grouping, site, site.transport
+    )
 
 
 def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:

@@ -45,7 +45,11 @@ def led_groups(own: WorkerCard, cards: Iterable[WorkerCard]) -> Iterator[tuple[s
     """Aligned ones: of the host's workers of a model, in the order of their names, the first two, the next
     two, the first four, ... of which this one comes first."""
     [instance] = own.instances
-    alike = [card.id for card in cards if [each.model for each in card.instances] == [instance.model]]
+    alike = [
+        card.id
+        for card in cards
+        if [(each.model, each.degrees) for each in card.instances] == [(instance.model, instance.degrees)]
+    ]
     names = sorted(alike, key=_by_number)
     for degree in instance.degrees:
         first = names.index(own.id) if own.id in names else -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,10 +14,8 @@ from worker.parallel.morphs import GroupMorphs
 from worker.service.engine_thread import EngineThread
 from worker.service.load_morphs import grouping_for
 
-log = logging.getLogger("worker")
-
 OnRegrouped = Callable[[tuple[str, ...], str], None]
-OnCards = Callable[[list[InstanceCard], str, bytes], None]  # cards, address and key of its links
+OnCards = Callable[[list[InstanceCard]], None]
 
 
 class Regrouping:
@@ -50,8 +47,7 @@ class Regrouping:
         for name, resident in residents.items():
             card = _card_in(resident, grouping if resident is only else None, self._site.settings.max_tp)
             residents[name] = replace(resident, card=card)
-        cards = [resident.card for resident in residents.values()]
-        self._on_cards(cards, grouping.address if grouping else "", grouping.link_key if grouping else b"")
+        self._on_cards([resident.card for resident in residents.values()])
 
     def _only(self) -> Resident | None:
         """Its only model, all of which is here. A worker in a stage of several ranks joins no other group:
@@ -64,13 +60,9 @@ class Regrouping:
 
     def _make(self, only: Resident) -> Grouping | None:
         site = self._site
-        try:
-            return grouping_for(
-                only.card.model, only.target, only.model, site.pool, site.settings, site.worker
-            )
-        except OSError as error:
-            log.warning("this worker joins no group: %s", error)
-            return None
+        return grouping_for(
+            only.card.model, only.target, only.model, site.pool, site.settings, site.worker, site.transport
+        )
 
     def _use(self, grouping: Grouping | None) -> None:
         if grouping:

@@ -143,10 +143,8 @@ class Serving:
                 on_regrouped=self._regrouped_in_thread,
                 on_cards=self._cards_in_thread,
             ).look
-        self._link = ("", b"")  # where members of its groups reach it, and what they show there
         if grouping := loaded.grouping:
             grouping.on_regrouped = self._regrouped_in_thread
-            self._link = grouping.address, grouping.link_key
         self._showing: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
@@ -178,6 +176,8 @@ class Serving:
             await self._residents.close()
             await self._measures.close()
             await asyncio.to_thread(self._thread.stop)
+            if self._loaded.transport:
+                self._loaded.transport.close()
             await self._morph_reports.send_rest()
 
     def _fence(self, epoch: int) -> None:
@@ -198,8 +198,6 @@ class Serving:
             self._membership.update(
                 instances=residents.shown,
                 loading=[residents.loading] if residents.loading else [],
-                link=self._link[0],
-                link_key=self._link[1],
             )
         )
 
@@ -209,13 +207,11 @@ class Serving:
 
     async def _announce(self) -> None:
         loaded = self._loaded
-        stages = loaded.site.stages if loaded.site else None
+        transport = loaded.transport
         await self._membership.update(
             state="serving",
-            link=self._link[0],
-            link_key=self._link[1],
-            door=stages.address if stages else "",
-            door_key=stages.key if stages else b"",
+            link=transport.address if transport else "",
+            link_key=transport.key if transport else b"",
             instances=self._residents.shown,
             device=loaded.device,
             device_kind=kind_of(loaded.device),
@@ -276,7 +272,7 @@ class Serving:
         if stages:
             why = f"{self._membership.card.id} is draining"
             self._thread.call(lambda: stages.ask_to_end(why))
-            while stages.followers:  # noqa: ASYNC110 one wait a life
+            while stages.runners:  # noqa: ASYNC110 one wait a life
                 await asyncio.sleep(DRAIN_CHECK_S)
 
     async def _show_group(self, members: tuple[str, ...], why: str) -> None:
@@ -339,13 +335,12 @@ class Serving:
             await asyncio.wait([before])
         await then
 
-    def _cards_in_thread(self, cards: list[InstanceCard], link: str, key: bytes) -> None:
-        self._loop.call_soon_threadsafe(self._take_cards, cards, link, key)
+    def _cards_in_thread(self, cards: list[InstanceCard]) -> None:
+        self._loop.call_soon_threadsafe(self._take_cards, cards)
 
-    def _take_cards(self, cards: list[InstanceCard], link: str, key: bytes) -> None:
-        """Whether it joins groups, and with what, is another."""
+    def _take_cards(self, cards: list[InstanceCard]) -> None:
+        """Show cards whose possible degrees have changed."""
         self._residents.replace(cards)
-        self._link = link, key
         self._residents_changed()
 
     def _death_in_thread(self, error: BaseException) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bus.catalogue import Contents
-from bus.deployments import Measure, ModelCard, Peer
+from bus.deployments import Measure, ModelCard, ProbePeer
 from bus.messages import WorkerCard
 from controller.deployments.picture import Device, Picture
 from controller.deployments.profiling import next_of_model
@@ -20,14 +20,14 @@ def device(name: str, *, load: float = 0.0, **changes: Any) -> Device:
         "host": "h",
         "device": "cpu",
         "state": "serving",
-        "door": f"{name}:1",
-        "door_key": name.encode(),
+        "link": f"{name}:1",
+        "link_key": name.encode(),
         **changes,
     }
     return Device(card=WorkerCard(id=name, epoch=1, pid=1, page_bytes=65536, **fields), load=load)
 
 
-def peer_of(*devices: Device, models: tuple[ModelCard, ...] = ()) -> Peer | None:
+def peer_of(*devices: Device, models: tuple[ModelCard, ...] = ()) -> ProbePeer | None:
     """The first is chosen to measure: it has the least to do."""
     contents = Contents()
     for card in models:
@@ -43,19 +43,19 @@ def peer_of(*devices: Device, models: tuple[ModelCard, ...] = ()) -> Peer | None
 
 def test_links_are_measured_with_the_idlest_worker_of_its_host_if_there_is_one() -> None:
     far, near = device("w1", host="elsewhere"), device("w2", load=0.5)
-    assert peer_of(device("w0"), far, near) == Peer(worker="w2", door="w2:1", door_key=b"w2")
-    assert peer_of(device("w0"), near, device("w3", load=0.2)) == Peer(
-        worker="w3", door="w3:1", door_key=b"w3"
+    assert peer_of(device("w0"), far, near) == ProbePeer(worker="w2", link="w2:1", link_key=b"w2")
+    assert peer_of(device("w0"), near, device("w3", load=0.2)) == ProbePeer(
+        worker="w3", link="w3:1", link_key=b"w3"
     )
 
 
 def test_with_one_of_another_host_only_hops_can_be_measured() -> None:
-    assert peer_of(device("w0"), device("w1", host="elsewhere")) == Peer(
-        worker="w1", door="w1:1", door_key=b"w1", shares_host=False
+    assert peer_of(device("w0"), device("w1", host="elsewhere")) == ProbePeer(
+        worker="w1", link="w1:1", link_key=b"w1", shares_host=False
     )
 
 
-@pytest.mark.parametrize("changes", [{"door": ""}, {"state": "draining"}, {"device": "cuda:0", "load": 0.1}])
+@pytest.mark.parametrize("changes", [{"link": ""}, {"state": "draining"}, {"device": "cuda:0", "load": 0.1}])
 def test_a_worker_that_cannot_take_part_is_not_asked(changes: dict[str, Any]) -> None:
     assert peer_of(device("w0"), device("w1", **{"load": 0.0, **changes})) is None
 

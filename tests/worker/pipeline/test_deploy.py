@@ -15,7 +15,7 @@ import pytest
 from bus.messages import Deploy, MorphReport, RejectReason, Stage, Swap
 from tests.support.deploy_models import Place, settings_for, write_model
 from worker.distributed.messages import Peer
-from worker.pipeline.stages import Stages
+from worker.pipeline.stage_host import StageHost
 
 LAYERS = 5
 
@@ -30,7 +30,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("long"), seed=2, num_hidden_layers=LAYERS)
 
 
-def _stages(place: Place) -> Stages:
+def _stages(place: Place) -> StageHost:
     assert place.site.stages
     return place.site.stages
 
@@ -47,9 +47,9 @@ class Hosts:
     @property
     def peers(self) -> dict[str, Peer]:
         return {
-            place.name: Peer(place.name, 0, stages.address, stages.key)
+            place.name: Peer(place.name, 0, transport.address, transport.key)
             for place in self.places
-            if (stages := place.site.stages)
+            if (transport := place.site.transport)
         }
 
     def deploy(self, folder: Path, bounds: list[int], *, tp: int = 1, **fields: Any) -> list[str]:
@@ -273,7 +273,7 @@ def test_a_stage_that_is_to_leave_waits_for_the_requests_that_run(hosts: Hosts, 
 
 def test_a_stage_whose_leader_is_given_up_gives_its_pages_back(hosts: Hosts, long: Path) -> None:
     ids = hosts.deploy(long, [0, 1, 4, 5])
-    hosts.until(lambda: _stages(hosts.places[1]).followers)
+    hosts.until(lambda: _stages(hosts.places[1]).runners)
     for place, id in zip(hosts.places, ids, strict=True):
         place.morphs.cancel(id)
     assert [end.state for end in hosts.ends(ids)] == ["failed"] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from functools import partial
@@ -16,10 +17,11 @@ from bench.common.service import wait_for
 from bus.messages import RejectReason, SamplingParams
 from tests.support.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
 from worker.core import Request
+from worker.distributed.transport import Link
 from worker.engine.instance import Output
 from worker.model import ModelError
 from worker.pipeline.build import start_leading
-from worker.pipeline.pipeline import Behind, PipelineLost
+from worker.pipeline.pipeline import PipelineLost, RemoteStage
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +31,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def hang_up(link: Link) -> None:
+    """Break the connection as the end of a process does."""
+    link.is_closed = True
+    assert link._socket
+    link._socket.shutdown(socket.SHUT_RDWR)
+
+
 def vanish(worker: StageWorker) -> None:
     """As a process that is killed: its connections end, nobody says anything."""
-    worker.stages._door.close()
-    followers = worker.stages.followers
-    for hop in [*worker.stages._hops, *(hop for each in followers for hop in each._next)]:
-        hop.is_closed = True
-        hop._hang_up()
+    worker.transport._listener.close()
+    followers = worker.stages.runners
+    for link in worker.stages._endpoint._links:
+        hang_up(link)
     for each in followers:
         each._ranks.close()
     worker.thread.stop()
@@ -103,7 +111,7 @@ def test_a_rank_that_fails_in_a_step_leaves_no_other_in_its_sums(folder: Path, w
         let_go(line)
         names = busy(line)
         worker = line.workers[which]
-        model = worker.stages.followers[0].part.model if which else line.instance.part
+        model = worker.stages.runners[0].stage.model if which else line.instance.part
 
         def poison(*args: Any) -> torch.Tensor:
             raise RuntimeError("a bad kernel")
@@ -116,9 +124,8 @@ def test_a_rank_that_fails_in_a_step_leaves_no_other_in_its_sums(folder: Path, w
 def test_a_leader_of_ranks_that_dies_leaves_no_page_anywhere(folder: Path) -> None:
     with Line(folder, [0, 1, 4], tp=2) as line:
         busy(line)
-        for hop in line.instance.pipeline._hops:
-            hop.is_closed = True
-            hop._hang_up()
+        for link in line.instance.pipeline._links:
+            hang_up(link)
         line.instance.ranks.close()
         line.leader.thread.stop()
         wait_empty(*line.workers[1:])
@@ -146,9 +153,8 @@ def test_a_rank_that_hangs_holds_the_others_no_longer_than_the_timeout(folder: P
 def test_a_leader_that_dies_leaves_no_page_at_any_stage(folder: Path) -> None:
     with Line(folder, [0, 1, 3, 4]) as line:
         busy(line)
-        for hop in line.instance.pipeline._hops:
-            hop.is_closed = True
-            hop._hang_up()
+        for link in line.instance.pipeline._links:
+            hang_up(link)
         line.leader.thread.stop()
         wait_empty(*line.workers[1:])
         for worker in line.workers[1:]:  # a stage may hear of it first by the end of its neighbour
@@ -160,7 +166,7 @@ def test_pages_that_a_stage_gives_back_are_told_though_no_step_follows(folder: P
         let_go(line)
         busy(line)
         stage = line.workers[1]
-        follower = stage.stages.followers[0]
+        follower = stage.stages.runners[0]
 
         def end_behind_a_snapshot() -> None:
             stage.thread._report(time.monotonic())  # the next is not due for a second
@@ -175,7 +181,7 @@ def test_a_step_that_fails_at_a_stage_says_why(folder: Path) -> None:
     with Line(folder, [0, 2, 4]) as line:
         let_go(line)
         names = busy(line)
-        part = line.workers[1].stages.followers[0].part
+        part = line.workers[1].stages.runners[0].stage
 
         def poison(*args: Any) -> torch.Tensor:
             raise RuntimeError("a bad kernel")
@@ -254,7 +260,7 @@ def test_a_leader_that_does_not_fit_is_told_why_and_keeps_nothing(
 ) -> None:
     leader, worker = StageWorker("w0"), StageWorker("w1")
     worker.call(partial(follow, folder, worker, "m@w0", layers, epoch=epoch))
-    lead(folder, leader, worker, worker.stages.key, why)
+    lead(folder, leader, worker, worker.transport.key, why)
     worker.call(lambda: worker.stages.end("m@w0", "over"))
     wait_empty(leader, worker)
     leader.stop()
@@ -270,7 +276,7 @@ def test_nobody_joins_without_the_key(folder: Path) -> None:
 
 def lead(folder: Path, leader: StageWorker, worker: StageWorker, key: bytes, why: str) -> None:
     model, cache = load(folder, leader.pool, (0, 2), LIMITS, torch.float32)
-    behind = [Behind("w1", 1, worker.stages.address, key, 2, 4)]
+    behind = [RemoteStage("w1", 1, worker.transport.address, key, 2, 4)]
     steps = start_leading(
         "m@w0", "w0", model, cache, LIMITS, behind, blocks=10**6, timeout_s=5.0, wake=leader.wake
     )

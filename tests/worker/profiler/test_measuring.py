@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.common.oracles import make_oracle
 from bus.checkpoints import digest_of
-from bus.deployments import Measure, Peer, Profile
+from bus.deployments import Measure, ProbePeer, Profile
 from bus.settings import WorkerSettings
 from tests.support.engine_toys import Client, request, run, toy_engine
 from tests.support.model_folders import make_pool
+from worker.distributed.probe import ProbeResponder
+from worker.distributed.transport import Transport
 from worker.memory import PagePool
-from worker.pipeline.stages import Stages
 from worker.profiler.measurer import CannotMeasure, Measurer
 from worker.profiler.measuring import Measuring, News
 from worker.profiler.profiler import ProfileSteps
@@ -183,15 +185,16 @@ def test_what_was_measured_once_answers_the_next_time(folder: Path, pool: PagePo
 def test_what_had_no_other_worker_is_measured_when_there_is_one(folder: Path, pool: PagePool) -> None:
     measurer, command = measurer_of(pool), command_of(folder)
     assert measured(measurer, command).links == []
-    stages = Stages("127.0.0.1", 10.0, is_gpu=False)
-    peer = Peer(worker="w1", door=stages.address, door_key=stages.key)
+    transport = Transport("127.0.0.1", 10.0)
+    ProbeResponder(transport, torch.device("cpu"))
+    peer = ProbePeer(worker="w1", link=transport.address, link_key=transport.key)
     found = measurer.find(replace(command, peer=replace(peer, shares_host=False)))
     assert found is not None
     assert {one.kind for one in found.links} == {"hop"}
     found = measurer.find(replace(command, peer=peer))
     assert found is not None
     assert {one.kind for one in found.links} == {"hop", "all_reduce"}
-    stages.close()
+    transport.close()
     assert measurer.find(replace(command, peer=peer)) == found  # nobody is asked again
     path = profile_path(folder, "cpu", program_version())
     path.unlink()

@@ -15,11 +15,11 @@ from tests.support.group_workers import GroupWorker, model_fixtures, transform, 
 from tests.worker.tensor_parallel.test_workers import Load
 from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import GroupMessage, Parted, Prepare, Step
+from worker.distributed.transport import Link
 from worker.model.shard import Shard
 from worker.morph.outcome import NotApplied
 from worker.parallel.gathering import Gathering
 from worker.parallel.grouping import Grouping
-from worker.parallel.links import Link
 from worker.parallel.transform import TransformRun
 
 model, folder = model_fixtures(num_hidden_layers=2)
@@ -121,7 +121,7 @@ def test_no_link_is_left_of_groups_of_groups_that_have_parted(folder: Path) -> N
             assert not any("fell" in why for _, why in worker.regrouped), worker.regrouped
 
         def links() -> int:
-            return sum(thread.name == "group-link" for thread in threading.enumerate())
+            return sum(thread.name.startswith("link-") for thread in threading.enumerate())
 
         each[0].wait(lambda: links() == 0, "the end of all links", 10)
 

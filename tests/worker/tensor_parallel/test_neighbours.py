@@ -132,4 +132,4 @@ def test_nothing_is_kept_of_a_meeting_that_nobody_waits_for(tmp_path: Path) -> N
         [first, _] = list(grouping._ahead._asked)
         links = grouping._ahead._asked[first]
         worker.call(lambda: grouping._met(first, "nobody came"))
-        assert all(link._is_closed for link in links) and len(grouping._ahead._asked) == 1
+        assert all(link.is_closed for link in links) and len(grouping._ahead._asked) == 1
