@@ -38,7 +38,7 @@ from bench.engine.offline import say
 from bench.serving.setup import model_folder
 from bus.deployments import Configuration, Estimate, Intent
 from bus.precisions import PRECISIONS
-from controller.intents.intents import preference
+from controller.planning.intent import preference
 
 MODELS = ("demo", "30M", "60M")
 REQUEST = Intent(prompt_tokens=160, output_tokens=32)

@@ -13,8 +13,8 @@ from typing import Any, get_args
 from bench.engine.offline import say
 from bench.estimate.truth import Case, Found
 from bus.deployments import Configuration, Estimate, Intent, Objective, Profile
-from controller.intents.estimates import estimate_all
-from controller.intents.intents import preference
+from controller.planning.estimates import estimate_all
+from controller.planning.intent import preference
 
 MEMORY_BAR, LATENCY_BAR, CHOICE_BAR, COST_BAR = 0.05, 0.10, 0.9, 6.0
 NEAR = 0.05  # of the truly best: as good a choice

@@ -34,7 +34,7 @@ from bench.gpu.suite import LLAMA_8B
 from bus.deployments import Intent, Profile
 from bus.precisions import PRECISIONS, Precision
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
-from controller.intents.estimates import estimate_all
+from controller.planning.estimates import estimate_all
 from worker.engine.build import Shape, make_pool
 from worker.memory import PagePool
 from worker.model import ModelConfig, read_config

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.common.results import RESULTS
 from bench.placement.model import INTENT, LEVELS, MODELS, NUM_DEVICES, SECONDS, Cluster, trace_of
-from controller.intents.placement import POLICIES, THRESHOLD, WINDOW_S, Placing
+from controller.planning.placement import POLICIES, THRESHOLD, WINDOW_S, Placing
 
 RESULT = RESULTS / "placement.json"
 SWEEP = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)

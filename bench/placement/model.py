@@ -3,7 +3,7 @@
 A model runs one request at a time, first come, first served, as in iServe (§6: no batching). It runs on all
 of its devices at once, at the rate of the most contended: a device gives each model that runs on it an equal
 share of its time, and is busy while any does. Which configuration is deployed, and where, the controller's
-own code decides (`controller.intents`), on the load of the last 120 seconds, read every second.
+own code decides (`controller.planning`), on the load of the last 120 seconds, read every second.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from bench.placement.models import ARCHITECTURES, DEGREES, DEVICE_BYTES, USABLE, Architecture, profile_of
 from bus.deployments import Intent, Profile
 from bus.messages import Stage
-from controller.intents.fitting import Device
-from controller.intents.memory import MemoryModel
-from controller.intents.placement import LoadWindow, Placing
-from controller.intents.planning import Plan, plan
+from controller.planning.fitting import Device
+from controller.planning.memory import MemoryModel
+from controller.planning.placement import LoadWindow, Placing
+from controller.planning.plan import Plan, plan
 
 NUM_DEVICES = 8
 SECONDS = 1800.0

@@ -14,11 +14,10 @@ from bench.scheduler.model import Cluster, Request, Unit
 from bus.messages import Demand, MorphReport
 from bus.policy import Policy
 from bus.shapes import natural
-from controller.groups import Group
-from controller.policy import Freshness
-from controller.reshape import Reshape
-from controller.scaling import hear, scale_down, scale_up
-from controller.track import State, observe, sent
+from controller.morphing.groups import Group
+from controller.morphing.policy import Freshness
+from controller.morphing.scaling import Reshape, hear, scale_down, scale_up
+from controller.morphing.track import State, observe, sent
 from gateway.delivery.dispatch import (
     Candidate,
     NoneFits,

@@ -21,54 +21,54 @@ from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Intent, ModelCard, Stage
 from bus.messages import InstanceCard
 from bus.shapes import natural
-from controller.deployments.decisions import Decision, deploy_id, deployment_of, instance_at, is_pipeline
-from controller.deployments.picture import Device, Picture
+from controller.deployments.observation import Observation, WorkerView
+from controller.deployments.transitions import Transition, deploy_id, deployment_of, instance_at, is_pipeline
 
 _DEPLOY = re.compile(r"(?P<deployment>[^-]+)-(?P<load>[0-9]+)-.+")  # `deploy_id`
 
 
-def kept(deployment: Deployment, picture: Picture) -> Decision | None:
+def kept(deployment: Deployment, seen: Observation) -> Transition | None:
     """Of one that serves. A pipeline does not outlive the lease of a stage."""
     if is_pipeline(deployment):
         return None
     epochs = {
-        worker: device.card.epoch if (device := _still_at(deployment, worker, picture)) else epoch
+        worker: device.card.epoch if (device := _still_at(deployment, worker, seen)) else epoch
         for worker, epoch in deployment.epochs.items()
     }
-    return Decision(record=replace(deployment, epochs=epochs)) if epochs != deployment.epochs else None
+    return Transition(record=replace(deployment, epochs=epochs)) if epochs != deployment.epochs else None
 
 
-def _still_at(deployment: Deployment, worker: str, picture: Picture) -> Device | None:
+def _still_at(deployment: Deployment, worker: str, seen: Observation) -> WorkerView | None:
     """The worker, if it has what this deployment loaded there."""
-    device = picture.workers.get(worker)
+    device = seen.workers.get(worker)
     card = device.instance(instance_at(deployment, worker)) if device and device.takes_orders else None
     return device if card and card.deployed == deploy_id(deployment, worker) else None
 
 
-def folders_of_unknown(contents: Contents, picture: Picture) -> set[str]:
+def folders_of_unknown(contents: Contents, seen: Observation) -> set[str]:
     """Of models that are deployed and not registered."""
-    cards = [card for shown in _unknown(contents, picture).values() for card in shown]
+    cards = [card for shown in _unknown(contents, seen).values() for card in shown]
     return {card.model_path for card in cards if card.model not in contents.models}
 
 
-def adopted(contents: Contents, picture: Picture) -> Iterator[Decision]:
+def adopted(contents: Contents, seen: Observation) -> Iterator[Transition]:
     """Records of what is served and was forgotten."""
-    if not picture.is_settled:
+    if not seen.is_settled:
         return
-    for cards in _unknown(contents, picture).values():
+    for cards in _unknown(contents, seen).values():
         lead = cards[0]
-        if record := _deployment_of(lead, _stages_of(cards), picture):
-            model = _model_of(lead, picture)
+        if record := _deployment_of(lead, _stages_of(cards), seen):
+            model = _model_of(lead, seen)
             if model and model.name not in contents.models:
                 contents = contents.with_record(model)
-                yield Decision(record=model, told=True)
-            yield Decision(record=record, told=True)
+                yield Transition(record=model, told=True)
+            yield Transition(record=record, told=True)
 
 
-def _unknown(contents: Contents, picture: Picture) -> dict[str, list[InstanceCard]]:
+def _unknown(contents: Contents, seen: Observation) -> dict[str, list[InstanceCard]]:
     """By deployment, of its last load, the instances that lead or are alone."""
     found: dict[tuple[str, int], list[InstanceCard]] = defaultdict(list)
-    for device in picture.workers.values():
+    for device in seen.workers.values():
         for card in device.card.instances if device.takes_orders else ():
             told = _DEPLOY.fullmatch(card.deployed)
             if (
@@ -91,9 +91,9 @@ def _stages_of(cards: Sequence[InstanceCard]) -> list[Stage]:
     return [Stage(workers=workers if is_parted else lead.workers, first=0, end=lead.num_layers)]
 
 
-def _deployment_of(card: InstanceCard, stages: list[Stage], picture: Picture) -> Deployment | None:
+def _deployment_of(card: InstanceCard, stages: list[Stage], seen: Observation) -> Deployment | None:
     """None: not all of its workers are there, or it is a pipeline that does not tell its stages."""
-    there = [picture.workers.get(worker) for stage in stages for worker in stage.workers]
+    there = [seen.workers.get(worker) for stage in stages for worker in stage.workers]
     if len(stages) != card.pp or None in there:
         return None
     told = _DEPLOY.fullmatch(card.deployed)
@@ -108,15 +108,15 @@ def _deployment_of(card: InstanceCard, stages: list[Stage], picture: Picture) ->
         configuration=shape,
         stages=stages,
         instance=card.id,
-        since_ms=picture.now_ms,
+        since_ms=seen.now_ms,
         loads=int(told["load"]),
         epochs={device.card.id: device.card.epoch for device in there if device},
     )
 
 
-def _model_of(card: InstanceCard, picture: Picture) -> ModelCard | None:
+def _model_of(card: InstanceCard, seen: Observation) -> ModelCard | None:
     """None: its folder is no model any more."""
-    checkpoint = picture.checkpoints.get(card.model_path)
+    checkpoint = seen.checkpoints.get(card.model_path)
     if checkpoint is None:
         return None
     return ModelCard(
@@ -126,6 +126,6 @@ def _model_of(card: InstanceCard, picture: Picture) -> ModelCard | None:
         num_layers=checkpoint.num_layers,
         state="registered",
         reason=f"{card.workers[0]} serves it; its record was lost",
-        since_ms=picture.now_ms,
+        since_ms=seen.now_ms,
         context=checkpoint.context,
     )

@@ -12,10 +12,12 @@ from dataclasses import replace
 from bus.catalogue import Contents
 from bus.deployments import Deployment, Retire
 from bus.messages import CancelMorph, Cause, InstanceCard, WorkerCard
-from controller.deployments.decisions import (
+from controller.deployments.observation import UNHEARD_MS, Observation, WorkerView
+from controller.deployments.retries import next_try, overdue, reports_of
+from controller.deployments.transitions import (
     ORDERED,
     Command,
-    Decision,
+    Transition,
     because,
     becomes,
     deploy_id,
@@ -24,40 +26,37 @@ from controller.deployments.decisions import (
     transform,
     workers_of,
 )
-from controller.deployments.overdue import overdue
-from controller.deployments.picture import UNHEARD_MS, Device, Picture
-from controller.deployments.tries import next_try, reports_of
 
 PART_WAIT_S = 30.0
 KEPT = 32  # deployments that ended are remembered
 
 
-def next_of_clearing(deployment: Deployment, picture: Picture) -> Decision | None:
+def next_of_clearing(deployment: Deployment, seen: Observation) -> Transition | None:
     """Of one that waits, failed or retires, and whose stages are not clear yet."""
-    if not picture.is_settled:
+    if not seen.is_settled:
         return None
     unclear = [
         device
         for worker, epoch in deployment.epochs.items()
-        if (device := picture.holder(worker, epoch)) and not _is_clear(deployment, device, picture)
+        if (device := seen.holder(worker, epoch)) and not _is_clear(deployment, device, seen)
     ]
     if unclear:
-        return _go_on(deployment, unclear, picture)
+        return _go_on(deployment, unclear, seen)
     record = replace(deployment, stages=[], epochs={})
     return (
-        becomes(record, "retired", picture.now_ms, "")
+        becomes(record, "retired", seen.now_ms, "")
         if record.state == "retiring"
-        else Decision(record=record)
+        else Transition(record=record)
     )
 
 
-def _go_on(deployment: Deployment, unclear: list[Device], picture: Picture) -> Decision | None:
-    commands = tuple(one for device in unclear for one in _commands(deployment, device, picture))
-    late = overdue(deployment, unclear, picture)
+def _go_on(deployment: Deployment, unclear: list[WorkerView], seen: Observation) -> Transition | None:
+    commands = tuple(one for device in unclear for one in _commands(deployment, device, seen))
+    late = overdue(deployment, unclear, seen)
     if not commands:
         return late
-    decision = replace(late or Decision(), commands=commands)
-    return because(decision, deployment, *_cause_of(deployment))
+    transition = replace(late or Transition(), commands=commands)
+    return because(transition, deployment, *_cause_of(deployment))
 
 
 def _cause_of(deployment: Deployment) -> tuple[Cause, str]:
@@ -69,78 +68,78 @@ def _cause_of(deployment: Deployment) -> tuple[Cause, str]:
     return "undone" if is_given_up else "retirement", deployment.reason
 
 
-def _is_clear(deployment: Deployment, device: Device, picture: Picture) -> bool:
+def _is_clear(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:
     if device.card.state == "draining":
         return True  # it takes all with it
     if device.instance(instance_at(deployment, device.card.id)) is not None:
         return False
-    return not (_may_load(deployment, device, picture) or _gives_back(deployment, device, picture))
+    return not (_may_load(deployment, device, seen) or _gives_back(deployment, device, seen))
 
 
-def _gives_back(deployment: Deployment, device: Device, picture: Picture) -> bool:
+def _gives_back(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:
     """The card goes first, the pages follow. A try that met an earlier one at work says nothing."""
-    told = reports_of(f"{deploy_id(deployment, device.card.id)}-retire", picture)
+    told = reports_of(f"{deploy_id(deployment, device.card.id)}-retire", seen)
     return [one.state for one in told if one.state != "conflict"][-1:] == ["running"]
 
 
-def _may_load(deployment: Deployment, device: Device, picture: Picture) -> bool:
+def _may_load(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:
     """A worker that is only slow finds the cancellation behind the order."""
     command_id = deploy_id(deployment, device.card.id)
-    report = picture.reports.get(command_id)
+    report = seen.reports.get(command_id)
     if report is not None:
         return report.state == "running"
-    is_fresh = picture.now_ms - picture.sent.get(command_id, deployment.since_ms) <= UNHEARD_MS
-    return is_fresh or not picture.is_known(f"{command_id}-cancel-0")
+    is_fresh = seen.now_ms - seen.sent.get(command_id, deployment.since_ms) <= UNHEARD_MS
+    return is_fresh or not seen.is_known(f"{command_id}-cancel-0")
 
 
-def _commands(deployment: Deployment, device: Device, picture: Picture) -> Iterator[tuple[str, Command]]:
+def _commands(deployment: Deployment, device: WorkerView, seen: Observation) -> Iterator[tuple[str, Command]]:
     worker = device.card
     card = device.instance(instance_at(deployment, worker.id))
     base = deploy_id(deployment, worker.id)
     if card is not None:
-        yield from _away(card, worker, base, picture)
-    elif _gives_back(deployment, device, picture):
-        if command_id := next_try(f"{base}-retire", picture):
+        yield from _away(card, worker, base, seen)
+    elif _gives_back(deployment, device, seen):
+        if command_id := next_try(f"{base}-retire", seen):
             instance = instance_at(deployment, worker.id)
             yield worker.id, Retire(id=command_id, epoch=worker.epoch, instance=instance)
-    elif command_id := next_try(f"{base}-cancel", picture):
+    elif command_id := next_try(f"{base}-cancel", seen):
         yield worker.id, CancelMorph(id=command_id, epoch=worker.epoch, morph_id=base)
 
 
 def _away(
-    card: InstanceCard, worker: WorkerCard, base: str, picture: Picture
+    card: InstanceCard, worker: WorkerCard, base: str, seen: Observation
 ) -> Iterator[tuple[str, Command]]:
     """A group parts before its members give up what they have; the leader of a pipeline gives up all."""
     if card.tp > 1 and card.pp == 1:
-        if card.workers[:1] == [worker.id] and (command_id := next_try(f"{base}-apart", picture)):
-            epochs = {name: one.card.epoch for name, one in picture.workers.items()}
+        if card.workers[:1] == [worker.id] and (command_id := next_try(f"{base}-apart", seen)):
+            epochs = {name: one.card.epoch for name, one in seen.workers.items()}
             if all(name in epochs for name in card.workers):
                 yield transform(command_id, card.model, card.workers, epochs, 1, PART_WAIT_S)
-    elif command_id := next_try(f"{base}-retire", picture):
+    elif command_id := next_try(f"{base}-retire", seen):
         yield worker.id, Retire(id=command_id, epoch=worker.epoch, instance=card.id)
 
 
-def orphans(contents: Contents, picture: Picture) -> Iterator[Decision]:
+def orphans(contents: Contents, seen: Observation) -> Iterator[Transition]:
     """Instances of deployments that do not know them: loaded late, or by a worker that lost its lease and
     came back when others had its place. Those that no record knows are adopted (`adopting`)."""
-    for device in picture.workers.values() if picture.is_settled else ():
+    for device in seen.workers.values() if seen.is_settled else ():
         worker = device.card
         for card in worker.instances if worker.state == "serving" else ():
             owner = contents.deployments.get(deployment_of(card.deployed))
             if owner is None or owner.epochs.get(worker.id) == worker.epoch:
                 continue
-            if commands := tuple(_away(card, worker, f"{card.deployed}-{worker.epoch}", picture)):
+            if commands := tuple(_away(card, worker, f"{card.deployed}-{worker.epoch}", seen)):
                 why = f"{worker.id} brought back what it had of it"
-                yield because(Decision(commands=commands), owner, "orphan", why)
+                yield because(Transition(commands=commands), owner, "orphan", why)
 
 
-def forgotten(contents: Contents) -> Iterator[Decision]:
+def forgotten(contents: Contents) -> Iterator[Transition]:
     """Of those that ended the oldest."""
     ended = [
         one for one in contents.deployments.values() if one.state in ("retired", "failed") and not one.stages
     ]
     for deployment in sorted(ended, key=lambda one: one.since_ms)[: max(0, len(ended) - KEPT)]:
-        yield Decision(record=deployment, removed=True)
+        yield Transition(record=deployment, removed=True)
 
 
 def is_cleared(deployment: Deployment) -> bool:

@@ -27,8 +27,8 @@ from bus.deployments import (
     RemoveModel,
     RetireModel,
 )
-from controller.deployments.decisions import ORDERED, Command
 from controller.deployments.profiling import cancel_of, profiles_of
+from controller.deployments.transitions import ORDERED, Command
 
 ENDED = ("retired", "failed")
 
@@ -49,14 +49,14 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class OrderResult:
     answer: Answer
     write: tuple[Record, ...] = ()
     remove: tuple[Record, ...] = ()
     commands: tuple[tuple[str, Command], ...] = ()  # worker and command, when all of that is done
 
 
-def carry_out(order: Order, contents: Contents, facts: Facts) -> Outcome:
+def carry_out(order: Order, contents: Contents, facts: Facts) -> OrderResult:
     """Repeating one is harmless: a name or an id that is taken by this very order is answered as before."""
     if isinstance(order, RegisterModel):
         return _register(order, contents, facts)
@@ -69,14 +69,14 @@ def carry_out(order: Order, contents: Contents, facts: Facts) -> Outcome:
     return _retire(order, contents, facts.now_ms)
 
 
-def _refused(order: Order, status: int, error: str) -> Outcome:
-    return Outcome(answer=Answer(id=order.id, status=status, error=error))
+def _refused(order: Order, status: int, error: str) -> OrderResult:
+    return OrderResult(answer=Answer(id=order.id, status=status, error=error))
 
 
 # --------------------------------------------------------------------------- models
 
 
-def _register(order: RegisterModel, contents: Contents, facts: Facts) -> Outcome:
+def _register(order: RegisterModel, contents: Contents, facts: Facts) -> OrderResult:
     if not Path(order.path).is_absolute():
         return _refused(
             order, 400, f"path is {order.path!r}; it must begin with /, for all processes read it"
@@ -98,10 +98,10 @@ def _register(order: RegisterModel, contents: Contents, facts: Facts) -> Outcome
         since_ms=facts.now_ms,
         context=_context(facts.checkpoint, facts),
     )
-    return Outcome(answer=Answer(id=order.id, status=201, model=card), write=(card,))
+    return OrderResult(answer=Answer(id=order.id, status=201, model=card), write=(card,))
 
 
-def _remove(order: RemoveModel, contents: Contents) -> Outcome:
+def _remove(order: RemoveModel, contents: Contents) -> OrderResult:
     card = contents.models.get(order.name)
     if card is None:
         return _no_model(order, order.name, contents)
@@ -114,14 +114,14 @@ def _remove(order: RemoveModel, contents: Contents) -> Outcome:
     profiles = [one for (model, _), one in contents.profiles.items() if model == order.name]
     cancels = (cancel_of(card),) if card.state == "profiling" else ()
     answer = Answer(id=order.id, status=200, model=card)
-    return Outcome(answer=answer, remove=(card, *profiles), commands=cancels)
+    return OrderResult(answer=answer, remove=(card, *profiles), commands=cancels)
 
 
 def _is_over(deployment: Deployment) -> bool:
     return deployment.state in ENDED and not deployment.stages
 
 
-def _no_model(order: Order, name: str, contents: Contents) -> Outcome:
+def _no_model(order: Order, name: str, contents: Contents) -> OrderResult:
     there = _meant(name, contents.models) if contents.models else "`instar model add DIR` registers one"
     return _refused(order, 404, f"no model {name[:200]!r} is registered; {there}")
 
@@ -135,7 +135,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 # --------------------------------------------------------------------------- plans and deployments
 
 
-def _plan(order: PlanModel, contents: Contents, facts: Facts) -> Outcome:
+def _plan(order: PlanModel, contents: Contents, facts: Facts) -> OrderResult:
     card = contents.models.get(order.name)
     if refusal := _why_not_planned(order, card, contents, facts):
         return refusal
@@ -144,12 +144,12 @@ def _plan(order: PlanModel, contents: Contents, facts: Facts) -> Outcome:
         how = card.progress or "no worker is free for it"
         return _refused(order, 409, f"{card.name} is not measured yet ({card.state}: {how}); ask again")
     answer = Answer(id=order.id, status=200, model=card, estimates=list(facts.estimates), error=facts.unmet)
-    return Outcome(answer=answer)
+    return OrderResult(answer=answer)
 
 
 def _why_not_planned(
     order: PlanModel | DeployModel, card: ModelCard | None, contents: Contents, facts: Facts
-) -> Outcome | None:
+) -> OrderResult | None:
     """None: there is nothing against it."""
     if card is None:
         return _no_model(order, order.name, contents)
@@ -199,33 +199,33 @@ def _uncut(intent: Intent, card: ModelCard, contents: Contents) -> str:
     )
 
 
-def _deploy(order: DeployModel, contents: Contents, facts: Facts) -> Outcome:
+def _deploy(order: DeployModel, contents: Contents, facts: Facts) -> OrderResult:
     if there := contents.deployments.get(order.id):
-        return Outcome(answer=Answer(id=order.id, status=202, deployment=there))
+        return OrderResult(answer=Answer(id=order.id, status=202, deployment=there))
     card = contents.models.get(order.name)
     if refusal := _why_not_planned(order, card, contents, facts):
         return refusal
     if facts.unmet:
         answer = Answer(id=order.id, status=409, error=facts.unmet, estimates=list(facts.estimates))
-        return Outcome(answer=answer)
+        return OrderResult(answer=answer)
     deployment = Deployment(
         id=order.id, model=order.name, intent=order.intent, state="waiting", since_ms=facts.now_ms
     )
-    return Outcome(answer=Answer(id=order.id, status=202, deployment=deployment), write=(deployment,))
+    return OrderResult(answer=Answer(id=order.id, status=202, deployment=deployment), write=(deployment,))
 
 
-def _retire(order: RetireModel, contents: Contents, now_ms: int) -> Outcome:
+def _retire(order: RetireModel, contents: Contents, now_ms: int) -> OrderResult:
     deployment = _latest(order.deployment, contents)
     if deployment is None:
         there = [one.id for one in contents.deployments.values() if not _is_over(one)]
         why = f"no deployment {order.deployment[:200]!r}; {_meant(order.deployment, there)}"
         return _refused(order, 404, why)
     if deployment.state == "retired":
-        return Outcome(answer=Answer(id=order.id, status=200, deployment=deployment))
+        return OrderResult(answer=Answer(id=order.id, status=200, deployment=deployment))
     state: DeploymentState = "retiring" if deployment.stages else "retired"
     record = replace(deployment, state=state, since_ms=now_ms, reason=ORDERED, instance="")
     status = 202 if state == "retiring" else 200
-    return Outcome(answer=Answer(id=order.id, status=status, deployment=record), write=(record,))
+    return OrderResult(answer=Answer(id=order.id, status=status, deployment=record), write=(record,))
 
 
 def _latest(name: str, contents: Contents) -> Deployment | None:

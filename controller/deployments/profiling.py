@@ -10,11 +10,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from bus.catalogue import Contents
-from bus.deployments import Measure, ModelCard, ProbePeer, Profile
+from bus.deployments import Configuration, Deployment, Measure, ModelCard, ProbePeer, Profile
 from bus.messages import CancelMorph
-from bus.precisions import PRECISIONS
-from controller.deployments.decisions import MAX_ATTEMPTS, Command, Decision, measure_id, model_becomes
-from controller.deployments.picture import Device, Picture
+from bus.precisions import LOWEST, PRECISIONS, Precision, lowest
+from controller.deployments.observation import Observation, WorkerView
+from controller.deployments.transitions import (
+    MAX_ATTEMPTS,
+    Command,
+    Transition,
+    degree_by_transform,
+    instance_at,
+    measure_id,
+    model_becomes,
+    shown_by,
+)
+from controller.morphing.view import Rest, Rests
 
 SILENT_MS = 900_000  # no news of a profile for so long, and it is stuck; all of it may take longer
 PROMPT_TOKENS = [32, 128, 512]
@@ -30,39 +40,39 @@ def profiles_of(contents: Contents, card: ModelCard) -> dict[str, Profile]:
     }
 
 
-def next_of_model(card: ModelCard, contents: Contents, picture: Picture) -> Decision | None:
+def next_of_model(card: ModelCard, contents: Contents, seen: Observation) -> Transition | None:
     """None: nothing is to be done."""
     profiles = profiles_of(contents, card)
     if card.state == "profiling":
-        return _measuring(card, profiles, picture)
+        return _measuring(card, profiles, seen)
     if card.state == "failed":
         return None
-    return _unmeasured(card, contents, profiles, picture)
+    return _unmeasured(card, contents, profiles, seen)
 
 
 def _unmeasured(
-    card: ModelCard, contents: Contents, profiles: Mapping[str, Profile], picture: Picture
-) -> Decision | None:
-    wanting = [device for device in picture.workers.values() if device.takes_orders]
+    card: ModelCard, contents: Contents, profiles: Mapping[str, Profile], seen: Observation
+) -> Transition | None:
+    wanting = [device for device in seen.workers.values() if device.takes_orders]
     wanting = [device for device in wanting if device.kind not in profiles]
     if profiles and (not wanting or card.attempts >= MAX_ATTEMPTS):
         if card.state == "profiled":
             return None
         kinds = ", ".join(sorted(profiles))
-        return model_becomes(replace(card, attempts=0), "profiled", picture.now_ms, f"measured on {kinds}")
+        return model_becomes(replace(card, attempts=0), "profiled", seen.now_ms, f"measured on {kinds}")
     free = [device for device in wanting if not _is_taken(device, contents)]
-    if not free or not picture.is_settled:
+    if not free or not seen.is_settled:
         return None
     chosen = min(free, key=lambda device: (device.load, device.card.id))
-    return _order(card, chosen, _peer_of(chosen, contents, picture), picture.now_ms)
+    return _order(card, chosen, _peer_of(chosen, contents, seen), seen.now_ms)
 
 
-def _peer_of(chosen: Device, contents: Contents, picture: Picture) -> ProbePeer | None:
+def _peer_of(chosen: WorkerView, contents: Contents, seen: Observation) -> ProbePeer | None:
     """To measure with it what workers say to each other: one of its host, if there is one."""
     host = chosen.card.host
     others = [
         device
-        for device in picture.workers.values()
+        for device in seen.workers.values()
         if device.card.id != chosen.card.id
         and device.kind == chosen.kind
         and device.takes_orders
@@ -75,7 +85,7 @@ def _peer_of(chosen: Device, contents: Contents, picture: Picture) -> ProbePeer 
     return ProbePeer(worker=card.id, link=card.link, link_key=card.link_key, shares_host=card.host == host)
 
 
-def _is_taken(device: Device, contents: Contents) -> bool:
+def _is_taken(device: WorkerView, contents: Contents) -> bool:
     """It measures another model, or loads one: both would be measured wrong."""
     name = device.card.id
     measures = any(card.state == "profiling" and card.worker == name for card in contents.models.values())
@@ -83,7 +93,7 @@ def _is_taken(device: Device, contents: Contents) -> bool:
     return measures or loads
 
 
-def _order(card: ModelCard, device: Device, peer: ProbePeer | None, now_ms: int) -> Decision:
+def _order(card: ModelCard, device: WorkerView, peer: ProbePeer | None, now_ms: int) -> Transition:
     worker = device.card
     record = replace(
         card,
@@ -105,34 +115,34 @@ def _order(card: ModelCard, device: Device, peer: ProbePeer | None, now_ms: int)
         batch_sizes=BATCH_SIZES,
         peer=peer,
     )
-    return Decision(record=record, commands=((worker.id, command),), told=True)
+    return Transition(record=record, commands=((worker.id, command),), told=True)
 
 
-def _measuring(card: ModelCard, profiles: Mapping[str, Profile], picture: Picture) -> Decision | None:
-    device = picture.workers.get(card.worker)
+def _measuring(card: ModelCard, profiles: Mapping[str, Profile], seen: Observation) -> Transition | None:
+    device = seen.workers.get(card.worker)
     if device is not None and device.kind in profiles:
         kinds = ", ".join(sorted(profiles))
-        return model_becomes(replace(card, attempts=0), "profiled", picture.now_ms, f"measured on {kinds}")
-    if why := _why_over(card, picture):
-        return _failed(card, why, has_profile=bool(profiles), now_ms=picture.now_ms)
-    if picture.now_ms - max(card.since_ms, picture.heard.get(measure_id(card), 0)) > SILENT_MS:
+        return model_becomes(replace(card, attempts=0), "profiled", seen.now_ms, f"measured on {kinds}")
+    if why := _why_over(card, seen):
+        return _failed(card, why, has_profile=bool(profiles), now_ms=seen.now_ms)
+    if seen.now_ms - max(card.since_ms, seen.heard.get(measure_id(card), 0)) > SILENT_MS:
         why = f"{card.worker} has told nothing of its measurement for {SILENT_MS // 60_000} minutes"
-        failed = _failed(card, why, has_profile=bool(profiles), now_ms=picture.now_ms)
+        failed = _failed(card, why, has_profile=bool(profiles), now_ms=seen.now_ms)
         return replace(failed, commands=(cancel_of(card),))
-    progress = picture.progress.get(measure_id(card), "")
+    progress = seen.progress.get(measure_id(card), "")
     told = f"on {card.worker}: {progress}" if progress else card.progress
-    return Decision(record=replace(card, progress=told)) if told != card.progress else None
+    return Transition(record=replace(card, progress=told)) if told != card.progress else None
 
 
-def _why_over(card: ModelCard, picture: Picture) -> str:
-    if complaint := picture.complaints.get(measure_id(card)):
+def _why_over(card: ModelCard, seen: Observation) -> str:
+    if complaint := seen.complaints.get(measure_id(card)):
         return f"{card.worker}: {complaint}"
-    if picture.is_settled and (gone := picture.gone({card.worker: card.epoch})):
+    if seen.is_settled and (gone := seen.gone({card.worker: card.epoch})):
         return f"{gone} while it measured"
     return ""
 
 
-def _failed(card: ModelCard, why: str, *, has_profile: bool, now_ms: int) -> Decision:
+def _failed(card: ModelCard, why: str, *, has_profile: bool, now_ms: int) -> Transition:
     if card.attempts < MAX_ATTEMPTS:
         return model_becomes(card, "registered", now_ms, f"{why}; it is measured again")
     if has_profile:
@@ -146,8 +156,37 @@ def cancel_of(card: ModelCard) -> tuple[str, Command]:
     return card.worker, CancelMorph(id=f"{name}-cancel", epoch=card.epoch, morph_id=name)
 
 
-def unowned(contents: Contents) -> Iterator[Decision]:
+def unowned(contents: Contents) -> Iterator[Transition]:
     """Profiles of models that were removed before they came."""
     for (model, _), profile in contents.profiles.items():
         if model not in contents.models:
-            yield Decision(erased=profile)
+            yield Transition(erased=profile)
+
+
+def rests_of(contents: Contents) -> Rests:
+    """Of those that serve; what is being loaded or given up is not the policy's."""
+    return {
+        instance_at(deployment, worker): Rest(
+            precision=deployment.configuration.precision,
+            coarsest=_coarsest(deployment, deployment.configuration, contents),
+            tp=degree_by_transform(deployment),
+        )
+        for deployment in contents.deployments.values()
+        if deployment.state == "serving" and deployment.configuration
+        for worker in shown_by(deployment)
+    }
+
+
+def _coarsest(deployment: Deployment, chosen: Configuration, contents: Contents) -> Precision:
+    """With a floor of quality the fewest bits in which all layers keep to it; what is not known does not."""
+    most = deployment.intent.max_loss
+    if most is None:
+        return LOWEST
+    card = contents.models.get(deployment.model)
+    known = profiles_of(contents, card).values() if card else ()
+    kept = [
+        one
+        for one in PRECISIONS
+        if known and all(profile.loss.get(one, float("inf")) <= most for profile in known)
+    ]
+    return lowest([chosen.precision, *kept])

@@ -25,59 +25,61 @@ from bus.catalogue import Contents
 from bus.deployments import Deployment
 from controller.deployments.adopting import adopted, kept
 from controller.deployments.clearing import forgotten, is_cleared, next_of_clearing, orphans
-from controller.deployments.decisions import Decision
+from controller.deployments.improving import given_up, next_of_pursuit, taken_over
 from controller.deployments.loading import next_of_loading, next_of_serving
-from controller.deployments.picture import Picture
+from controller.deployments.observation import Observation
+from controller.deployments.planner import Planner
 from controller.deployments.profiling import next_of_model, unowned
-from controller.deployments.pursuing import given_up, next_of_pursuit, taken_over
-from controller.deployments.questions import Planner
+from controller.deployments.transitions import Transition
 from controller.deployments.waiting import next_of_waiting
 
 
-def reconcile(contents: Contents, picture: Picture, plan: Planner) -> list[Decision]:
-    """Every decision is made knowing those before it."""
-    decisions: list[Decision] = []
+def reconcile(contents: Contents, seen: Observation, plan: Planner) -> list[Transition]:
+    """Every transition is made knowing those before it."""
+    transitions: list[Transition] = []
     for name in contents.models:
-        if decision := next_of_model(contents.models[name], contents, picture):
-            decisions.append(decision)
-            contents = _with(contents, decision)
+        if transition := next_of_model(contents.models[name], contents, seen):
+            transitions.append(transition)
+            contents = _with(contents, transition)
     for name in contents.deployments:
-        if decision := _next_of(contents.deployments[name], contents, picture, plan):
-            decisions.append(decision)
-            contents = _with(contents, decision)
-    return [*decisions, *_tidying(contents, picture)]
+        if transition := _next_of(contents.deployments[name], contents, seen, plan):
+            transitions.append(transition)
+            contents = _with(contents, transition)
+    return [*transitions, *_tidying(contents, seen)]
 
 
-def _tidying(contents: Contents, picture: Picture) -> Iterator[Decision]:
-    yield from orphans(contents, picture)
-    yield from adopted(contents, picture)
+def _tidying(contents: Contents, seen: Observation) -> Iterator[Transition]:
+    yield from orphans(contents, seen)
+    yield from adopted(contents, seen)
     yield from forgotten(contents)
     yield from unowned(contents)
 
 
-def _next_of(deployment: Deployment, contents: Contents, picture: Picture, plan: Planner) -> Decision | None:
-    decision = _by_itself(deployment, contents, picture, plan)
-    return given_up(deployment, decision, contents, picture.now_ms)
+def _next_of(
+    deployment: Deployment, contents: Contents, seen: Observation, plan: Planner
+) -> Transition | None:
+    transition = _by_itself(deployment, contents, seen, plan)
+    return given_up(deployment, transition, contents, seen.now_ms)
 
 
 def _by_itself(
-    deployment: Deployment, contents: Contents, picture: Picture, plan: Planner
-) -> Decision | None:
+    deployment: Deployment, contents: Contents, seen: Observation, plan: Planner
+) -> Transition | None:
     if deployment.state == "loading":
-        return next_of_loading(deployment, picture)
+        return next_of_loading(deployment, seen)
     if deployment.state == "serving":
         return (
-            kept(deployment, picture)
-            or next_of_serving(deployment, picture)
-            or taken_over(deployment, contents, picture)
-            or next_of_pursuit(deployment, contents, picture, plan)
+            kept(deployment, seen)
+            or next_of_serving(deployment, seen)
+            or taken_over(deployment, contents, seen)
+            or next_of_pursuit(deployment, contents, seen, plan)
         )
     if deployment.state == "retiring" or not is_cleared(deployment):
-        return next_of_clearing(deployment, picture)
+        return next_of_clearing(deployment, seen)
     if deployment.state == "waiting":
-        return next_of_waiting(deployment, contents, picture, plan)
+        return next_of_waiting(deployment, contents, seen, plan)
     return None
 
 
-def _with(contents: Contents, decision: Decision) -> Contents:
-    return contents if decision.record is None else contents.with_record(decision.record)
+def _with(contents: Contents, transition: Transition) -> Contents:
+    return contents if transition.record is None else contents.with_record(transition.record)

@@ -10,19 +10,19 @@ from bus.catalogue import Contents
 from bus.deployments import Deployment, ModelCard
 from bus.messages import Cause
 from bus.shapes import natural
-from controller.deployments.decisions import Decision, because, becomes, deploys, noted
-from controller.deployments.picture import Picture
-from controller.deployments.profiling import profiles_of
-from controller.deployments.questions import (
-    Chosen,
+from controller.deployments.observation import Observation
+from controller.deployments.planner import (
+    ChosenPlan,
     Planner,
     Question,
-    Refused,
+    RefusedPlan,
     fits_when_empty,
     question_of,
     why_not_taken,
 )
-from controller.intents.words import sized
+from controller.deployments.profiling import profiles_of
+from controller.deployments.transitions import Transition, because, becomes, deploys, noted
+from controller.planning.fitting import sized
 
 FIRST_PAUSE_MS = 1_000  # before the second attempt; doubles
 NAMED = 8  # workers that are named one by one
@@ -33,24 +33,22 @@ ASK_FOR_LESS = (
 
 
 def next_of_waiting(
-    deployment: Deployment, contents: Contents, picture: Picture, plan: Planner
-) -> Decision | None:
+    deployment: Deployment, contents: Contents, seen: Observation, plan: Planner
+) -> Transition | None:
     """Its stages are clear."""
     card = contents.models.get(deployment.model)
     if card is None:
-        return becomes(
-            deployment, "failed", picture.now_ms, f"the model {deployment.model} is not registered"
-        )
+        return becomes(deployment, "failed", seen.now_ms, f"the model {deployment.model} is not registered")
     if not profiles_of(contents, card):
         if card.state == "failed":
             why = f"{card.name} could not be measured: {card.reason}"
-            return becomes(deployment, "failed", picture.now_ms, why)
+            return becomes(deployment, "failed", seen.now_ms, why)
         return noted(
             deployment, f"{card.name} is {card.state}: {card.progress or 'no worker is free for it'}"
         )
-    if not picture.is_settled or picture.now_ms - deployment.since_ms < _pause_ms(deployment):
+    if not seen.is_settled or seen.now_ms - deployment.since_ms < _pause_ms(deployment):
         return None
-    return _place(deployment, card, contents, picture, plan)
+    return _place(deployment, card, contents, seen, plan)
 
 
 def _pause_ms(deployment: Deployment) -> int:
@@ -58,29 +56,29 @@ def _pause_ms(deployment: Deployment) -> int:
 
 
 def _place(
-    deployment: Deployment, card: ModelCard, contents: Contents, picture: Picture, plan: Planner
-) -> Decision | None:
-    why_not = {name: why_not_taken(one, card.name, contents) for name, one in picture.workers.items()}
-    free = [one for name, one in picture.workers.items() if not why_not[name]]
+    deployment: Deployment, card: ModelCard, contents: Contents, seen: Observation, plan: Planner
+) -> Transition | None:
+    why_not = {name: why_not_taken(one, card.name, contents) for name, one in seen.workers.items()}
+    free = [one for name, one in seen.workers.items() if not why_not[name]]
     question = question_of(deployment, free, contents)
     assert question is not None
     answer = plan(replace(question, current=None)) if free else None
-    if isinstance(answer, Chosen):
-        return load(deployment, card, answer, picture)
-    are_all_asked = len(free) == sum(one.takes_orders for one in picture.workers.values())
+    if isinstance(answer, ChosenPlan):
+        return load(deployment, card, answer, seen)
+    are_all_asked = len(free) == sum(one.takes_orders for one in seen.workers.values())
     if answer and answer.is_final and are_all_asked:
-        return becomes(deployment, "failed", picture.now_ms, answer.reason)
-    return _queued(deployment, answer, _obstacles(question, why_not, answer), contents, picture, plan)
+        return becomes(deployment, "failed", seen.now_ms, answer.reason)
+    return _queued(deployment, answer, _obstacles(question, why_not, answer), contents, seen, plan)
 
 
 def load(
     deployment: Deployment,
     card: ModelCard,
-    chosen: Chosen,
-    picture: Picture,
+    chosen: ChosenPlan,
+    seen: Observation,
     cause: Cause = "deployment",
     why: str = "",
-) -> Decision:
+) -> Transition:
     workers = [worker for stage in chosen.stages for worker in stage.workers]
     record = replace(
         deployment,
@@ -89,14 +87,14 @@ def load(
         configuration=chosen.estimate.configuration,
         stages=chosen.stages,
         expected=chosen.estimate,
-        since_ms=picture.now_ms,
+        since_ms=seen.now_ms,
         attempts=deployment.attempts + 1,
         loads=deployment.loads + 1,
-        epochs={worker: picture.workers[worker].card.epoch for worker in workers},
+        epochs={worker: seen.workers[worker].card.epoch for worker in workers},
     )
     why = why or ("to be loaded" if not deployment.loads else f"to be loaded again: {deployment.reason}")
-    decision = Decision(record=record, commands=deploys(record, card, chosen.blocks), told=True)
-    return because(decision, deployment, cause, why)
+    transition = Transition(record=record, commands=deploys(record, card, chosen.blocks), told=True)
+    return because(transition, deployment, cause, why)
 
 
 # --------------------------------------------------------------------------- why it waits
@@ -104,17 +102,17 @@ def load(
 
 def _queued(
     deployment: Deployment,
-    answer: Refused | None,
+    answer: RefusedPlan | None,
     obstacles: str,
     contents: Contents,
-    picture: Picture,
+    seen: Observation,
     plan: Planner,
-) -> Decision | None:
+) -> Transition | None:
     """It stays where it is. That is told once, and again when it waits for something else."""
     if answer is None and not obstacles:
         return _told(deployment, WORKER, "no worker is there. It stays queued until one joins")
-    empty = fits_when_empty(deployment, contents, picture, plan)
-    if isinstance(empty, Refused):
+    empty = fits_when_empty(deployment, contents, seen, plan)
+    if isinstance(empty, RefusedPlan):
         sizes = _listed({name: f"{sized(size)} at most" for name, size in empty.free_bytes.items()})
         where = f"; {sizes}" if sizes else ""
         why = f"{empty.reason}, even with nothing else deployed{where}. It stays queued: {ASK_FOR_LESS}"
@@ -125,13 +123,13 @@ def _queued(
     return _told(deployment, ROOM, f"{answer.reason}; {obstacles}. It stays queued. {help_}")
 
 
-def _told(deployment: Deployment, what: str, why: str) -> Decision | None:
-    decision = noted(deployment, f"{what}: {why}")
+def _told(deployment: Deployment, what: str, why: str) -> Transition | None:
+    transition = noted(deployment, f"{what}: {why}")
     is_news = not deployment.reason.startswith(what)
-    return replace(decision, told=is_news) if decision else None
+    return replace(transition, told=is_news) if transition else None
 
 
-def _obstacles(question: Question, why_not: Mapping[str, str], answer: Refused | None) -> str:
+def _obstacles(question: Question, why_not: Mapping[str, str], answer: RefusedPlan | None) -> str:
     """Of every worker, alike ones together."""
     free = answer.free_bytes if answer else {}
     return _listed(

@@ -7,8 +7,8 @@ import pytest
 from bench.placement.compare import model, outcome_of
 from bench.placement.model import INTENT, MODELS, NUM_DEVICES, Cluster, Served, trace_of
 from bench.placement.models import ARCHITECTURES, BLOCK_TOKENS, profile_of
-from controller.intents.estimates import estimate_all
-from controller.intents.placement import POLICIES, PlacementPolicy, Placing
+from controller.planning.estimates import estimate_all
+from controller.planning.placement import POLICIES, PlacementPolicy, Placing
 
 
 def test_the_estimate_from_one_and_two_layers_is_what_the_whole_model_takes() -> None:

@@ -36,11 +36,11 @@ from bus.messages import (
     Transform,
     WorkerCard,
 )
-from controller.deployments.decisions import Command, Decision
+from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.orders import Facts, carry_out
-from controller.deployments.picture import Device, Picture
-from controller.deployments.questions import Chosen, Question, Refused
+from controller.deployments.planner import ChosenPlan, Question, RefusedPlan
 from controller.deployments.reconcile import reconcile
+from controller.deployments.transitions import Command, Transition
 
 NUM_LAYERS = 4
 ROOM = 2  # models that a worker holds
@@ -88,7 +88,7 @@ class Worker:
     tells: bool = True  # its memory
     load: float = 0.0
 
-    def seen(self) -> Device:
+    def seen(self) -> WorkerView:
         card = WorkerCard(
             id=self.id,
             epoch=self.epoch,
@@ -101,13 +101,13 @@ class Worker:
             instances=list(self.instances),
         )
         pages = PageCounts(budget=100, weights=0, kv=0, free=100) if self.tells else None
-        return Device(card=card, pages=pages, load=self.load)
+        return WorkerView(card=card, pages=pages, load=self.load)
 
 
 class World:
     """`tp`, `pp`: of the configuration that the planner takes; `turn` is one look of the controller.
     `seconds`: what any model takes on a worker, 1 where nothing is said; the planner takes the fastest.
-    `lonely`: models that want workers without another. `may_change`: see Picture."""
+    `lonely`: models that want workers without another. `may_change`: see Observation."""
 
     def __init__(self, *workers: str, tp: int = 1, pp: int = 1) -> None:
         self.tp, self.pp = tp, pp
@@ -119,10 +119,10 @@ class World:
         self.complaints: dict[str, str] = {}
         self.heard: dict[str, int] = {}
         self.sent: dict[str, int] = {}
-        self.checkpoints: dict[str, Checkpoint] = {}  # see Picture
+        self.checkpoints: dict[str, Checkpoint] = {}  # see Observation
         self.ordered: list[tuple[str, Command]] = []
         self.is_settled = True
-        self.refusal: Refused | None = None
+        self.refusal: RefusedPlan | None = None
         self.seconds: dict[str, float] = {}
         self.lonely: set[str] = set()
         self.may_change = False
@@ -219,8 +219,8 @@ class World:
     # ------------------------------------------------------------------------------------- the controller
 
     @property
-    def picture(self) -> Picture:
-        return Picture(
+    def picture(self) -> Observation:
+        return Observation(
             now_ms=self.now_ms,
             workers={name: worker.seen() for name, worker in self.workers.items()},
             is_settled=self.is_settled,
@@ -232,7 +232,7 @@ class World:
             checkpoints=self.checkpoints,
         )
 
-    def plan(self, question: Question) -> Chosen | Refused:
+    def plan(self, question: Question) -> ChosenPlan | RefusedPlan:
         """On the fastest workers, the first by name of those that are alike."""
         names = sorted(
             (device.card.id for device in question.devices if self._has_room(device, question)),
@@ -240,36 +240,36 @@ class World:
         )
         tp = self.tp if question.may_group else 1
         if self.refusal or len(names) < tp * self.pp:
-            return self.refusal or Refused(reason=f"there are {len(names)} workers")
+            return self.refusal or RefusedPlan(reason=f"there are {len(names)} workers")
         share = NUM_LAYERS // self.pp
         stages = [
             Stage(workers=names[i * tp : (i + 1) * tp], first=i * share, end=(i + 1) * share)
             for i in range(self.pp)
         ]
         taken = [self.seconds.get(name, 1.0) for stage in stages for name in stage.workers]
-        return Chosen(estimate=estimate(max(taken), tp=tp, pp=self.pp), stages=stages, blocks=8)
+        return ChosenPlan(estimate=estimate(max(taken), tp=tp, pp=self.pp), stages=stages, blocks=8)
 
-    def _has_room(self, device: Device, question: Question) -> bool:
+    def _has_room(self, device: WorkerView, question: Question) -> bool:
         stay = [card for card in device.card.instances if card.id not in question.gone]
         return question.card.name not in self.lonely or not stay
 
-    def turn(self, after_ms: int = 500) -> list[Decision]:
+    def turn(self, after_ms: int = 500) -> list[Transition]:
         self.now_ms += after_ms
-        decisions = reconcile(self.contents, self.picture, self.plan)
-        for decision in decisions:
-            self._apply(decision)
-        return decisions
+        transitions = reconcile(self.contents, self.picture, self.plan)
+        for transition in transitions:
+            self._apply(transition)
+        return transitions
 
-    def _apply(self, decision: Decision) -> None:
-        if decision.record is not None and not decision.removed:
-            self.contents = self.contents.with_record(decision.record)
-        elif isinstance(decision.record, Deployment):
-            left = {key: one for key, one in self.contents.deployments.items() if key != decision.record.id}
+    def _apply(self, transition: Transition) -> None:
+        if transition.record is not None and not transition.removed:
+            self.contents = self.contents.with_record(transition.record)
+        elif isinstance(transition.record, Deployment):
+            left = {key: one for key, one in self.contents.deployments.items() if key != transition.record.id}
             self.contents = Contents(self.contents.models, left, self.contents.profiles)
-        if gone := decision.erased:
+        if gone := transition.erased:
             profiles = {key: one for key, one in self.contents.profiles.items() if one is not gone}
             self.contents = Contents(self.contents.models, self.contents.deployments, profiles)
-        for name, command in decision.commands:
+        for name, command in transition.commands:
             self.sent[command.id] = self.now_ms
             self._send(name, command)
 

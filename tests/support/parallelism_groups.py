@@ -7,7 +7,7 @@ from typing import Any
 
 from bus.client import LiveWorker
 from bus.messages import InstanceCard, Metrics, WorkerCard
-from controller.groups import Group
+from controller.morphing.groups import Group
 from tests.support.metrics_samples import metrics_of
 
 TOKENS_AT = {1: 100, 2: 400, 4: 1200, 8: 3000}

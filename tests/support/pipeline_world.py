@@ -11,7 +11,7 @@ from bus.catalogue import Contents
 from bus.checkpoints import Checkpoint
 from bus.deployments import Deploy, Retire
 from bus.messages import CancelMorph, MorphOutcome
-from controller.deployments.decisions import Command, Decision
+from controller.deployments.transitions import Command, Transition
 from tests.support.deployment_world import NUM_LAYERS, ROOM, Worker, World, instance
 
 PATIENCE_MS = 300_000  # of a stage that nobody leads
@@ -61,7 +61,7 @@ class PipelineWorld(World):
             self.join(name, instances=worker.instances)
         self.restart_controller()
 
-    def turn(self, after_ms: int = 500) -> list[Decision]:
+    def turn(self, after_ms: int = 500) -> list[Transition]:
         self._mend(after_ms)
         return super().turn(after_ms)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from bus.messages import MorphOutcome, MorphReport
 from bus.policy import Policy
-from controller.levers import Decision
-from controller.policy import Freshness, decide
-from controller.track import State, observe, sent
-from controller.view import View
+from controller.morphing.levers import MorphDecision
+from controller.morphing.policy import Freshness, decide
+from controller.morphing.track import State, observe, sent
+from controller.morphing.view import View
 
 FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)
 WINDOW_S = 0.5
@@ -41,9 +41,9 @@ class Hand:
         self.policy = Policy(**policy)
         self.state = State()
         self.at_s = 1000.0
-        self.decisions: list[tuple[float, Decision]] = []
+        self.decisions: list[tuple[float, MorphDecision]] = []
 
-    def see(self, *views: View, windows: int = 1) -> Decision | None:
+    def see(self, *views: View, windows: int = 1) -> MorphDecision | None:
         """The last decision of these windows."""
         decided = None
         for _ in range(windows):

@@ -9,7 +9,7 @@ from bus.catalogue import Contents
 from bus.checkpoints import Checkpoint
 from bus.deployments import Configuration, Deploy, Intent, Retire, Stage
 from controller.deployments.adopting import adopted, folders_of_unknown
-from controller.deployments.decisions import Decision
+from controller.deployments.transitions import Transition
 from tests.support.deployment_world import NUM_LAYERS, World, instance
 
 
@@ -33,9 +33,9 @@ def forgotten(world: World) -> World:
     return world
 
 
-def found(world: World, path: str = "/m") -> list[Decision]:
-    picture = replace(world.picture, checkpoints={path: Checkpoint(NUM_LAYERS, "d", context=512)})
-    return list(adopted(world.contents, picture))
+def found(world: World, path: str = "/m") -> list[Transition]:
+    seen = replace(world.picture, checkpoints={path: Checkpoint(NUM_LAYERS, "d", context=512)})
+    return list(adopted(world.contents, seen))
 
 
 # --------------------------------------------------------------------------- another epoch
@@ -81,7 +81,7 @@ def test_what_no_record_tells_of_is_known_by_its_card_and_keeps_its_shape() -> N
     world, name = served("w0")
     forgotten(world)
     world.workers["w0"].instances = [replace(world.workers["w0"].instances[0], precision="int8")]
-    model, deployment = (decision.record for decision in found(world))
+    model, deployment = (transition.record for transition in found(world))
     assert (model.name, model.path, model.digest, model.state) == ("m", "/m", "d", "registered")  # type: ignore[union-attr]
     assert model.context == 512  # type: ignore[union-attr]
     assert (deployment.id, deployment.state, deployment.instance) == (name, "serving", "m@w0")  # type: ignore[union-attr]
@@ -120,8 +120,8 @@ def test_a_group_is_found_whose_members_lost_each_other_and_is_made_anew() -> No
 def test_a_group_is_found_as_it_is() -> None:
     world, name = served("w0", "w1", tp=2)
     world.contents = Contents()
-    _, decision = found(world)
-    assert (decision.subject, decision.record.configuration) == (name, Configuration(tp=2))  # type: ignore[union-attr]
+    _, transition = found(world)
+    assert (transition.subject, transition.record.configuration) == (name, Configuration(tp=2))  # type: ignore[union-attr]
 
 
 def test_of_a_group_that_is_not_whole_one_serves_on() -> None:
@@ -138,8 +138,8 @@ def test_a_pipeline_is_found_with_its_stages() -> None:
     stages = [Stage(workers=["w0"], first=0, end=1), Stage(workers=["w1"], first=1, end=NUM_LAYERS)]
     facts: dict[str, Any] = {"pp": 2, "workers": ["w0", "w1"], "deployed": "d1-3-w0"}
     world.workers["w0"].instances = [replace(instance("m", "w0"), stages=stages, **facts)]
-    _, decision = found(world)
-    assert decision.record.stages == stages and decision.record.loads == 3  # type: ignore[union-attr]
+    _, transition = found(world)
+    assert transition.record.stages == stages and transition.record.loads == 3  # type: ignore[union-attr]
     world.die("w1")
     assert not found(world), "one of its workers is not there"
 
@@ -158,6 +158,6 @@ def test_before_redis_has_settled_and_of_what_is_not_ours_nothing_is_taken() -> 
 def test_a_folder_that_is_no_model_any_more_leaves_a_deployment_without_a_model() -> None:
     world, name = served("w0")
     forgotten(world)
-    (decision,) = found(world, path="/other")
-    assert decision.subject == name
+    (transition,) = found(world, path="/other")
+    assert transition.subject == name
     assert folders_of_unknown(world.contents, world.picture) == {"/m"}

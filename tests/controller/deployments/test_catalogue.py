@@ -16,7 +16,7 @@ from bus.checkpoints import BadCheckpoint, digest_of, read_checkpoint
 from bus.client import Bus, BusUnavailable, connect
 from bus.deployments import Answer, Deployment, Intent, ModelCard, Profile, RegisterModel
 from bus.settings import Settings
-from controller.deployments.service import Deployer
+from controller.deployments.deployer import Deployer
 from tests.conftest import settings_of
 from tests.support.redis_process import RedisProcess
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from bus.deployments import Measure, RemoveModel
 from bus.messages import CancelMorph
-from controller.deployments.decisions import MAX_ATTEMPTS, measure_id
 from controller.deployments.profiling import SILENT_MS
+from controller.deployments.transitions import MAX_ATTEMPTS, measure_id
 from tests.support.deployment_world import World, measured, profile
 
 
 def test_a_registered_model_is_measured_once_on_the_least_busy_worker() -> None:
     world = World("w0", "w1")
     world.register()
-    (decision,) = world.turn()
-    assert decision.kind == "model_profiling"
+    (transition,) = world.turn()
+    assert transition.kind == "model_profiling"
     ((worker, command),) = world.commands(Measure)
     assert (worker, command.model, command.digest) == ("w0", "m", "d")
     world.settle(5)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from bus.deployments import Deploy, Measure, RemoveModel
 from bus.messages import CancelMorph, InstanceCard, PageCounts, Resize, Swap
 from bus.precisions import Precision
-from controller.deployments.picture import Device
+from controller.deployments.observation import WorkerView
 from tests.controller.deployments.test_properties import check_at_rest
 from tests.support.deploy_models import Place, settings_for, write_model
 from tests.support.deployment_world import NUM_LAYERS, Worker, World, profile
@@ -49,7 +49,7 @@ class PagedWorker(Worker):
         assert self.place
         return self.place.counts()
 
-    def seen(self) -> Device:
+    def seen(self) -> WorkerView:
         self.instances = self.cards
         return replace(super().seen(), pages=self.counts())
 

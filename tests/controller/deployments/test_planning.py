@@ -1,4 +1,4 @@
-"""From cards and pages to a plan: the controller's own question, answered by the decisions of intents."""
+"""From cards and pages to a plan: the controller's own question, answered by the transitions of intents."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 
 from bus.deployments import Configuration, Intent, ModelCard
 from bus.messages import WorkerCard
-from controller.deployments.picture import Device
-from controller.deployments.planning import answer_of, kept_by, planned
-from controller.deployments.questions import Chosen, Question, Refused
-from controller.deployments.room import Room
-from controller.intents.placement import LoadWindow, Placing
-from controller.intents.room import Tenant
+from controller.deployments.free_memory import FreeMemory
+from controller.deployments.observation import WorkerView
+from controller.deployments.planner import ChosenPlan, Question, RefusedPlan, answer_of, kept_by, planned
+from controller.planning.making_room import Tenant
+from controller.planning.placement import LoadWindow, Placing
 from tests.support.deployment_world import instance
 from tests.support.known_truths import Truth, profile_of
 
@@ -34,7 +33,7 @@ def question(*workers: str, kind: str = "cpu", intent: Intent | None = None) -> 
         card=ModelCard(name="m", path="/m", digest="d", num_layers=8, state="profiled"),
         intent=intent or Intent(),
         profiles={"cpu": profile_of(TRUTH)},
-        devices=[Device(card=card) for card in cards],
+        devices=[WorkerView(card=card) for card in cards],
     )
 
 
@@ -57,29 +56,29 @@ def loads(**busy: float) -> LoadWindow:
     ],
 )
 def test_the_worker_is_the_one_that_the_placement_chooses(placing: Placing | None, worker: str) -> None:
-    room = Room(dict.fromkeys(("w0", "w1", "w2"), WHOLE), [])
+    room = FreeMemory(dict.fromkeys(("w0", "w1", "w2"), WHOLE), [])
     window = loads(w0=0.4, w1=0.9, w2=0.1)
     found = answer_of(planned(question("w0", "w1", "w2"), room, window, NOW_S, placing))
-    assert isinstance(found, Chosen)
+    assert isinstance(found, ChosenPlan)
     assert [stage.workers for stage in found.stages] == [[worker]]
     assert found.blocks == 20
 
 
 def test_a_worker_that_told_nothing_of_its_pages_gets_no_model() -> None:
-    found = answer_of(planned(question("w0"), Room({}, []), LoadWindow(), NOW_S))
-    assert isinstance(found, Refused) and not found.is_final
+    found = answer_of(planned(question("w0"), FreeMemory({}, []), LoadWindow(), NOW_S))
+    assert isinstance(found, RefusedPlan) and not found.is_final
     assert ", 0 bytes are free on w0, which hold 0 layers" in found.reason
 
 
 def test_an_intent_that_nothing_meets_is_refused_for_good() -> None:
     impossible = question("w0", intent=Intent(max_latency_s=1e-6))
-    found = answer_of(planned(impossible, Room({"w0": WHOLE}, []), LoadWindow(), NOW_S))
-    assert isinstance(found, Refused) and found.is_final
+    found = answer_of(planned(impossible, FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S))
+    assert isinstance(found, RefusedPlan) and found.is_final
 
 
 def test_a_kind_of_device_that_was_not_measured_gets_no_plan() -> None:
     there = question("w0", kind="cuda:0")
-    assert planned(there, Room({"w0": WHOLE}, []), LoadWindow(), NOW_S) is None
+    assert planned(there, FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S) is None
 
 
 def test_only_precisions_that_every_worker_keeps_are_planned() -> None:
@@ -107,9 +106,9 @@ def test_what_the_intent_fixes_is_placed_whatever_else_is_cheaper(
 ) -> None:
     names = ("w0", "w1", "w2", "w3")
     asked = question(*names, intent=Intent(**fixed))
-    room = Room(dict.fromkeys(names, 2 * WHOLE), [])
+    room = FreeMemory(dict.fromkeys(names, 2 * WHOLE), [])
     found = answer_of(planned(asked, room, LoadWindow(), NOW_S))
-    assert isinstance(found, Chosen)
+    assert isinstance(found, ChosenPlan)
     chosen = found.estimate.configuration
     assert all(getattr(chosen, name) == value for name, value in fixed.items())
     assert [stage.workers for stage in found.stages] == workers
@@ -117,8 +116,8 @@ def test_what_the_intent_fixes_is_placed_whatever_else_is_cheaper(
 
 def test_a_fixed_number_of_stages_waits_for_workers_that_are_yet_to_come() -> None:
     asked = question("w0", "w1", intent=Intent(pp=3))
-    found = answer_of(planned(asked, Room(dict.fromkeys(("w0", "w1"), WHOLE), []), LoadWindow(), NOW_S))
-    assert isinstance(found, Refused) and not found.is_final
+    found = answer_of(planned(asked, FreeMemory(dict.fromkeys(("w0", "w1"), WHOLE), []), LoadWindow(), NOW_S))
+    assert isinstance(found, RefusedPlan) and not found.is_final
     assert "needs 3 devices, there are 2" in found.reason
 
 
@@ -129,7 +128,7 @@ def able(asked: Question, *degrees: int) -> Question:
 
 
 def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -> None:
-    room = Room(dict.fromkeys(("w0", "w1", "w2"), 2 * WHOLE), [])
+    room = FreeMemory(dict.fromkeys(("w0", "w1", "w2"), 2 * WHOLE), [])
     measured = profile_of(TRUTH, configurations=(Configuration(), Configuration(tp=2)))
     asked = question("w0", "w1", "w2", intent=Intent(minimise="latency"))
     fast = able(replace(asked, profiles={"cpu": measured}), 1, 2, 4)
@@ -147,7 +146,7 @@ def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -
     held = [replace(one, card=replace(one.card, instances=[HELD])) for one in fast.devices[:2]]
     busy = replace(fast, devices=[*held, fast.devices[2]])
     answer = answer_of(planned(busy, room, LoadWindow(), NOW_S))
-    assert isinstance(answer, Chosen) and answer.estimate.configuration.tp == 1
+    assert isinstance(answer, ChosenPlan) and answer.estimate.configuration.tp == 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -
     ],
 )
 def test_otherwise_it_is_served_by_one_worker(asked: Question) -> None:
-    room = Room(dict.fromkeys(("w0", "w1"), 2 * WHOLE), [])
+    room = FreeMemory(dict.fromkeys(("w0", "w1"), 2 * WHOLE), [])
     found = planned(asked, room, LoadWindow(), NOW_S)
     assert found is not None and found.chosen is not None
     assert found.chosen.configuration.tp == 1
@@ -173,25 +172,25 @@ def test_memory_of_what_goes_counts_as_free_and_its_worker_as_empty() -> None:
     held = [replace(one, card=replace(one.card, instances=[HELD])) for one in asked.devices[:1]]
     asked = replace(asked, devices=[*held, asked.devices[1]])
     tenant = Tenant(instance="other@w0", workers=("w0",), weight_bytes=2 * WHOLE, kv_bytes=0)
-    room = Room({"w0": 0, "w1": 2 * WHOLE}, [tenant])
-    assert isinstance(answer_of(planned(asked, room, LoadWindow(), NOW_S)), Refused)
+    room = FreeMemory({"w0": 0, "w1": 2 * WHOLE}, [tenant])
+    assert isinstance(answer_of(planned(asked, room, LoadWindow(), NOW_S)), RefusedPlan)
     going = replace(asked, gone=frozenset({"other@w0"}))
-    assert isinstance(answer_of(planned(going, room, LoadWindow(), NOW_S)), Chosen)
+    assert isinstance(answer_of(planned(going, room, LoadWindow(), NOW_S)), ChosenPlan)
 
 
 def test_a_plan_tells_what_serves_already_too() -> None:
-    found = planned(question("w0"), Room({"w0": WHOLE}, []), LoadWindow(), NOW_S)
+    found = planned(question("w0"), FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S)
     answer = answer_of(found, Configuration())
-    assert isinstance(answer, Chosen)
+    assert isinstance(answer, ChosenPlan)
     assert answer.current == answer.estimate
     other = answer_of(found, Configuration(tp=64))
-    assert isinstance(other, Chosen) and other.current is None
+    assert isinstance(other, ChosenPlan) and other.current is None
 
 
 def test_a_group_that_nobody_measured_is_taken_where_only_it_may_meet_a_limit() -> None:
     limit_s = 0.9 * TRUTH.latency(Configuration(), Intent())
-    room = Room(dict.fromkeys(("w0", "w1"), 2 * WHOLE), [])
+    room = FreeMemory(dict.fromkeys(("w0", "w1"), 2 * WHOLE), [])
     asked = able(question("w0", "w1", intent=Intent(max_latency_s=limit_s)), 1, 2)
     found = answer_of(planned(asked, room, LoadWindow(), NOW_S))
-    assert isinstance(found, Chosen) and found.estimate.configuration.tp == 2
+    assert isinstance(found, ChosenPlan) and found.estimate.configuration.tp == 2
     assert found.estimate.latency_s.basis == "assumed"

@@ -9,13 +9,13 @@ import pytest
 from bus.catalogue import Contents
 from bus.deployments import Measure, ModelCard, ProbePeer
 from bus.messages import WorkerCard
-from controller.deployments.picture import Device, Picture
+from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.profiling import next_of_model
 
 CARD = ModelCard(name="m", path="/m", digest="d", num_layers=4, state="registered")
 
 
-def device(name: str, *, load: float = 0.0, **changes: Any) -> Device:
+def device(name: str, *, load: float = 0.0, **changes: Any) -> WorkerView:
     fields: dict[str, Any] = {
         "host": "h",
         "device": "cpu",
@@ -24,18 +24,18 @@ def device(name: str, *, load: float = 0.0, **changes: Any) -> Device:
         "link_key": name.encode(),
         **changes,
     }
-    return Device(card=WorkerCard(id=name, epoch=1, pid=1, page_bytes=65536, **fields), load=load)
+    return WorkerView(card=WorkerCard(id=name, epoch=1, pid=1, page_bytes=65536, **fields), load=load)
 
 
-def peer_of(*devices: Device, models: tuple[ModelCard, ...] = ()) -> ProbePeer | None:
+def peer_of(*devices: WorkerView, models: tuple[ModelCard, ...] = ()) -> ProbePeer | None:
     """The first is chosen to measure: it has the least to do."""
     contents = Contents()
     for card in models:
         contents = contents.with_record(card)
-    picture = Picture(now_ms=0, workers={one.card.id: one for one in devices})
-    decision = next_of_model(CARD, contents, picture)
-    assert decision is not None
-    ((worker, command),) = decision.commands
+    seen = Observation(now_ms=0, workers={one.card.id: one for one in devices})
+    transition = next_of_model(CARD, contents, seen)
+    assert transition is not None
+    ((worker, command),) = transition.commands
     assert worker == devices[0].card.id
     assert isinstance(command, Measure)
     return command.peer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bus.deployments import Deploy, Measure, RemoveModel
 from bus.messages import CancelMorph
-from controller.deployments.decisions import MAX_ATTEMPTS, instance_at, shown_by
+from controller.deployments.transitions import MAX_ATTEMPTS, instance_at, shown_by
 from tests.support.deployment_world import World
 from tests.support.pipeline_world import PipelineWorld
 
@@ -130,4 +130,4 @@ def test_any_order_of_events_ends_with_no_orphan(
     world.settle(60, after_ms=20_000)
     check_always(world)
     check_at_rest(world)
-    assert not [decision for decision in world.turn() if decision.commands]
+    assert not [transition for transition in world.turn() if transition.commands]

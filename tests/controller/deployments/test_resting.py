@@ -7,8 +7,8 @@ from dataclasses import replace
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Intent, ModelCard, Stage
 from bus.precisions import Precision
-from controller.deployments.resting import rests_of
-from controller.rest import Rest
+from controller.deployments.profiling import rests_of
+from controller.morphing.view import Rest
 from tests.support.deployment_world import World, profile
 
 SERVING = Deployment(

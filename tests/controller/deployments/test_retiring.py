@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from bus.deployments import Answer, Deploy, Retire
 from bus.messages import Transform
-from controller.deployments.decisions import MAX_ATTEMPTS
 from controller.deployments.loading import STABLE_MS
-from controller.deployments.tries import STUCK_MS
+from controller.deployments.retries import STUCK_MS
+from controller.deployments.transitions import MAX_ATTEMPTS
 from tests.support.deployment_world import World, instance, measured
 
 
@@ -168,10 +168,10 @@ def test_pages_that_come_back_late_end_the_retirement() -> None:
 def test_every_morph_says_for_which_deployment_it_is_and_why() -> None:
     world = measured("w0", "w1")
     answer = world.deploy()
-    (decision,) = world.turn()
-    (morph,) = decision.morphs
-    assert (type(morph), decision.cause) == (Deploy, "deployment")
-    assert decision.why == f"deployment {answer.id} of m (least cost): to be loaded"
+    (transition,) = world.turn()
+    (morph,) = transition.morphs
+    assert (type(morph), transition.cause) == (Deploy, "deployment")
+    assert transition.why == f"deployment {answer.id} of m (least cost): to be loaded"
     world.settle(3)
     world.die("w0")
     world.turn()

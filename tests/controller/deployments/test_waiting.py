@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bus.deployments import Answer, Deployment, DeployModel, Intent
-from controller.deployments.questions import Chosen, Question, Refused, question_of
+from controller.deployments.planner import ChosenPlan, Question, RefusedPlan, question_of
 from tests.support.deployment_world import World, instance, measured
 
 HELD = instance("other", "w0")
@@ -19,13 +19,13 @@ class Small(World):
     large: frozenset[str] = frozenset()
     later: frozenset[str] = frozenset()
 
-    def plan(self, question: Question) -> Chosen | Refused:
+    def plan(self, question: Question) -> ChosenPlan | RefusedPlan:
         name, free = question.card.name, dict.fromkeys((one.card.id for one in question.devices), 1 << 20)
         stay = [
             card for one in question.devices for card in one.card.instances if card.id not in question.gone
         ]
         if name in self.large or (name in self.later and stay):
-            return Refused(reason="needs 9.0 MiB", ways="retire deployment o2 (8.0 MiB)", free_bytes=free)
+            return RefusedPlan(reason="needs 9.0 MiB", ways="retire deployment o2 (8.0 MiB)", free_bytes=free)
         return super().plan(question)
 
 
@@ -45,13 +45,13 @@ def small(*workers: str, large: str = "", later: str = "") -> tuple[Small, Answe
 def test_alike_workers_are_told_together_with_what_would_make_room() -> None:
     world, waits = small("w0", "w1", "w2", later="b")
     world.workers["w2"].tells = False
-    (decision,) = world.turn()
+    (transition,) = world.turn()
     assert world.deployment(waits).state == "waiting"
     assert world.deployment(waits).reason == (
         "waits for room: needs 9.0 MiB; w0, w1: 1.0 MiB free; w2: does not tell its memory. It stays queued. "
         "To make room: retire deployment o2 (8.0 MiB)"
     )
-    assert decision.told and decision.kind == "deployment_waiting"
+    assert transition.told and transition.kind == "deployment_waiting"
     assert world.turn() == []
 
 

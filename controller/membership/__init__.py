@@ -1,0 +1,1 @@
+"""Workers that join, leave and die, and what the dead leave behind."""

@@ -1,0 +1,119 @@
+"""The loop over the registry of workers: reports who joined, left and died, and puts away what they left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+
+from bus.client import Bus, BusFull, BusUnavailable, Member, Restart
+from bus.leftovers import remove_worker
+from bus.settings import ControllerSettings
+from controller.membership.cleanup import Reaper, Sweeper, led_by
+from controller.membership.liveness import Known, MembershipChange, RegistryView, Sighting, decide
+
+log = logging.getLogger("controller")
+
+GONE_AFTER_S = 60.0  # longer than a supervisor's longest pause before it starts a worker again
+SLOW_S = 1.0  # a picture that took longer: Redis was stuck, and leases ran out that nobody could renew
+EXPIRY_MARGIN_S = 0.02
+
+
+class MembershipWatcher:
+    """Owns what is known about the workers. One `step` at a time."""
+
+    def __init__(self, settings: ControllerSettings, bus: Bus) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._known = Known()
+        self._todo: deque[MembershipChange] = deque()
+        self._restart: Restart | None = None  # not told yet
+        self._unsettled = False
+        self._data_lost = False
+        self._is_full = False
+        self._reaper = Reaper(bus)
+        self._sweeper = Sweeper(bus, GONE_AFTER_S)
+        bus.on_restart(self._restarted)
+
+    def _restarted(self, restart: Restart) -> None:
+        self._restart = restart
+        self._unsettled = True
+        self._data_lost |= restart.data_lost
+
+    async def run(self) -> None:
+        """For ever. Raises RedisProblem."""
+        while True:
+            pause_s = await self.step()
+            await asyncio.sleep(pause_s)
+
+    async def step(self) -> float:
+        """Returns the seconds to pause before the next one."""
+        try:
+            members = await self._observe()
+            await self._tell_restart()
+            await self._apply()
+            await self._sweeper.sweep(time.monotonic())
+        except BusUnavailable:
+            self._unsettled = True
+            await self._bus.wait_up()
+            return 0.0
+        except BusFull as full:  # what is left to do stays in the queue
+            log.log(logging.DEBUG if self._is_full else logging.WARNING, "events wait: %s", full)
+            self._is_full = True
+            return self._settings.interval_s
+        self._is_full = False
+        return self._pause(members)
+
+    async def _observe(self) -> list[Member]:
+        began_s = time.monotonic()
+        members = await self._bus.members()
+        now_s = time.monotonic()
+        picture = RegistryView(
+            at_s=now_s,
+            sightings=tuple(Sighting(m.id, m.lease_epoch, m.card.epoch if m.card else None) for m in members),
+            unsettled=self._unsettled or now_s - began_s > SLOW_S,
+            data_lost=self._data_lost,
+        )
+        self._unsettled = self._data_lost = False
+        self._known, changes = decide(
+            self._known, picture, grace_s=self._settings.grace_s, gone_after_s=GONE_AFTER_S
+        )
+        self._todo.extend(changes)
+        for member in members:
+            if member.card:
+                self._reaper.remember(member.id, led_by(member.card))
+        return members
+
+    async def _tell_restart(self) -> None:
+        if restart := self._restart:
+            what = "lost its data" if restart.data_lost else "restarted and kept its data"
+            await self._bus.event("bus_restarted", "redis", f"Redis {what}", data_lost=int(restart.data_lost))
+            self._restart = None
+
+    async def _apply(self) -> None:
+        """In order, and each until it is done: gateways rely on being told of every death."""
+        while self._todo:
+            await self._carry_out(self._todo[0])
+            self._todo.popleft()
+
+    async def _carry_out(self, change: MembershipChange) -> None:
+        if change.verdict == "gone":
+            if await remove_worker(self._bus, change.worker):
+                self._reaper.forget(change.worker)
+                log.debug("%s is forgotten: %s", change.worker, change.reason)
+            return
+        numbers = {"epoch": change.epoch}
+        if change.previous is not None:
+            numbers["previous_epoch"] = change.previous
+        await self._bus.event(change.verdict, change.worker, change.reason, **numbers)
+        level = logging.WARNING if change.verdict in ("worker_lost", "epoch_changed") else logging.INFO
+        log.log(level, "%s %s: %s", change.verdict, change.worker, change.reason, extra=numbers)
+        if change.verdict != "worker_joined":
+            dead_epoch = change.epoch if change.previous is None else change.previous
+            await self._reaper.reap(change.worker, dead_epoch)
+
+    def _pause(self, members: list[Member]) -> float:
+        """The interval, or less where a lease that nobody renewed would run out before that."""
+        left_s = [member.lease_ms / 1000 + EXPIRY_MARGIN_S for member in members if member.lease_epoch]
+        return min([self._settings.interval_s, *left_s])

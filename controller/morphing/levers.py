@@ -1,0 +1,153 @@
+"""The levers of one instance, cheapest first: what each would do now, or None. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+from bus.messages import Cause, Morph, Number, Resize, Swap
+from bus.policy import Policy
+from bus.precisions import PRECISIONS, Precision, is_below
+from controller.morphing.track import Lever
+from controller.morphing.view import View
+
+WAIT_S = 1.0  # for pages, before a worker answers `deferred`: a running step may be about to free some
+
+
+RETURN_MARGIN = 4  # of the dead zone this part stays free after a way back, or noise would undo it at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules(Policy):
+    """The policy as its mode applies it to one instance. Giving pages back must leave the KV use below
+    `kv_usage_after`."""
+
+    kv_usage_after: float
+
+
+def rules_of(policy: Policy, num_layers: int) -> Rules | None:
+    """Return the rules for a model of `num_layers` layers; None: nothing morphs by itself."""
+    in_force = policy.in_force(num_layers)
+    if in_force is None:
+        return None
+    dead_zone = policy.kv_usage_high - policy.kv_usage_low
+    return Rules(**asdict(in_force), kv_usage_after=policy.kv_usage_high - dead_zone / RETURN_MARGIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MorphDecision:
+    """One morph of one instance, why, and the numbers that were seen."""
+
+    instance: str
+    worker: str
+    epoch: int
+    lever: Lever
+    reason: str
+    cause: Cause | Literal[""] = ""  # the reason in a word; of a decision it is never empty
+    blocks: int = 0  # of a resize: the new total
+    count: int = 0  # of a swap: layers
+    precision: Precision = "full"
+    numbers: dict[str, Number] = field(default_factory=dict)
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """All that it changes."""
+        return (self.instance,)
+
+    def command(self, morph_id: str) -> Morph:
+        if self.lever == "resize":
+            return Resize(
+                id=morph_id, epoch=self.epoch, instance=self.instance, blocks=self.blocks, wait_s=WAIT_S
+            )
+        return Swap(
+            id=morph_id,
+            epoch=self.epoch,
+            instance=self.instance,
+            precision=self.precision,
+            count=self.count,
+            wait_s=WAIT_S,
+        )
+
+    def because(self, cause: Cause, words: str, seen: dict[str, Number]) -> MorphDecision:
+        return replace(self, cause=cause, reason=f"{words}: {self.reason}", numbers=seen | self.numbers)
+
+
+def take_free_pages(view: View, rules: Rules) -> MorphDecision | None:
+    """Pages that nobody uses become blocks; it costs nothing."""
+    gained = view.blocks_of(view.pages_spare)
+    if gained < 1:
+        return None
+    blocks = view.kv_blocks + gained
+    return MorphDecision(
+        instance=view.instance,
+        worker=view.worker,
+        epoch=view.epoch,
+        lever="resize",
+        reason=f"{view.pages_spare} pages are free, for {gained} more KV blocks",
+        blocks=blocks,
+        numbers={"blocks_after": blocks, "pages_spare": view.pages_spare},
+    )
+
+
+def swap_down(view: View, rules: Rules) -> MorphDecision | None:
+    """Layers in fewer bits than they rest in; their pages become blocks."""
+    precision = _coarsest(view, rules.precision)
+    count = min(rules.step_layers, rules.max_layers - view.layers_below)
+    if precision is None or count < 1:
+        return None
+    pages = view.layer_pages.get(view.resting, 0) - view.layer_pages.get(precision, 0)
+    is_last = view.layers_below + count == rules.max_layers
+    return MorphDecision(
+        instance=view.instance,
+        worker=view.worker,
+        epoch=view.epoch,
+        lever="swap_down",
+        reason=f"{_layers(count)} more to {precision} ({view.layers_below} of at most "
+        f"{rules.max_layers} below {view.resting}{'; this reaches the limit' if is_last else ''})",
+        count=count,
+        precision=precision,
+        numbers={
+            "count": count,
+            "max_layers": rules.max_layers,
+            "blocks_after": view.kv_blocks + view.blocks_of(count * pages),
+        },
+    )
+
+
+def swap_up(view: View, rules: Rules) -> MorphDecision | None:
+    """Layers back to where they rest, as many of a step as leave the KV use below the high threshold."""
+    for count in range(min(rules.step_layers, view.layers_below), 0, -1):
+        blocks = view.kv_blocks - view.blocks_for(count * _pages_of_return(view) - view.pages_spare)
+        usage = view.kv_used / blocks if blocks > 0 else math.inf
+        if blocks >= view.min_blocks and usage < rules.kv_usage_after:
+            return MorphDecision(
+                instance=view.instance,
+                worker=view.worker,
+                epoch=view.epoch,
+                lever="swap_up",
+                reason=f"{_layers(count)} of {view.layers_below} back to {view.resting}; KV use will be "
+                f"{usage:.2f} of {blocks} blocks, below {rules.kv_usage_after:g}",
+                count=count,
+                precision=view.resting,
+                numbers={"count": count, "blocks_after": blocks, "kv_usage_after": round(usage, 4)},
+            )
+    return None
+
+
+def _pages_of_return(view: View) -> int:
+    """At most so many pages does one layer's way back take. 0 where the card does not tell: the worker
+    decides then."""
+    fewer = [pages for variant, pages in view.layer_pages.items() if is_below(variant, view.resting)]
+    return max(0, view.layer_pages.get(view.resting, 0) - min(fewer, default=0))
+
+
+def _coarsest(view: View, wished: Precision) -> Precision | None:
+    """The wished precision, or the next one with more bits that its layers may have below where they rest."""
+    last = min(PRECISIONS.index(wished), PRECISIONS.index(view.coarsest))
+    allowed = PRECISIONS[PRECISIONS.index(view.resting) + 1 : last + 1]
+    return next((precision for precision in reversed(allowed) if precision in view.variants), None)
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count > 1)}"

@@ -1,0 +1,158 @@
+"""Which instances become a group, and when does a group part? Algorithm 2 of Gyges (§5) and the scale-up of
+its Algorithm 1. Pure: the service, the tests and the model of a cluster run this same code.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bus.shapes import natural
+from controller.morphing.groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """`groups` of one degree become one of degree `tp`, a power of two times theirs: the scale-up steps of x2
+    that the request needs, taken at once."""
+
+    groups: tuple[Group, ...]
+    tp: int
+    are_neighbours: bool = False
+
+    @property
+    def workers(self) -> list[str]:
+        return _in_shard_order([group.workers for group in self.groups])
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(group.used_tokens for group in self.groups)
+
+    @property
+    def tokens_after(self) -> int:
+        """What one sequence may have there."""
+        return min(group.tokens_at[self.tp] for group in self.groups)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """For a sequence of so many beside what they have in their caches."""
+        kv_tokens = min(group.kv_at(self.tp) for group in self.groups)
+        return num_tokens <= self.tokens_after and self.used_tokens + num_tokens <= kv_tokens
+
+
+def decide_scale_up(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -> Merge | None:
+    """Makes room for a request of `num_tokens` that no instance holds: the lowest degree that does, on
+    instances of one degree, one model and one host, which together leave it that room beside what they have
+    in their caches (the reserve of §5). Workers whose layers differ in precision refuse to become one: they
+    are taken only where no others are, so that somebody hears why. Instances that are groups already go
+    first, since fewer shapes change then; then neighbours, whose communicator is there already; then the
+    least loaded. None: there is no such place, `max_tp` (0: any) included.
+    """
+    there = list(groups)
+    places = _places(there)
+    for kind_of in (_kind_and_precisions, _kind):
+        merges = [
+            merge
+            for alike in _alike(there, kind_of)
+            for tp in _degrees_for(alike, num_tokens, max_tp)
+            for merge in _merges(alike, tp, places)
+            if merge.has_room(num_tokens)
+        ]
+        if merges:
+            return min(merges, key=_cost)
+    return None
+
+
+def decide_scale_down(group: Group, free_share: float) -> int | None:
+    """The lowest degree that holds the longest request here, if `free_share` (0..1) of the KV is free and
+    each part will hold what its members' requests have: those stay with them. A deployment's group does not
+    part below the degree that it was deployed with. None: it stays together.
+    """
+    if group.tp == 1 or group.usage > 1 - free_share:
+        return None
+    fitting = [
+        tp
+        for tp, tokens in group.tokens_at.items()
+        if group.resting_tp <= tp < group.tp
+        and group.tp % tp == 0
+        and group.longest_tokens <= tokens
+        and max(_tokens_of_parts(group, tp)) <= group.kv_at(tp)
+    ]
+    return min(fitting, default=None)
+
+
+def parted(group: Group, tp: int) -> list[list[str]]:
+    """The workers of the groups of degree `tp` that come of it."""
+    num_parts = group.tp // tp
+    return [list(group.workers[part::num_parts]) for part in range(num_parts)]
+
+
+def _tokens_of_parts(group: Group, tp: int) -> list[int]:
+    """What each would have. Where members do not tell, all may belong to one."""
+    own = group.own_tokens or (group.used_tokens,)
+    num_parts = group.tp // tp
+    return [sum(own[part::num_parts]) for part in range(num_parts)]
+
+
+# ------------------------------------------------------------------------------------- who can become what
+
+
+def _places(groups: Iterable[Group]) -> dict[str, int]:
+    """Each worker's number among those of its host and model."""
+    workers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for group in groups:
+        workers[group.host, group.model] += group.workers
+    return {name: i for names in workers.values() for i, name in enumerate(sorted(names, key=natural))}
+
+
+def _kind(group: Group) -> tuple[object, ...]:
+    return group.host, group.device, group.model, group.tp
+
+
+def _kind_and_precisions(group: Group) -> tuple[object, ...]:
+    return *_kind(group), group.layers
+
+
+def _alike(groups: Iterable[Group], kind_of: Callable[[Group], tuple[object, ...]]) -> Iterator[list[Group]]:
+    """Of one kind each."""
+    kinds: dict[tuple[object, ...], list[Group]] = defaultdict(list)
+    for group in groups:
+        kinds[kind_of(group)].append(group)
+    for kind in kinds.values():
+        yield sorted(kind, key=lambda group: natural(group.leader))
+
+
+def _degrees_for(alike: Sequence[Group], num_tokens: int, max_tp: int) -> Iterator[int]:
+    """Those that hold so many tokens, by steps of x2. All of them: the lowest may have no room."""
+    tp, most = 2 * alike[0].tp, len(alike) * alike[0].tp
+    while tp <= min(most, max_tp or most):
+        if any(group.tokens_at.get(tp, 0) >= num_tokens for group in alike):
+            yield tp
+        tp *= 2
+
+
+def _merges(alike: Sequence[Group], tp: int, places: dict[str, int]) -> Iterator[Merge]:
+    """Neighbours, `tp` workers from a multiple of `tp` on; and, wherever they are, the least loaded."""
+    num_groups = tp // alike[0].tp
+    able = [group for group in alike if tp in group.tokens_at]
+    blocks: dict[int, list[Group]] = defaultdict(list)
+    for group in able:
+        first, *others = {places[worker] // tp for worker in group.workers}
+        if not others:
+            blocks[first].append(group)
+    for block in blocks.values():
+        if len(block) == num_groups:
+            yield Merge(tuple(block), tp, are_neighbours=True)
+    if len(able) >= num_groups:
+        idle = sorted(able, key=lambda group: (group.load, natural(group.leader)))[:num_groups]
+        yield Merge(tuple(sorted(idle, key=lambda group: natural(group.leader))), tp)
+
+
+def _cost(merge: Merge) -> tuple[object, ...]:
+    load = sum(group.load for group in merge.groups)
+    return merge.tp, -merge.groups[0].tp, not merge.are_neighbours, load, natural(merge.groups[0].leader)
+
+
+def _in_shard_order(groups: Sequence[Sequence[str]]) -> list[str]:
+    """Shards nest: low shard s of the j-th of n groups becomes high shard s * n + j."""
+    return [worker for shard in zip(*groups, strict=True) for worker in shard]

@@ -1,0 +1,271 @@
+"""Time to first token and per output token of a whole model, from its fingerprints (iServe §5.3). Pure.
+
+=========================  ==========================================================================
+outputs of two lengths     seconds = TTFT + (length - 1) x TPOT, solved for both (equation 1; the first
+                           token is TTFT's, so the latency is the same and TTFT what a client sees)
+one and two hidden layers  TTFT and TPOT = other + layers x layer (equations 2 and 3)
+prompts and batches        straight lines between what was measured; beyond the longest prompt TTFT
+                           keeps its curve, if the samples show one; TPOT is a line in the mean context
+                           of its steps
+degrees                    a rank's own work, and two all-reduces for each layer; of a degree that was
+                           not measured serial + parallel / tp, from two that were; else with the
+                           speed-up another precision was measured to have; else half is parallel
+stages                     each batch on its way through all of them, and a hop for each (the last goes
+                           back to the first); no faster than the first stage makes its part of all the
+                           batches. The next chunk of a prompt follows the one before it at once
+=========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from bus.deployments import Configuration, Intent, LinkKind, LinkSample, Profile
+from bus.precisions import PRECISIONS, Precision
+from controller.planning.surfaces import Cells, Surface, Timing, at, cells_of, filled_like, ratio
+from controller.planning.uncertainty import (
+    Points,
+    Uncertain,
+    averaged,
+    between,
+    combine,
+    exactly,
+    line_at,
+    within,
+)
+
+ASSUMED_SERIAL = 0.5  # of a step, where no degree beside 1 was measured; the spread is from 0 to 1
+# Of a group of one stage (worker/parallel): messages before each step, a rank is ready and the leader calls
+# it; tokens of a step that are kept for a canary; the part of its share that a rank without prompts keeps.
+CALLS, CANARY_TOKENS, KEPT_SHARE = 2, 12, 8
+
+Chunks = list[tuple[int, int]]  # steps, and tokens in each
+
+
+def num_steps(chunks: Chunks) -> int:
+    return sum(times for times, _ in chunks)
+
+
+class LatencyModel:
+    """What the latency and link samples of a profile tell."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile, self._cells = profile, cells_of(profile.latency)
+        self._links = LinkTimes(profile.links if profile.row_bytes else [])
+        self._works: dict[int, RankModel] = {}
+
+    def precisions(self) -> list[Precision]:
+        """Those whose single device was measured: the rest of the map starts there."""
+        return self.work(self._profile.num_layers).precisions()
+
+    def work(self, num_layers: int) -> RankModel:
+        """Of one worker, or one rank, with so many layers."""
+        return self._works.setdefault(num_layers, RankModel(self._cells, num_layers))
+
+    def timing(self, configuration: Configuration, intent: Intent) -> Timing:
+        """KeyError: the precision is not one of `precisions`."""
+        if configuration.pp > 1:
+            return self._staged(configuration, intent)
+        return self._stage(configuration, intent, self._profile.num_layers)
+
+    # ------------------------------------------------------------------ ranks
+
+    def _stage(self, configuration: Configuration, intent: Intent, num_layers: int) -> Timing:
+        """Of so many layers with both ends on one worker, or on the ranks of a group."""
+        alone = self.work(num_layers).timing(replace(configuration, pp=1), intent)
+        if configuration.tp == 1:
+            return alone
+        chunks, batch = self._chunks(configuration, intent), intent.batch_size
+        said = [(times, self._said(rows, batch, num_layers, configuration)) for times, rows in chunks]
+        more = num_steps(chunks) - num_steps(self._chunks(Configuration(), intent))
+        return Timing(  # a step more takes what a decode does at least
+            combine([(1.0, alone.ttft), (max(0, more), alone.tpot), *said]),
+            alone.tpot.plus(self._said(batch, batch, num_layers, configuration)),
+            alone.context,
+        )
+
+    def _said(self, rows: int, last_rows: int, num_layers: int, configuration: Configuration) -> Uncertain:
+        """By ranks in a step: two sums in each layer, those of the last one of rows that logits are asked
+        for alone (`worker.model.transformer`). Of several stages nobody calls a step; the leader sends its
+        rows to the other ranks of the first."""
+        row_bytes, tp = self._profile.row_bytes, configuration.tp
+        sums, last = (self._links.all_reduce(n * row_bytes, tp) for n in (rows, min(rows, last_rows)))
+        before = (CALLS, self._links.hop(0))
+        if configuration.pp > 1:
+            before = (1, self._links.hop(rows * row_bytes))
+        return combine([(2.0 * (num_layers - 1), sums), (2.0, last), before])
+
+    def _chunks(self, configuration: Configuration, intent: Intent) -> Chunks:
+        """Of the batch's prompts. In a group of one stage each rank plans its own requests and its part
+        of a step; those that have none leave theirs from the second step on (`worker.parallel.budget`)."""
+        tokens = intent.prompt_tokens * intent.batch_size
+        most = first = self._profile.max_num_batched_tokens or tokens
+        if configuration.tp > 1 and configuration.pp == 1 and self._profile.max_num_batched_tokens:
+            ranks = min(configuration.tp, intent.batch_size)
+            part = max(1, (most - CANARY_TOKENS) // configuration.tp)
+            first = ranks * part
+            most = configuration.tp * part - (configuration.tp - ranks) * (part // KEPT_SHARE)
+        times, rest = divmod(max(0, tokens - first), most)
+        return [(n, rows) for n, rows in ((1, min(first, tokens)), (times, most), (1, rest)) if n and rows]
+
+    # ------------------------------------------------------------------ stages
+
+    def _staged(self, configuration: Configuration, intent: Intent) -> Timing:
+        """Of stages that are all alike, the first with both ends (`worker.pipeline.instance`)."""
+        layers, pp = self._profile.num_layers, configuration.pp
+        decodes = math.ceil(intent.batch_size / pp)  # of each batch on its way
+        batches = math.ceil(intent.batch_size / decodes)
+        first_layers, one_batch = math.ceil(layers / pp), replace(intent, batch_size=decodes)
+        whole, first = (self._stage(configuration, intent, n) for n in (layers, first_layers))
+        through, lead = (self._stage(configuration, one_batch, n) for n in (layers, first_layers))
+        chunks = self._chunks(configuration, intent)
+        steps, last_rows = num_steps(chunks), chunks[-1][1]
+        follow = (steps - 1) / steps  # of them only the first stage's part counts
+        ttft = [(1 - follow, whole.ttft), (follow, first.ttft)]
+        ttft += self._hops(pp, last_rows, intent.batch_size)
+        trip = combine([(1.0, through.tpot), *self._hops(pp, decodes, decodes)])
+        busy = lead.tpot.times(batches)
+        slower = busy if busy.value > trip.value else trip
+        last_begins = (batches - 1) / max(1, intent.output_tokens - 1)  # behind the others, once
+        return Timing(
+            combine(ttft).weakened("extrapolated"),
+            combine([(1.0, slower), (last_begins, lead.tpot)]).weakened("extrapolated"),
+            whole.context,
+        )
+
+    def _hops(self, pp: int, rows: int, last_rows: int) -> list[tuple[float, Uncertain]]:
+        row_bytes = self._profile.row_bytes
+        back = self._links.hop(min(rows, last_rows) * row_bytes)
+        return [(pp - 1.0, self._links.hop(rows * row_bytes)), (1.0, back)]
+
+
+class RankModel:
+    """Of one device, or of one rank of a group, for a model of so many layers."""
+
+    def __init__(self, cells: Cells, num_layers: int) -> None:
+        self._cells, self._num_layers = cells, num_layers
+        self._surfaces: dict[Configuration, Surface] = {}
+
+    def precisions(self) -> list[Precision]:
+        return [one for one in PRECISIONS if self._surface(Configuration(precision=one))]
+
+    def timing(self, configuration: Configuration, intent: Intent) -> Timing:
+        """Of one stage. KeyError: the precision is not one of `precisions`."""
+        degrees = self._degrees(configuration.precision)
+        if 1 not in degrees:
+            raise KeyError(f"{configuration.precision} was not measured on a single device")
+        if configuration.tp in degrees:
+            return at(self._surface(configuration), intent)
+        if len(degrees) > 1:
+            return self._by_degree(configuration, degrees, intent)
+        single = self.timing(replace(configuration, tp=1), intent)
+        return self._as_others(single, configuration, intent) or _assumed_at_degree(single, configuration.tp)
+
+    # ------------------------------------------------------------------ from layers to the model
+
+    def _surface(self, configuration: Configuration) -> Surface:
+        """Of all layers, where this very configuration was measured. A rank is so at a few shapes only:
+        others are to these as on one worker."""
+        if configuration not in self._surfaces:
+            found = {
+                shape: self._at_layers(by_layers)
+                for shape, by_layers in self._cells.get(configuration, {}).items()
+            }
+            surface = {shape: timing for shape, timing in found.items() if timing}
+            if configuration.tp > 1:
+                surface = filled_like(surface, self._surface(replace(configuration, tp=1)))
+            self._surfaces[configuration] = surface
+        return self._surfaces[configuration]
+
+    def _at_layers(self, by_layers: Mapping[int, Timing]) -> Timing | None:
+        """None: one size of a fingerprint does not tell a layer from the rest."""
+        if self._num_layers in by_layers:
+            return by_layers[self._num_layers]
+        if len(by_layers) < 2:
+            return None
+        ttfts = [(float(layers), one.ttft) for layers, one in by_layers.items()]
+        tpots = [(float(layers), one.tpot) for layers, one in by_layers.items()]
+        return Timing(
+            line_at(ttfts, self._num_layers).weakened("extrapolated").at_least(0.0),
+            line_at(tpots, self._num_layers).weakened("extrapolated").at_least(0.0),
+            next(iter(by_layers.values())).context,
+        )
+
+    # ------------------------------------------------------------------ degrees
+
+    def _degrees(self, precision: Precision) -> list[int]:
+        measured = {one.tp for one in self._cells if one.precision == precision and one.pp == 1}
+        return sorted(tp for tp in measured if self._surface(Configuration(tp=tp, precision=precision)))
+
+    def _by_degree(self, configuration: Configuration, degrees: Iterable[int], intent: Intent) -> Timing:
+        timings = {tp: self.timing(replace(configuration, tp=tp), intent) for tp in degrees}
+        return Timing(
+            _amdahl([(1 / tp, one.ttft) for tp, one in timings.items()], configuration.tp),
+            _amdahl([(1 / tp, one.tpot) for tp, one in timings.items()], configuration.tp),
+            intent.prompt_tokens,
+        )
+
+    def _as_others(self, single: Timing, configuration: Configuration, intent: Intent) -> Timing | None:
+        """With the speed-up that the first precision with more degrees has from them."""
+        for precision in self.precisions():
+            if len(self._degrees(precision)) > 1:
+                one = self.timing(Configuration(precision=precision), intent)
+                many = self.timing(replace(configuration, precision=precision), intent)
+                return Timing(
+                    single.ttft.times(ratio(many.ttft, one.ttft)).weakened("extrapolated"),
+                    single.tpot.times(ratio(many.tpot, one.tpot)).weakened("extrapolated"),
+                    single.context,
+                )
+        return None
+
+
+def _amdahl(points: Points, tp: int) -> Uncertain:
+    """`points` by 1/tp: serial + parallel / tp is a straight line there."""
+    return line_at(points, 1 / tp).weakened("extrapolated").at_least(0.0)
+
+
+def _assumed_at_degree(single: Timing, tp: int) -> Timing:
+    return Timing(_assumed_share(single.ttft, tp), _assumed_share(single.tpot, tp), single.context)
+
+
+def _assumed_share(alone: Uncertain, tp: int) -> Uncertain:
+    share = ASSUMED_SERIAL + (1 - ASSUMED_SERIAL) / tp
+    unknown = within(1 / tp * alone.value, share * alone.value, alone.value)
+    return combine([(share, replace(alone, value=0.0)), (1.0, unknown)])
+
+
+class LinkTimes:
+    """From point to point by straight lines, of means: a token of a group takes dozens of sums, and a waking
+    thread that is late now and then is late in every one of them. What was not measured takes nothing, which
+    is assumed."""
+
+    def __init__(self, samples: Iterable[LinkSample]) -> None:
+        measured: dict[tuple[LinkKind, int], list[float]] = {}
+        for one in samples:
+            measured.setdefault((one.kind, one.nbytes), []).extend(one.seconds)
+        self._points: dict[LinkKind, list[tuple[float, Uncertain]]] = {"all_reduce": [], "hop": []}
+        for (kind, nbytes), seconds in sorted(measured.items()):
+            if seconds:
+                self._points[kind].append((float(nbytes), averaged(seconds)))
+
+    def hop(self, nbytes: float) -> Uncertain:
+        """From one stage to the next. 0 bytes: less than anything that was measured."""
+        return self._seconds("hop", nbytes)
+
+    def all_reduce(self, nbytes: float, tp: int) -> Uncertain:
+        """Of so many ranks. A ring of them moves 2 (tp - 1) / tp times the bytes of each, for two once:
+        nobody measured that, and it lies between what two take and that for each further rank."""
+        pair = self._seconds("all_reduce", nbytes)
+        if tp == 2:
+            return pair
+        more = within(pair.value, 2 * (tp - 1) / tp * pair.value, (tp - 1) * pair.value)
+        return Uncertain(more.value, more.down + pair.down, more.up + (tp - 1) * pair.up, "assumed")
+
+    def _seconds(self, kind: LinkKind, nbytes: float) -> Uncertain:
+        points = self._points[kind]
+        if not points:
+            return exactly(0.0, "assumed")
+        least, seconds = points[0]  # what a message takes however short it is
+        return seconds if nbytes <= least else between(points, nbytes).at_least(seconds.value)

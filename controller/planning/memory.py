@@ -1,0 +1,226 @@
+"""Memory of a configuration, from fingerprints (iServe §5.2, Figure 8). Pure.
+
+All devices together:   base + (tp - 1) x per_rank + (pp x per_stage, with more than one)
+
+base is W + A; per_rank what every further rank repeats (A in the paper; here also the weights that ranks
+duplicate: attention, and where there is one stage embeddings and head; of several, the leader alone has
+these); per_stage is A_p. Each is a straight line in the number of layers,
+solved from samples of (tp, pp) = (1, 1), (2, 1) and (1, 2), by least squares where there are more. Weights
+and activations are kept apart: these lie outside the pool of pages, and what is fitted into pages has none.
+Weights of several devices are told by their layout, exactly; where their activations were not measured, these
+are assumed, and so the whole is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bus.deployments import Basis, Configuration, Intent, MemorySample, Profile
+from bus.precisions import PRECISIONS, Precision
+from controller.planning.uncertainty import Uncertain, combine, line_at, slope_of, within
+from controller.planning.uncertainty import exactly as known
+
+NOTHING = known(0.0)
+# Of a layer's weights on each further rank, where no second device was measured: attention, which is a third
+# of a layer of Llama-2 7B (4 of 12 h^2) and, with grouped heads, 19 % of one of Llama-3 8B.
+ASSUMED_REPEATED = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes: `other` and, for each layer, `layer`."""
+
+    other: Uncertain
+    layer: Uncertain
+
+    def at(self, num_layers: int) -> Uncertain:
+        return combine([(1.0, self.other), (num_layers, self.layer)])
+
+
+@dataclass(frozen=True, slots=True)
+class SizeModel:
+    """Weights or activations: the three unknowns. Where no stages were measured `per_stage` is None, and what
+    every device of a further stage is assumed to have is `per_further`. `has_ends`: what is beside the layers
+    is embedding and head, which further ranks repeat in a group of one stage only."""
+
+    base: Line
+    per_rank: Line
+    per_stage: Line | None
+    per_further: Line
+    has_ends: bool
+
+    def at(self, configuration: Configuration, num_layers: int) -> Uncertain:
+        tp, pp = configuration.tp, configuration.pp
+        stages = (pp, self.per_stage) if self.per_stage else (tp * (pp - 1), self.per_further)
+        per_rank = replace(self.per_rank, other=NOTHING) if self.has_ends and pp > 1 else self.per_rank
+        terms = [(1, self.base), (tp - 1, per_rank), stages if pp > 1 else (0, self.base)]
+        return combine((factor, line.at(num_layers)) for factor, line in terms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes on each device of a stage: `layer_bytes` for each of its layers, `device_bytes` whatever it
+    holds, and on the one that leads `lead_bytes` for embedding and head, which all ranks of the first stage
+    have where `every_rank_leads`. With the first alone it is the paper's memory block,
+    mem_base / (tp x layers)."""
+
+    layer_bytes: int
+    lead_bytes: int = 0
+    device_bytes: int = 0
+    every_rank_leads: bool = False
+
+    def of(self, num_layers: int, *, leads: bool = False) -> int:
+        return self.device_bytes + num_layers * self.layer_bytes + leads * self.lead_bytes
+
+
+class MemoryModel:
+    """What the memory samples of a profile tell."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        by_precision: dict[Precision, list[MemorySample]] = defaultdict(list)
+        for sample in profile.memory:
+            by_precision[sample.configuration.precision].append(sample)
+        self._parts: dict[Precision, tuple[SizeModel, SizeModel]] = {
+            precision: _solved(samples)
+            for precision, samples in by_precision.items()
+            if any(one.configuration.num_devices == 1 for one in samples)
+        }
+
+    def precisions(self) -> list[Precision]:
+        return [one for one in PRECISIONS if one in self._parts]
+
+    def total(self, configuration: Configuration, intent: Intent) -> Uncertain:
+        """Of all devices together, the KV of the intent's batch included."""
+        weights, activations = self._parts[configuration.precision]
+        num_layers = self._profile.num_layers
+        kv_bytes = kv_blocks(self._profile, intent) * self._profile.block_bytes_per_layer * num_layers
+        found = combine(
+            [
+                (1.0, weights.at(configuration, num_layers)),
+                (1.0, activations.at(configuration, num_layers)),
+                (1.0, known(kv_bytes)),
+            ]
+        )
+        return found.weakened(_basis(self._profile, configuration))
+
+    def need(
+        self, configuration: Configuration, intent: Intent, *, whole_first: bool = True, in_pool: bool = True
+    ) -> Footprint:
+        """Pages on each device. `whole_first`: a group of one stage comes of workers that each hold all of it
+        first, so that is the most a device needs; else, and of several stages, a rank's shard is. `in_pool`:
+        without activations, which have their own reserve."""
+        weights, activations = self._parts[configuration.precision]
+        blocks = kv_blocks(self._profile, intent)
+        is_one_stage = configuration.pp == 1
+        tp = 1 if whole_first and is_one_stage else configuration.tp
+        ranks = combine([(1 / tp, weights.base.layer), ((tp - 1) / tp, weights.per_rank.layer)])
+        ends = combine([(1 / tp, weights.base.other), ((tp - 1) / tp, weights.per_rank.other)])
+        lead = ends if is_one_stage else weights.base.other
+        transient = activations.at(configuration, self._profile.num_layers).value / configuration.num_devices
+        return Footprint(
+            layer_bytes=math.ceil(ranks.value + blocks * self._profile.block_bytes_per_layer / tp),
+            lead_bytes=math.ceil(lead.value),
+            device_bytes=0 if in_pool else math.ceil(transient),
+            every_rank_leads=is_one_stage,
+        )
+
+
+def kv_blocks(profile: Profile, intent: Intent) -> int:
+    """Of the whole batch, to the end of its outputs."""
+    tokens = intent.prompt_tokens + intent.output_tokens
+    return intent.batch_size * math.ceil(tokens / profile.block_tokens)
+
+
+# --------------------------------------------------------------------------- the three unknowns
+
+
+def _solved(samples: Sequence[MemorySample]) -> tuple[SizeModel, SizeModel]:
+    """Weights and activations of one precision."""
+    weights = _table((one.num_layers, one.configuration, one.weight_bytes) for one in samples)
+    activations = _table(
+        (one.num_layers, one.configuration, one.activation_bytes)
+        for one in samples
+        if one.activation_bytes is not None
+    )
+    weight, activation = _base(weights), _base(activations)
+    repeated = Line(
+        within(0.0, weight.other.value, weight.other.value),  # embeddings and head are whole on every rank
+        within(0.0, ASSUMED_REPEATED * weight.layer.value, 2 * ASSUMED_REPEATED * weight.layer.value),
+    )
+    again = _at_most(activation)
+    weight_rank, activation_rank = _per_rank(weights), _per_rank(activations)
+    return (
+        SizeModel(
+            weight, weight_rank or repeated, _per_stage(weights, weight_rank), Line(NOTHING, NOTHING), True
+        ),
+        SizeModel(
+            activation, activation_rank or again, _per_stage(activations, activation_rank), again, False
+        ),
+    )
+
+
+Table = Mapping[tuple[int, int, int], float]  # (layers, tp, pp) -> bytes
+
+
+def _table(rows: Iterable[tuple[int, Configuration, int]]) -> Table:
+    """The most of what was seen of each."""
+    table: dict[tuple[int, int, int], float] = {}
+    for num_layers, configuration, size in rows:
+        key = (num_layers, configuration.tp, configuration.pp)
+        table[key] = max(table.get(key, 0), size)
+    return table
+
+
+def _base(table: Table) -> Line:
+    single = {layers: size for (layers, tp, pp), size in table.items() if tp == pp == 1}
+    if len(single) == 1:  # of one size it is not known what a layer takes of it
+        ((num_layers, size),) = single.items()
+        return Line(NOTHING, known(size / num_layers))
+    return _line(single)
+
+
+def _per_rank(table: Table) -> Line | None:
+    """Least squares through the origin over the degrees, for each number of layers."""
+    extra: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for (layers, tp, pp), size in table.items():
+        if tp > 1 and pp == 1 and (layers, 1, 1) in table:
+            extra[layers].append((tp - 1, size - table[layers, 1, 1]))
+    return _line({layers: _through_origin(points) for layers, points in extra.items()}) if extra else None
+
+
+def _per_stage(table: Table, per_rank: Line | None) -> Line | None:
+    extra: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for (layers, tp, pp), size in table.items():
+        if pp > 1 and (layers, 1, 1) in table and (tp == 1 or per_rank):
+            ranks = (tp - 1) * per_rank.at(layers).value if per_rank else 0.0
+            extra[layers].append((pp, size - table[layers, 1, 1] - ranks))
+    return _line({layers: _through_origin(points) for layers, points in extra.items()}) if extra else None
+
+
+def _line(by_layers: Mapping[int, float]) -> Line:
+    """One size only: a constant."""
+    points = [(float(layers), known(size)) for layers, size in by_layers.items()]
+    return Line(line_at(points, 0.0), slope_of(points))
+
+
+def _through_origin(points: Sequence[tuple[int, float]]) -> float:
+    return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+
+
+def _at_most(line: Line) -> Line:
+    """Assumed: all of it, and perhaps nothing."""
+    other, layer = line.other.value, line.layer.value
+    return Line(
+        within(min(0.0, other), other, max(0.0, other)), within(min(0.0, layer), layer, max(0.0, layer))
+    )
+
+
+def _basis(profile: Profile, configuration: Configuration) -> Basis:
+    whole = any(
+        one.num_layers == profile.num_layers and one.configuration == configuration for one in profile.memory
+    )
+    return "measured" if whole else "extrapolated"

@@ -1,0 +1,169 @@
+"""Time to first token and per output token over prompts and batches, from latency samples. Pure.
+
+A cell is one configuration, batch of equal requests and number of layers: outputs of two lengths tell both
+times (iServe §5.3, equation 1). A surface is what cells of one configuration say of a whole model; `at` an
+intent's requests it is read by straight lines.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bus.deployments import Configuration, Intent, LatencySample
+from controller.planning.uncertainty import (
+    Points,
+    Uncertain,
+    between,
+    exactly,
+    line_at,
+    repeated,
+    slope_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """What a batch of equal requests is. Tokens."""
+
+    prompt: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt * self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. `context`: tokens before the step, in the mean of those steps that `tpot` is of."""
+
+    ttft: Uncertain
+    tpot: Uncertain
+    context: float
+
+
+Surface = Mapping[BatchShape, Timing]
+Cells = Mapping[Configuration, Mapping[BatchShape, Mapping[int, Timing]]]  # the last by number of layers
+
+
+def ratio(one: Uncertain, other: Uncertain) -> float:
+    return one.value / other.value if other.value else 1.0
+
+
+# --------------------------------------------------------------------------- samples to cells
+
+
+def cells_of(samples: Iterable[LatencySample]) -> Cells:
+    """Equation 1 solved for each."""
+    seconds: dict[tuple[Configuration, BatchShape, int], dict[int, list[float]]] = defaultdict(dict)
+    for one in samples:
+        key = (one.configuration, BatchShape(one.prompt_tokens, one.batch_size), one.num_layers)
+        seconds[key].setdefault(one.output_tokens, []).extend(one.seconds)
+    cells: dict[Configuration, dict[BatchShape, dict[int, Timing]]] = defaultdict(lambda: defaultdict(dict))
+    for (configuration, shape, num_layers), by_length in seconds.items():
+        lengths = sorted(length for length, repetitions in by_length.items() if repetitions)
+        if len(lengths) > 1:
+            ttft, tpot = _solved([(length - 1.0, by_length[length]) for length in lengths])
+            context = shape.prompt + (lengths[0] + lengths[-1] - 1) / 2
+            cells[configuration][shape][num_layers] = Timing(ttft.at_least(0.0), tpot.at_least(0.0), context)
+    return cells
+
+
+def _solved(by_steps: Sequence[tuple[float, Sequence[float]]]) -> tuple[Uncertain, Uncertain]:
+    """TTFT and TPOT of (steps behind the first token, seconds of each repetition), by repetition where there
+    are as many of each: one run tells all lengths, and what disturbed its prompts is in all of them. Medians
+    of each length alone would be of different runs, and a long prompt's disturbance would count as decodes.
+    """
+    if len({len(seconds) for _, seconds in by_steps}) > 1:
+        points = [(steps, repeated(seconds)) for steps, seconds in by_steps]
+        return line_at(points, 0.0), slope_of(points)
+    runs = [
+        [(steps, exactly(one)) for (steps, _), one in zip(by_steps, run, strict=True)]
+        for run in zip(*(seconds for _, seconds in by_steps), strict=True)
+    ]
+    return (
+        repeated([line_at(run, 0.0).value for run in runs]),
+        repeated([slope_of(run).value for run in runs]),
+    )
+
+
+# --------------------------------------------------------------------------- to the intent's requests
+
+
+def at(surface: Surface, intent: Intent) -> Timing:
+    context = intent.prompt_tokens + intent.output_tokens / 2
+    full = _filled(surface)
+    ttfts, tpots = [], []
+    for batch in sorted({shape.batch for shape in full}):
+        row = sorted(
+            ((shape.prompt, timing) for shape, timing in full.items() if shape.batch == batch),
+            key=lambda item: item[0],
+        )
+        by_prompt = [(float(prompt), one.ttft) for prompt, one in row]
+        by_context = [(one.context, one.tpot) for _, one in row]
+        ttfts.append((float(batch), between(by_prompt, intent.prompt_tokens, is_convex=True)))
+        tpot = _by_context(by_context, context)
+        is_measured = any(prompt == intent.prompt_tokens for prompt, _ in row)
+        tpots.append((float(batch), tpot if is_measured else tpot.weakened("extrapolated")))
+    return Timing(
+        between(ttfts, intent.batch_size).at_least(0.0),
+        between(tpots, intent.batch_size).at_least(0.0),
+        context,
+    )
+
+
+def _by_context(points: Points, context: float) -> Uncertain:
+    """A step reads all keys and values before it, so this is a line; a slope that does not stand out of the
+    spread would carry noise to long contexts, and is left out."""
+    slope = slope_of(points)
+    tells = slope.value - slope.down > 0
+    return line_at(points, context if tells else statistics.fmean(x for x, _ in points))
+
+
+def _filled(surface: Surface) -> dict[BatchShape, Timing]:
+    """With what is missing of prompts x batches: a batch is to another one as at the prompt where both were
+    measured."""
+    full = dict(surface)
+    batches = sorted({shape.batch for shape in surface})
+    prompts = sorted({shape.prompt for shape in surface})
+    for missing in (BatchShape(prompt, batch) for prompt in prompts for batch in batches):
+        if missing not in surface and (corner := _corner(surface, missing)):
+            along, across, shared = corner
+            full[missing] = Timing(
+                along.ttft.times(ratio(across.ttft, shared.ttft)).weakened("extrapolated"),
+                along.tpot.times(ratio(across.tpot, shared.tpot)).weakened("extrapolated"),
+                along.context,
+            )
+    return full
+
+
+def _corner(surface: Surface, missing: BatchShape) -> tuple[Timing, Timing, Timing] | None:
+    """The same prompt in another batch, another prompt in the same batch, and both of these together."""
+    for shared, timing in surface.items():
+        along = surface.get(BatchShape(missing.prompt, shared.batch))
+        across = surface.get(BatchShape(shared.prompt, missing.batch))
+        if along and across:
+            return along, across, timing
+    return None
+
+
+def filled_like(surface: Surface, model: Surface) -> dict[BatchShape, Timing]:
+    """With what `model` has and it lacks, in the same proportion to it: of TTFT as with about as many tokens,
+    of TPOT as in the same batch after about as long prompts."""
+    full, shared = dict(surface), [shape for shape in surface if shape in model]
+    for missing in model.keys() - surface.keys():
+        batches = [shape for shape in shared if shape.batch == missing.batch]
+        if batches:
+            along = min(shared, key=lambda shape: abs(math.log(shape.tokens / missing.tokens)))
+            across = min(batches, key=lambda shape: abs(shape.prompt - missing.prompt))
+            of = model[missing]
+            full[missing] = Timing(
+                of.ttft.times(ratio(surface[along].ttft, model[along].ttft)).weakened("extrapolated"),
+                of.tpot.times(ratio(surface[across].tpot, model[across].tpot)).weakened("extrapolated"),
+                of.context,
+            )
+    return full

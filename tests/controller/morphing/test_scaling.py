@@ -1,0 +1,287 @@
+"""When a group is made and when it parts: demands and windows in, transforms out, without clock and Redis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from bus.messages import Demand, MorphOutcome, MorphReport, Transform
+from bus.policy import Policy
+from controller.morphing.groups import Group
+from controller.morphing.policy import Freshness
+from controller.morphing.scaling import Reshape, hear, scale_down, scale_up
+from controller.morphing.track import State, Track, observe, sent, unsent
+from tests.support.parallelism_groups import group, singles
+
+FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)
+TOLD_S = 0.5
+FOUR = ("w0", "w1", "w2", "w3")
+
+
+class Hand:
+    """Tells demands and windows, `TOLD_S` apart, and answers the transforms."""
+
+    def __init__(self, *groups: Group, **policy: Any) -> None:
+        self.groups = list(groups)
+        self.policy = Policy(**policy)
+        self.state = State()
+        self.at_s = 1000.0
+        self.decisions: list[tuple[float, Reshape]] = []
+
+    def demand(self, tokens: int, times: int = 1, gateway: str = "g", model: str = "m") -> Reshape | None:
+        """The last decision of these tellings."""
+        found = None
+        for _ in range(times):
+            self.at_s += TOLD_S
+            told = Demand(gateway=gateway, model=model, tokens=tokens, count=1, at_ms=0)
+            self.state = hear(self.state, told, self.at_s)
+            self.state, made = scale_up(self.state, self.groups, self.policy, self.at_s, FRESHNESS)
+            found = self._send(made) or found
+        return found
+
+    def window(self, times: int = 1) -> Reshape | None:
+        found = None
+        for _ in range(times):
+            self.at_s += TOLD_S
+            self.state, made = scale_down(self.state, self.groups, self.policy, self.at_s, FRESHNESS)
+            found = self._send(made) or found
+        return found
+
+    def _send(self, made: list[Reshape]) -> Reshape | None:
+        for one in made:
+            self.decisions.append((self.at_s, one))
+            for name in one.instances:
+                self.state = sent(self.state, name, one.lever, f"morph-{len(self.decisions)}", self.at_s)
+        return made[-1] if made else None
+
+    def answer(self, outcome: MorphOutcome = "applied") -> None:
+        """To the last one; applied, the groups are what it made of them."""
+        _, one = self.decisions[-1]
+        report = MorphReport(
+            id=f"morph-{len(self.decisions)}",
+            kind="transform",
+            target=one.instance,
+            worker=one.worker,
+            epoch=1,
+            state=outcome,
+            reason="a test wants it",
+            started_ms=0,
+            workers=list(one.epochs),
+        )
+        self.state = observe(self.state, report, self.at_s)
+        if outcome == "applied":
+            self.groups = [g for g in self.groups if not set(g.workers) & set(one.epochs)]
+            if one.lever == "scale_up":
+                self.groups.append(group(*one.epochs))
+            else:
+                self.groups += [group(worker) for worker in one.epochs]
+
+    def pass_s(self, seconds: float) -> None:
+        self.at_s += seconds
+
+
+# --------------------------------------------------------------------------- scale-up
+
+
+def test_a_request_that_waits_for_several_tellings_makes_a_group() -> None:
+    hand = Hand(*singles(*range(8)))
+    assert hand.demand(1000, times=2) is None
+    found = hand.demand(1000)
+    assert found is not None
+    assert found.command("t1") == Transform(
+        id="t1", epoch=1, instance="m@w0", workers=list(FOUR), epochs=dict.fromkeys(FOUR, 1), tp=4, wait_s=1.0
+    )
+    assert found.reason == (
+        "a request of 1000 tokens waits and no instance has room for it: w0, w1, w2, w3 at degree 1 become "
+        "one of degree 4, which holds 1200"
+    )
+    assert found.numbers["waiting_tokens"] == 1000 and found.numbers["waited_s"] == 1.0
+    assert (found.numbers["tp_before"], found.numbers["tp_after"], found.numbers["windows"]) == (1, 4, 3)
+
+
+def test_a_demand_that_is_not_repeated_is_over() -> None:
+    hand = Hand(*singles(*range(8)))
+    hand.demand(1000, times=2)
+    hand.pass_s(2.0)
+    assert hand.demand(1000, times=2) is None
+    assert hand.demand(1000) is not None
+
+
+def test_demands_of_several_gateways_ask_for_the_longest() -> None:
+    hand = Hand(*singles(*range(8)))
+    for _ in range(4):
+        hand.demand(300, gateway="g1")
+        hand.demand(1000, gateway="g2")
+    ((_, found),) = hand.decisions
+    assert (found.tp, found.numbers["waiting"]) == (4, 2)
+
+
+def test_one_group_is_made_at_a_time() -> None:
+    hand = Hand(*singles(*range(8)))
+    hand.demand(1000, times=50)
+    assert len(hand.decisions) == 1  # in flight
+    hand.answer()
+    hand.groups[-1] = replace(hand.groups[-1], max_tokens=100)  # the next metrics are to come
+    hand.demand(1000, times=9)
+    assert len(hand.decisions) == 1  # made a moment ago
+    hand.demand(1000, times=4)
+    assert len(hand.decisions) == 2
+
+
+def test_a_group_that_is_full_gets_time_to_empty() -> None:
+    full = group(*FOUR, used=900)
+    hand = Hand(full, *singles(4, 5, 6, 7), long_patience_s=10)
+    assert hand.demand(1000, times=20) is None
+    found = hand.demand(1000, times=2)
+    assert found is not None and found.numbers["waited_s"] == 10.0
+
+
+def test_a_second_group_does_not_take_the_last_workers_of_short_requests() -> None:
+    """Groups get less done: all would be slower, the long request too."""
+    full = group(*FOUR, used=900)
+    hand = Hand(full, *singles(4, 5, 6, 7, load=1.0), long_patience_s=10)
+    for _ in range(100):
+        assert hand.demand(1000) is None
+        hand.window()
+    hand.groups = [full, *singles(4, 5, 6, 7)]  # nothing comes for them any more
+    assert hand.demand(1000, times=10) is None
+    assert hand.demand(1000, times=15) is not None
+    more = Hand(full, *singles(*range(4, 12), load=1.0), long_patience_s=10)
+    assert more.demand(1000, times=30) is not None  # four are left
+
+
+def test_a_command_that_the_bus_did_not_take_holds_nothing_back() -> None:
+    hand = Hand(*singles(0, 1))
+    hand.demand(300, times=3)
+    assert hand.state.tracks["m@w1"].is_morphing(hand.at_s)
+    hand.state = unsent(hand.state, "morph-1")
+    assert not any(track.in_flight for track in hand.state.tracks.values())
+
+
+def test_workers_in_a_morph_or_a_cool_down_are_left_alone() -> None:
+    hand = Hand(*singles(0, 1, 2))
+    hand.state = hand.state.with_track("m@w0", Track(1, 1000.0, morphed_s=1000.0))
+    found = hand.demand(300, times=3)
+    assert found is not None and list(found.epochs) == ["w1", "w2"]
+
+
+def test_workers_that_refused_are_not_asked_again_at_once() -> None:
+    hand = Hand(*singles(0, 1))
+    hand.demand(300, times=3)
+    for outcome in ("deferred", "failed", "conflict"):
+        hand.answer(outcome)
+        hand.demand(300, times=100)
+    pauses = [later - earlier for (earlier, _), (later, _) in pairwise(hand.decisions)]
+    assert len(hand.decisions) == 4 and all(pause >= 10 for pause in pauses)
+
+
+def test_old_reports_and_manual_mode_make_no_group() -> None:
+    assert Hand(*singles(0, 1, age_s=6.0)).demand(300, times=9) is None
+    assert Hand(*singles(0, 1), mode="manual").demand(300, times=9) is None
+    assert Hand(*singles(0, 1), max_tp=1).demand(300, times=9) is None
+
+
+# --------------------------------------------------------------------------- scale-down
+
+
+def test_a_group_without_long_requests_parts_after_several_windows() -> None:
+    hand = Hand(group(*FOUR, used=40))
+    assert hand.window(2) is None
+    found = hand.window()
+    assert found is not None
+    assert found.command("t1") == Transform(
+        id="t1", epoch=1, instance="m@w0", workers=list(FOUR), epochs=dict.fromkeys(FOUR, 1), tp=1, wait_s=1.0
+    )
+    assert found.reason.startswith("no long request is left and 0.97 of the KV is free, 0.5 suffices")
+
+
+def test_one_window_that_does_not_let_it_begins_the_count_anew() -> None:
+    hand = Hand(group(*FOUR))
+    for _ in range(5):
+        assert hand.window(2) is None
+        hand.groups = [replace(hand.groups[0], longest_tokens=1000)]
+        assert hand.window() is None
+        hand.groups = [group(*FOUR)]
+
+
+def test_a_group_stays_while_something_waits_for_one() -> None:
+    hand = Hand(group(*FOUR))
+    for _ in range(20):
+        hand.demand(1000)
+        assert hand.window() is None
+
+
+def test_a_group_stays_through_a_gap_of_the_metrics_and_in_manual_mode() -> None:
+    hand = Hand(group(*FOUR))
+    hand.window(2)
+    hand.pass_s(8)
+    assert hand.window(2) is None
+    assert Hand(group(*FOUR), mode="manual").window(9) is None
+    assert Hand(group(*FOUR, age_s=6.0)).window(9) is None
+
+
+def swings(num_waiting: float) -> Hand:
+    """A long request every 20 s, that runs for 5; so many short ones queue in the group after it."""
+    hand = Hand(*singles(*range(4)), windows=2, cooldown_s=2.0)
+    for _ in range(30):
+        if len(hand.groups) == 4 and hand.demand(1000, times=4):
+            hand.answer()
+        hand.groups = [replace(one, longest_tokens=1000 if one.tp > 1 else 0) for one in hand.groups]
+        hand.window(10)
+        hand.groups = [replace(one, longest_tokens=0, waiting=num_waiting) for one in hand.groups]
+        for _ in range(30):
+            if hand.window():
+                hand.answer()
+    return hand
+
+
+def test_a_group_that_parted_too_early_is_kept_longer_the_next_time() -> None:
+    """The shape does not swing with the long requests for ever."""
+    hand = swings(num_waiting=0)
+    assert 4 <= len(hand.decisions) <= 30  # of 60
+    pauses = [later - earlier for (earlier, _), (later, _) in pairwise(hand.decisions)]
+    assert all(pause >= 2.0 for pause in pauses)
+
+
+def test_a_group_in_which_requests_queue_parts_however_soon_the_next_is_needed() -> None:
+    hand = swings(num_waiting=3)
+    assert len(hand.decisions) == 60
+    pauses = [later - earlier for (earlier, _), (later, _) in pairwise(hand.decisions)]
+    assert all(pause >= 2.0 for pause in pauses), "cool-downs hold"
+
+
+def test_regret_is_the_models_and_not_the_instances() -> None:
+    """One group parts, and another has to be made at once: the other stays longer, too."""
+    hand = Hand(group(*FOUR), *singles(4, 5, 6, 7, load=0.0))
+    hand.groups[1:] = [replace(one, load=0.5) for one in hand.groups[1:]]
+    hand.window(3)
+    hand.answer()
+    hand.groups = [replace(one, load=9.0) if one.leader in FOUR else one for one in hand.groups]
+    hand.demand(1000, times=3)
+    hand.answer()
+    (_, down), (_, up) = hand.decisions
+    assert set(down.epochs) & set(up.epochs) == set()
+    assert hand.window(20) is None
+    found = hand.window(5)
+    assert found is not None and found.lever == "scale_down"
+
+
+def test_a_morph_by_hand_holds_every_member_back() -> None:
+    hand = Hand(*singles(*range(4)))
+    for one in hand.groups:
+        hand.state = hand.state.with_track(one.instance, Track(1, 1000.0))
+    report = MorphReport(
+        id="by-hand",
+        kind="transform",
+        target="m@w0",
+        worker="w0",
+        epoch=1,
+        state="running",
+        reason="",
+        started_ms=0,
+        workers=["w0", "w1"],
+    )
+    hand.state = observe(hand.state, report, hand.at_s)
+    found = hand.demand(300, times=3)
+    assert found is not None and list(found.epochs) == ["w2", "w3"]

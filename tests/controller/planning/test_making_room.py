@@ -1,0 +1,159 @@
+"""Whole plans, and what is said of a model for which there is no room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from bus.deployments import Configuration, Intent
+from controller.planning.fitting import Device, Refusal, fit, sized
+from controller.planning.intent import IntentError
+from controller.planning.making_room import RoomStep, Tenant, ways_to_fit
+from controller.planning.memory import Footprint
+from controller.planning.plan import plan
+from tests.support.known_truths import PAIR, SINGLE, STAGED, Truth, profile_of
+
+NEED = Footprint(layer_bytes=10)
+HERE = [Device(worker="w0", free_bytes=25), Device(worker="w1", free_bytes=5)]
+IDLE = Tenant(
+    instance="idle@w0",
+    deployment="d1",
+    workers=("w0",),
+    weight_bytes=30,
+    kv_bytes=40,
+    kv_kept_bytes=20,
+    layers={"full": 4},
+    layer_bytes={"full": 7, "int8": 4, "int4": 2},
+)
+BUSY = replace(IDLE, instance="busy@w1", deployment="d2", workers=("w1",), kv_kept_bytes=40, load=0.9)
+
+# --------------------------------------------------------------------------- ways
+
+
+def test_each_way_is_named_with_what_it_frees() -> None:
+    ways = ways_to_fit(NEED, SINGLE, 3, HERE, [IDLE, BUSY])
+    assert [str(way) for way in ways] == [
+        "shrink the KV cache of idle@w0 by 20 bytes",
+        "hold the layers of idle@w0 in int8 (12 bytes)",
+        "retire deployment d1 (70 bytes)",
+    ]
+    assert [way.kind for way in ways] == ["resize", "swap", "retire"]
+
+
+def test_fewer_bits_are_asked_for_only_where_more_do_not_do() -> None:
+    (swap,) = (way for way in ways_to_fit(NEED, SINGLE, 4, HERE, [IDLE]) if way.kind == "swap")
+    assert [(one.precision, one.freed_bytes) for one in swap.steps] == [("int4", 20)]
+
+
+def test_several_go_where_one_is_not_enough_and_no_more_than_needed() -> None:
+    both = ways_to_fit(NEED, STAGED, 15, HERE, [IDLE, BUSY])
+    assert [[one.target for one in way.steps] for way in both] == [["d1", "d2"]]
+
+
+def test_who_has_little_to_do_goes_first() -> None:
+    for tenants in ([IDLE, BUSY], [replace(IDLE, load=1.0), BUSY]):
+        (gone,) = (way for way in ways_to_fit(NEED, SINGLE, 7, HERE, tenants) if way.kind == "retire")
+        assert [one.target for one in gone.steps] == [min(tenants, key=lambda one: one.load).deployment]
+
+
+def test_a_deployment_of_several_workers_goes_as_one() -> None:
+    stages = [replace(IDLE, kv_kept_bytes=40, layer_bytes={}), replace(BUSY, deployment="d1", layer_bytes={})]
+    (gone,) = ways_to_fit(NEED, STAGED, 15, HERE, stages)
+    assert str(gone) == "retire deployment d1 (140 bytes)"
+
+
+def test_what_came_with_its_worker_is_not_retired() -> None:
+    own = replace(IDLE, deployment="", kv_kept_bytes=40, layer_bytes={})
+    assert ways_to_fit(NEED, SINGLE, 3, HERE, [own]) == []
+
+
+def test_nothing_is_asked_for_where_it_fits_and_nothing_helps_where_it_never_will() -> None:
+    assert ways_to_fit(NEED, SINGLE, 2, HERE, [IDLE]) == []
+    assert ways_to_fit(NEED, SINGLE, 99, HERE, [IDLE, BUSY]) == []
+
+
+@pytest.mark.parametrize("num_layers", range(3, 17))
+@pytest.mark.parametrize("configuration", [SINGLE, STAGED])
+def test_every_way_does_make_room_and_none_of_its_steps_is_needless(
+    configuration: Configuration, num_layers: int
+) -> None:
+    def fits(steps: Sequence[RoomStep]) -> bool:
+        freed = [sum(step.freed.get(one.worker, 0) for step in steps) for one in HERE]
+        after = [
+            replace(one, free_bytes=one.free_bytes + more) for one, more in zip(HERE, freed, strict=True)
+        ]
+        return not isinstance(fit(NEED, configuration, num_layers, after), Refusal)
+
+    for way in ways_to_fit(NEED, configuration, num_layers, HERE, [IDLE, BUSY]):
+        assert fits(way.steps)
+        assert not any(fits(way.steps[:i] + way.steps[i + 1 :]) for i in range(len(way.steps)))
+
+
+# --------------------------------------------------------------------------- plans
+
+TRUTH = Truth(layers=8)
+PROFILE = profile_of(
+    TRUTH,
+    configurations=(SINGLE, PAIR, STAGED, Configuration(precision="int4")),
+    loss={"int4": 0.03},
+)
+WHOLE = TRUTH.memory(SINGLE, Intent())
+
+
+def cluster(*free: int) -> list[Device]:
+    return [Device(worker=f"w{i}", host="h", free_bytes=one) for i, one in enumerate(free)]
+
+
+def test_the_best_configuration_that_fits_is_chosen_and_placed() -> None:
+    found = plan(PROFILE, Intent(max_loss=0.05), cluster(WHOLE, WHOLE), max_stages=2)
+    assert found.chosen is not None and found.chosen.configuration == Configuration(precision="int4")
+    assert [(stage.workers, stage.first, stage.end) for stage in found.stages] == [(["w0"], 0, 8)]
+    assert found.blocks == 20
+    assert len(found.estimates) == 4
+    assert found.estimates[0] == found.chosen
+
+
+def test_what_does_not_fit_is_passed_over_and_says_why() -> None:
+    intent = Intent(minimise="latency", max_loss=0.01)
+    found = plan(
+        PROFILE, intent, cluster(WHOLE * 3 // 5, WHOLE * 3 // 5, WHOLE // 3), degrees=(1, 2), max_stages=2
+    )
+    assert found.chosen is not None and found.chosen.configuration == STAGED
+    reasons = {one.configuration: one.refusal for one in found.estimates}
+    assert reasons[STAGED] == ""
+    assert "on each of its ranks for 8 layers" in reasons[PAIR]
+    assert "MiB for 8 layers" in reasons[SINGLE]
+    assert reasons[Configuration(tp=2, pp=2)] == (
+        "needs 2 groups of 2 devices of one host without another model, there are 1"
+    )
+    assert "loses 3.00% of perplexity" in reasons[Configuration(precision="int4")]
+
+
+def test_a_model_that_fits_nowhere_says_what_would_make_room() -> None:
+    held = Tenant(instance="old@w0", deployment="d7", workers=("w0",), weight_bytes=WHOLE, kv_bytes=0)
+    found = plan(PROFILE, Intent(max_loss=0.0), cluster(1 << 20), tenants=[held])
+    assert found.chosen is None and not found.is_unmet
+    assert found.best is not None and found.best.configuration == SINGLE
+    assert [str(way) for way in found.ways] == [f"retire deployment d7 ({sized(WHOLE)})"]
+    assert "1.0 MiB are free on w0" in found.reason
+
+
+def test_a_limit_nothing_meets_is_told_with_the_best_there_is_and_nothing_is_placed() -> None:
+    found = plan(PROFILE, Intent(max_latency_s=1e-6, max_loss=0.05), cluster(WHOLE))
+    assert found.is_unmet and found.chosen is None and found.stages == []
+    assert found.best is not None
+    assert "above max_latency_s 1e-06" in found.reason
+    assert all("above max_latency_s" in one.refusal for one in found.estimates)
+
+
+def test_no_worker_at_all_is_a_refusal_too() -> None:
+    found = plan(PROFILE, Intent(), [])
+    assert found.chosen is None
+    assert found.reason == "needs 1 devices, there are 0"
+
+
+def test_a_bad_intent_plans_nothing() -> None:
+    with pytest.raises(IntentError, match="batch_size is 0"):
+        plan(PROFILE, Intent(batch_size=0), cluster(WHOLE))
