@@ -44,8 +44,8 @@ MESSAGE_TYPES: Final[tuple[type, ...]] = (
     deployments.DeployModel,
     deployments.RetireModel,
     deployments.Answer,
-    deployments.Deploy,
-    deployments.Retire,
+    messages.Deploy,
+    messages.Retire,
     deployments.Measure,
 )
 

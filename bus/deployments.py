@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bus.messages import Deploy as Deploy
-from bus.messages import Retire as Retire
-from bus.messages import Stage as Stage
+from bus.messages import Stage
 from bus.precisions import Precision
 
 Objective = Literal["latency", "cost", "memory", "gpu_hours"]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from bus.catalogue import Contents
-from bus.deployments import Deployment, Retire
-from bus.messages import CancelMorph, Cause, InstanceCard, WorkerCard
+from bus.deployments import Deployment
+from bus.messages import CancelMorph, Cause, InstanceCard, Retire, WorkerCard
 from controller.deployments.observation import UNHEARD_MS, Observation, WorkerView
 from controller.deployments.retries import next_try, overdue, reports_of
 from controller.deployments.transitions import (

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from bus.catalogue import Contents
-from bus.deployments import Deployment, Stage
-from bus.messages import InstanceMetrics, Metrics
+from bus.deployments import Deployment
+from bus.messages import InstanceMetrics, Metrics, Stage
 from controller.deployments.observation import WorkerView
 from controller.deployments.transitions import deployment_of, instance_at, shown_by
 from controller.planning.making_room import Tenant

@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from bus.catalogue import Contents
-from bus.deployments import Configuration, Deployment, Estimate, Intent, ModelCard, Profile, Stage
+from bus.deployments import Configuration, Deployment, Estimate, Intent, ModelCard, Profile
+from bus.messages import Stage
 from controller.deployments.free_memory import FreeMemory
 from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.profiling import profiles_of

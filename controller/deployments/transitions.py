@@ -10,18 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from bus.deployments import (
-    Deploy,
-    Deployment,
-    DeploymentState,
-    Measure,
-    ModelCard,
-    ModelState,
-    Profile,
-    Retire,
-    Stage,
-)
-from bus.messages import CancelMorph, Cause, Number, Transform
+from bus.deployments import Deployment, DeploymentState, Measure, ModelCard, ModelState, Profile
+from bus.messages import CancelMorph, Cause, Deploy, Number, Retire, Stage, Transform
 from controller.planning.intent import goal
 
 Command = Deploy | Retire | Measure | Transform | CancelMorph

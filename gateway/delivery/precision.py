@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
@@ -22,8 +22,3 @@ def lowest_named(fingerprint: str) -> str:
     """The fewest bits in the name of a shape: `tp1-int8x1-int4x2.5` -> int4. `unknown` where it names none,
     as that of a worker that says nothing of its shape."""
     return next((name for name in reversed(PRECISIONS) if name in fingerprint), UNKNOWN)
-
-
-def layers_below_full(layers: Sequence[LayerShape]) -> int:
-    """A layer counts if either half is below."""
-    return sum(layer != LayerShape() for layer in layers)

@@ -19,9 +19,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.messages import KIND_OF, Cause, InstanceCard, InstanceMetrics, LayerShape, MorphKind, MorphOutcome
+from bus.messages import (
+    KIND_OF,
+    Cause,
+    InstanceCard,
+    InstanceMetrics,
+    LayerShape,
+    MorphKind,
+    MorphOutcome,
+    layers_below_full,
+)
 from bus.precisions import PRECISIONS
-from gateway.delivery.precision import layers_below_full
 from gateway.morphs import Morphs
 from gateway.state import Gateway
 from gateway.stats import Distribution, ModelStats

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
-from bus.messages import InstanceCard, InstanceTelemetry, WorkerCard
+from bus.messages import InstanceCard, InstanceTelemetry, WorkerCard, layers_below_full
 from gateway.delivery.cluster import Cluster
-from gateway.delivery.precision import layers_below_full
 from gateway.operations.deployed import deployment_json, model_json
 from gateway.operations.transforms import layer_degrees
 from gateway.state import Gateway

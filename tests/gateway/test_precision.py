@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bus.messages import LayerShape, RejectReason
+from bus.messages import LayerShape, RejectReason, layers_below_full
 from bus.precisions import Precision, is_below
 from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, choose
 from gateway.delivery.inflight import Flight
-from gateway.delivery.precision import layers_below_full, lowest_half
+from gateway.delivery.precision import lowest_half
 from gateway.errors import ApiError
 from tests.support.gateway_core import Core, Ear
 from tests.support.gateway_harness import ANSWER, BODY, Gate, metrics_of

@@ -11,7 +11,6 @@ from bus.checkpoints import Checkpoint
 from bus.deployments import (
     Answer,
     Configuration,
-    Deploy,
     Deployment,
     DeployModel,
     Estimate,
@@ -22,17 +21,18 @@ from bus.deployments import (
     Profile,
     Quantity,
     RegisterModel,
-    Retire,
     RetireModel,
-    Stage,
 )
 from bus.messages import (
     CancelMorph,
+    Deploy,
     InstanceCard,
     MorphKind,
     MorphOutcome,
     MorphReport,
     PageCounts,
+    Retire,
+    Stage,
     Transform,
     WorkerCard,
 )

@@ -9,8 +9,7 @@ from typing import Any
 
 from bus.catalogue import Contents
 from bus.checkpoints import Checkpoint
-from bus.deployments import Deploy, Retire
-from bus.messages import CancelMorph, MorphOutcome
+from bus.messages import CancelMorph, Deploy, MorphOutcome, Retire
 from controller.deployments.transitions import Command, Transition
 from tests.support.deployment_world import NUM_LAYERS, ROOM, Worker, World, instance
 

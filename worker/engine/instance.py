@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from bus.messages import Delta, FinishReason, LayerShape, RejectReason, TokenLogprobs
+from bus.messages import Delta, FinishReason, LayerShape, RejectReason, TokenLogprobs, layers_below_full
 from bus.precisions import PRECISIONS, Precision, is_below
 from kernels.plan import AttentionPlan
 from worker.core import BlockPool, Chunk, Limits, Request, Sequence, StepPlan
@@ -19,7 +19,7 @@ from worker.engine.batch import Batch, StepInputs
 from worker.engine.logprobs import token_logprobs
 from worker.engine.sampler import Sampled, Sampler
 from worker.engine.scheduler import Scheduler
-from worker.engine.shape import below_floor, fingerprint, layers_below_full
+from worker.engine.shape import below_floor, fingerprint
 from worker.engine.stats import Stats
 from worker.engine.work import attention_plan, to_tensor
 

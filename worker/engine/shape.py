@@ -13,11 +13,6 @@ def precision_of(layer: LayerShape, part: Part) -> Precision:
     return layer.attention if part == "attention" else layer.ffn
 
 
-def layers_below_full(shape: Sequence[LayerShape]) -> int:
-    """A layer counts if either half is swapped."""
-    return sum(layer != LayerShape() for layer in shape)
-
-
 def fingerprint(shape: Sequence[LayerShape], tp: int = 1) -> str:
     """`tp1-full`, `tp1-int8x1-int4x2.5`: how many layers are in which precision; a half counts one half."""
     halves = Counter(precision for _, _, precision in _halves(shape))

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bus.messages import LayerShape, RejectReason
+from bus.messages import LayerShape, RejectReason, layers_below_full
 from worker.core import Limits, Request, Sequence, StepPlan
 from worker.distributed.communicator import PeerLost
 from worker.engine.batch import StepInputs
 from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.instance import Instance, Output, Planned
-from worker.engine.shape import fingerprint, layers_below_full
+from worker.engine.shape import fingerprint
 from worker.engine.work import Work, attention_plan, to_tensor
 from worker.memory import KVCache
 from worker.model import Model

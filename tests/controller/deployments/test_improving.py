@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.catalogue import Contents
-from bus.deployments import Answer, Configuration, Deployment, Intent, ModelCard, Stage
+from bus.deployments import Answer, Configuration, Deployment, Intent, ModelCard
+from bus.messages import Stage
 from controller.deployments.free_memory import FreeMemory
 from controller.deployments.improving import next_of_pursuit
 from controller.deployments.observation import COOLDOWN_MS, Observation

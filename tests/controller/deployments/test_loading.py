@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bus.deployments import Deploy, Retire
-from bus.messages import CancelMorph, Transform
+from bus.messages import CancelMorph, Deploy, Retire, Transform
 from controller.deployments.loading import LOAD_LIMIT_MS
 from controller.deployments.observation import UNHEARD_MS
 from controller.deployments.planner import RefusedPlan

@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.deployments import Deploy, Measure, RemoveModel
-from bus.messages import CancelMorph
+from bus.deployments import Measure, RemoveModel
+from bus.messages import CancelMorph, Deploy
 from controller.deployments.transitions import MAX_ATTEMPTS, instance_at, shown_by
 from tests.support.deployment_world import World
 from tests.support.pipeline_world import PipelineWorld

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bus.catalogue import Contents
-from bus.deployments import Configuration, Deployment, Intent, ModelCard, Stage
+from bus.deployments import Configuration, Deployment, Intent, ModelCard
+from bus.messages import Stage
 from bus.precisions import Precision
 from controller.deployments.profiling import rests_of
 from controller.morphing.view import Rest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bus.deployments import Answer, Deploy, Retire
-from bus.messages import Transform
+from bus.deployments import Answer
+from bus.messages import Deploy, Retire, Transform
 from controller.deployments.loading import STABLE_MS
 from controller.deployments.retries import STUCK_MS
 from controller.deployments.transitions import MAX_ATTEMPTS
