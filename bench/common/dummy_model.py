@@ -1,8 +1,9 @@
-"""A model of a given size with random weights, for whom speed is all that matters."""
+"""Models of given sizes with random weights, to measure speed and memory with."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,67 +12,40 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from bench.common.results import DEMO
 from worker.engine.build import MIB, Shape, fill_caches, make_cache, make_instance, make_pool
 from worker.engine.engine import Engine
 from worker.model import load_model
 
 STANDARD_DEVIATION = 0.06  # at transformers' 0.02 greedy output repeats one token
 
+
+def _config(
+    hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int = 4096
+) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+    }
+
+
 CONFIGS: dict[str, dict[str, int]] = {
-    "4M": {  # two layers; its FFN is to its KV of a token as that of 30M
-        "hidden_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1408,
-        "vocab_size": 4096,
-    },
-    "30M": {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1408,
-        "vocab_size": 4096,
-    },
-    "50M": {  # layers of 30M with a KV head for every head, and more of them
-        "hidden_size": 512,
-        "num_hidden_layers": 14,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "intermediate_size": 1408,
-        "vocab_size": 4096,
-    },
-    "60M": {  # more of the layers of 30M
-        "hidden_size": 512,
-        "num_hidden_layers": 18,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1408,
-        "vocab_size": 4096,
-    },
-    "100M": {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "intermediate_size": 2432,
-        "vocab_size": 8192,
-    },
-    "wide": {  # 200M in four layers, whose size is that of models of 1B to 2B
-        "hidden_size": 2048,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "intermediate_size": 5632,
-        "vocab_size": 4096,
-    },
+    "4M": _config(256, 2, 8, 4, 1408),  # its FFN is to its KV of a token as that of 30M
+    "30M": _config(512, 8, 8, 4, 1408),
+    "50M": _config(512, 14, 8, 8, 1408),  # layers of 30M with a KV head for every head, and more of them
+    "60M": _config(512, 18, 8, 4, 1408),  # more of the layers of 30M
+    "100M": _config(768, 12, 12, 4, 2432, 8192),
+    "wide": _config(2048, 4, 16, 4, 5632),  # 200M in four layers, as wide as those of models of 1B to 2B
 }
 
 
 @contextlib.contextmanager
 def saved_model(size: str, max_len: int = 2048) -> Iterator[Path]:
-    """A Hugging Face folder of the config, float32, gone afterwards. max_len: of the context, in tokens."""
+    """Make a Hugging Face folder of a model in float32, with a context of `max_len` tokens, for a while."""
     config = LlamaConfig(
         **CONFIGS[size],
         max_position_embeddings=max_len,
@@ -84,12 +58,21 @@ def saved_model(size: str, max_len: int = 2048) -> Iterator[Path]:
         yield Path(folder)
 
 
+@contextlib.contextmanager
+def model_folder(size: str, max_len: int = 2048) -> Iterator[Path]:
+    """Like `saved_model`, with the demo model's tokenizer, so that the service can serve it."""
+    with saved_model(size, max_len) as folder:
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            shutil.copy(DEMO / name, folder)
+        yield folder
+
+
 def load_transformers(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def load_engine(folder: Path, shape: Shape, budget_mib: int) -> Engine:
-    """An engine serving the folder as instance "bench" in float32 on the CPU."""
+    """Return an engine that serves the folder as instance "bench", in float32 on the CPU."""
     pool = make_pool(torch.device("cpu"), budget_mib * MIB)
     model = load_model(folder, pool, dtype=torch.float32)
     limits = shape.limits(model)
@@ -101,7 +84,7 @@ def load_engine(folder: Path, shape: Shape, budget_mib: int) -> Engine:
 
 
 def num_matrix_weights(size: str) -> int:
-    """Weights that each token is multiplied with: all but the embedding."""
+    """Return the number of weights that each token is multiplied with: all but the embedding."""
     c = CONFIGS[size]
     hidden, head = c["hidden_size"], c["hidden_size"] // c["num_attention_heads"]
     attention = 2 * hidden * hidden + 2 * hidden * c["num_key_value_heads"] * head

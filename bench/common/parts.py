@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,8 +12,9 @@ def run_part(package: str, parts: Sequence[str], default: str = "") -> None:
     """Run the part of `package` that the command line names first, or the default one. Does not return.
 
     A part is a module of the package with a `main`. It is imported only when it runs, since some parts set up
-    their process before torch is loaded.
+    their process before torch is loaded. SIGTERM ends it like an exception, so that it ends what it started.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     part = default
     if sys.argv[1:2] and sys.argv[1] in parts:
         part = sys.argv.pop(1)

@@ -1,6 +1,7 @@
-"""The real service as processes under a test's control: Redis, gateways, monitor, controller, workers.
+"""The real service as processes that a benchmark or a test controls.
 
-Nothing is mocked. A test starts a `Service`, talks to it over HTTP, and harms its processes by id.
+Nothing is mocked: `Service` starts Redis, gateways, monitor, controller and workers, is used over HTTP and
+the bus, and ends them.
 """
 
 from __future__ import annotations
@@ -17,21 +18,34 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import httpx
 import psutil
 import redis
 
 from bench.common.results import DEMO, ROOT
+from bus.codec import decode
 from instar.serve.redis_server import find_redis_server
 
 LEASE_S = 1.5  # short, so that a death is noticed within a test's patience
+# Of benchmarks: workers do not lose their lease on a busy machine, and no request is refused.
+STEADY = {
+    "WORKER__DTYPE": "float32",
+    "WORKER__LEASE_S": "10",
+    "GATEWAY__MAX_QUEUE": "2048",
+    "GATEWAY__QUEUE_TIMEOUT_S": "300",
+    "LOG__LEVEL": "warning",
+}
+
+T = TypeVar("T")
 
 
 def free_port() -> int:
-    """Below those that the system gives to clients: none of them takes it before its server does. Tests that
-    run at once choose at random."""
+    """Return a free port below those that the system gives to clients, so that no client takes it first.
+
+    It is chosen at random, since tests run at the same time.
+    """
     for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -40,7 +54,10 @@ def free_port() -> int:
 
 
 def wait_for(what: str, true: Callable[[], Any], within_s: float = 30.0, every_s: float = 0.05) -> Any:
-    """Poll until `true()` is truthy and return it; AssertionError names `what` after `within_s`."""
+    """Poll until `true()` is truthy and return its value.
+
+    Raises AssertionError that names `what` after `within_s`.
+    """
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if value := true():
@@ -77,14 +94,14 @@ class Process:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """kill -9, and wait for the body."""
+        """Send SIGKILL and wait for the end."""
         if self.is_alive:
             assert self.popen is not None
             self.popen.kill()
             self.popen.wait(10)
 
     def terminate(self, within_s: float = 40.0) -> int:
-        """SIGTERM; returns the exit status. A stopped process is continued first."""
+        """Send SIGTERM and return the exit status; a stopped process is continued first."""
         assert self.popen is not None
         if self.is_alive:
             self.popen.send_signal(signal.SIGCONT)
@@ -103,7 +120,11 @@ class Process:
 
 @dataclass
 class Service:
-    """`settings` are INSTAR_* variables without the prefix, e.g. {"GATEWAY__MAX_QUEUE": "4"}."""
+    """The whole service; a context in which its processes run.
+
+    `settings` are INSTAR_* variables without the prefix, e.g. {"GATEWAY__MAX_QUEUE": "4"}. An exception in
+    the context gets the last log lines of all processes as a note.
+    """
 
     num_workers: int = 1
     num_gateways: int = 1
@@ -116,18 +137,21 @@ class Service:
     redis_args: tuple[str, ...] = ()
     processes: dict[str, Process] = field(default_factory=dict)
 
-    def __enter__(self) -> Service:
+    def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="instar-test-"))
         self.redis_port = self.redis_port or free_port()
         self.gateway_ports = [free_port() for _ in range(self.num_gateways)]
         try:
             self.start()
-        except BaseException:
+        except BaseException as problem:
+            problem.add_note(self.logs())
             self.stop()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, problem: BaseException | None, *__: object) -> None:
+        if problem is not None:
+            problem.add_note(self.logs())
         self.stop()
 
     # ---------------------------------------------------------------- start and stop
@@ -185,7 +209,7 @@ class Service:
         )
 
     def start_redis(self, port: int = 0) -> Process:
-        """`port` starts a second, empty server beside the service's own."""
+        """Start the service's Redis, or a second, empty one on `port`."""
         name = f"redis-{port}" if port else "redis"
         args = [
             str(find_redis_server()),
@@ -240,21 +264,50 @@ class Service:
         wait_for(f"{wanted} to serve", lambda: wanted <= self.serving_workers(gateway), within_s)
 
     def blocks_used(self, gateway: int = 0) -> float:
-        """KV blocks in use over all instances, as the workers last reported; infinite if one did not."""
+        """Return the KV blocks in use over all instances by their last report.
+
+        Infinite if one has not reported.
+        """
         used = [i["kv"]["used"] for i in self.state(gateway)["instances"]]
         return float("inf") if None in used else sum(used)
 
     def metric(self, name: str, gateway: int = 0) -> float:
-        """Sum over the label sets of one Prometheus series; 0.0 where it has not appeared."""
+        """Return the sum over the label sets of one Prometheus series; 0.0 if it has not appeared."""
         lines = self.get("/metrics", gateway).text.splitlines()
         return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.split("{")[0].split(" ")[0] == name)
+
+    def messages(self, stream: str, kind: type[T], since_s: float = 0.0) -> list[T]:
+        """Return the messages of a kind that a stream of the bus got since `since_s` (time.time())."""
+        entries: Any = self.redis.xrange(stream, min=int(since_s * 1000))
+        found = [decode(fields[b"m"]) for _, fields in entries]
+        return [message for message in found if isinstance(message, kind)]
+
+    # ---------------------------------------------------------------- changing it
+
+    def set_policy(self, **values: Any) -> None:
+        """Change the policy; `values` are fields of PUT /admin/policy."""
+        httpx.put(f"{self.url()}/admin/policy", json=values, timeout=20).raise_for_status()
+
+    def apply(self, what: str, body: dict[str, Any], tries: int = 10) -> dict[str, Any]:
+        """Order a morph at /admin/instances/`what` and return it once it is applied.
+
+        A morph that the controller began before is in the way for a moment, so a refused order is repeated
+        every half second. Raises RuntimeError after `tries`.
+        """
+        for _ in range(tries):
+            answer = httpx.post(f"{self.url()}/admin/instances/{what}?wait=true", json=body, timeout=60)
+            morph: dict[str, Any] = answer.json()
+            if morph.get("state") == "applied":
+                return morph
+            time.sleep(0.5)
+        raise RuntimeError(f"{what} {body} was not applied: {answer.status_code} {answer.text}")
 
     def logs(self) -> str:
         return "\n".join(f"--- {p.name}\n{p.tail()}" for p in self.processes.values())
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds the processes' last words to an assertion that fails."""
+        """Add the last log lines of all processes to an assertion that fails."""
         try:
             yield
         except AssertionError as problem:
@@ -269,29 +322,21 @@ class EmptyService(Service):
         return self.add(worker, "worker", INSTAR_WORKER__MAY_BE_EMPTY="true", **env)
 
 
-@dataclass(frozen=True, slots=True)
-class CpuSeconds:
-    """CPU seconds spent so far by the service and its client (`ours`), and by other programs (`others`)."""
+class OtherPrograms:
+    """Measures the cores that programs other than the service and this process, its client, keep busy."""
 
-    ours: float
-    others: float
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._began_s = time.perf_counter()
+        self._before_s = self._cpu_seconds()
 
+    def cores(self) -> float:
+        """Return the mean number of cores since this object was made."""
+        return (self._cpu_seconds() - self._before_s) / (time.perf_counter() - self._began_s)
 
-def cpu_seconds(service: Service) -> CpuSeconds:
-    """Return the CPU seconds spent so far; this process counts as the client."""
-    pids = [process.pid for process in service.processes.values()]
-    times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
-    ours = sum(spent.user + spent.system for spent in times)
-    machine = psutil.cpu_times()
-    busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
-    return CpuSeconds(ours, busy - ours)
-
-
-@contextlib.contextmanager
-def noting_logs(service: Service) -> Iterator[None]:
-    """Add the last log lines of the service's processes to an exception."""
-    try:
-        yield
-    except BaseException as problem:
-        problem.add_note(service.logs())
-        raise
+    def _cpu_seconds(self) -> float:
+        pids = [process.pid for process in self._service.processes.values()]
+        times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
+        machine = psutil.cpu_times()
+        busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
+        return float(busy - sum(spent.user + spent.system for spent in times))

@@ -6,7 +6,7 @@ Four workers that start without a model; the demo model and dummies of 30M and 6
 measured by the service itself. For each intent (latency, cost, memory, GPU-hours, a limit of latency) the
 service chooses; against it stand the largest degree of tensor parallelism, the most stages, and one worker,
 all unquantised. As many configurations as there are workers for are deployed side by side, each under a name
-of its own, and asked by turns, one request of the intent's lengths at a time: what disturbs the machine
+of its own, and asked in turn, one request of the intent's lengths at a time: what disturbs the machine
 disturbs them alike. Then they are retired, and the others follow; in the next round the other way round.
 What several intents choose is deployed by each of them in turn.
 
@@ -17,8 +17,6 @@ otherwise idle.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,12 +28,12 @@ from typing import Any
 import msgspec
 from httpx import HTTPError
 
-from bench.common.results import DEMO, RESULTS
+from bench.common.dummy_model import model_folder
+from bench.common.results import DEMO, RESULTS, conclude, parser, say
+from bench.common.service import OtherPrograms
 from bench.deploy.plot import draw
 from bench.deploy.report import FIXED, NUM_WORKERS, Chosen, Run, batches, intents_of, report, say_card
-from bench.deploy.service import DeployService, Placed, running
-from bench.engine.offline import say
-from bench.serving.setup import model_folder
+from bench.deploy.service import DeployService, Placed
 from bus.deployments import Configuration, Estimate, Intent
 from bus.precisions import PRECISIONS
 from controller.planning.intent import preference
@@ -43,24 +41,23 @@ from controller.planning.intent import preference
 MODELS = ("demo", "30M", "60M")
 REQUEST = Intent(prompt_tokens=160, output_tokens=32)
 LEAST_REQUESTS = 3  # of a configuration in a round
-RESULT = RESULTS / "deploy.json"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="the demo model, one round; a minute or two")
+    options.add_argument("--rounds", type=int, default=2)
+    options.add_argument("--seconds", type=float, default=4.0, help="for a configuration in a round")
+    options.add_argument(
+        "--models", nargs="+", default=MODELS, metavar="NAME", help="demo, or a dummy's size"
     )
-    parser.add_argument("--quick", action="store_true", help="the demo model, one round; a minute or two")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for a configuration in a round")
-    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="demo, or a dummy's size")
-    args = parser.parse_args()
+    args = options.parse_args()
     rounds = 1 if args.quick else args.rounds
     began = time.perf_counter()
     with (
         models(MODELS[:1] if args.quick else args.models) as folders,
         tempfile.TemporaryDirectory() as host,
-        running(NUM_WORKERS, host) as service,
+        DeployService(NUM_WORKERS, host) as service,
     ):
         profiling = {name: service.register(name, str(folder)) for name, folder in folders.items()}
         say(", ".join(f"{name} is measured ({took:.0f} s)" for name, took in profiling.items()))
@@ -74,17 +71,16 @@ def main() -> int:
     say_card(found)
     result: dict[str, Any] = {"bench": "deploy", **found, "rounds": rounds, "seconds_each": args.seconds}
     result |= {"quick": args.quick, "seconds": round(time.perf_counter() - began, 1)}
-    if not args.quick and tuple(args.models) == MODELS:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result) + "\n")
-        draw(found, RESULT.with_suffix(".png"))
-    say(json.dumps(result))
-    return 0 if found["is_met"] and not failure else 1
+    is_kept = not args.quick and tuple(args.models) == MODELS
+    if is_kept:
+        draw(found, RESULTS / "deploy.png")
+    status = conclude(result, is_kept=is_kept)
+    return status if found["is_met"] and not failure else 1
 
 
 @contextmanager
 def models(names: Sequence[str]) -> Iterator[dict[str, Path]]:
-    """Folders by name, with a tokenizer, and without what was measured before."""
+    """Make folders by name, with a tokenizer and without what was measured before."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(demo_folder() if name == "demo" else model_folder(name))
@@ -110,7 +106,7 @@ def best_of(service: DeployService, model: str, intent: Intent) -> dict[str, Any
 
 
 def choices(service: DeployService, model: str) -> list[Chosen]:
-    """What the service would choose for each intent."""
+    """Return what the service would choose for each intent."""
     cheapest, fastest = (
         best_of(service, model, replace(REQUEST, minimise=what))["latency_s"]["value"]
         for what in ("cost", "latency")
@@ -128,7 +124,7 @@ def choices(service: DeployService, model: str) -> list[Chosen]:
 def play_all(
     service: DeployService, models: Sequence[str], chosen: Sequence[Chosen], rounds: int, seconds: float
 ) -> tuple[list[Run], str]:
-    """And what ended them early, with the processes' last words; "": nothing did."""
+    """Return the runs, and what ended them early, if anything."""
     runs: list[Run] = []
     try:
         for number in range(rounds):
@@ -141,7 +137,7 @@ def play_all(
 
 
 def complete(chosen: Sequence[Chosen], runs: Sequence[Run]) -> tuple[list[Chosen], list[Run]]:
-    """Of models of which each configuration was asked. RuntimeError where there is none."""
+    """Keep the models whose every configuration was measured. Raises RuntimeError if there is none."""
     wanted = {one.model: set(FIXED.values()) for one in chosen}
     for one in chosen:
         wanted[one.model].add(one.configuration)
@@ -149,14 +145,14 @@ def complete(chosen: Sequence[Chosen], runs: Sequence[Run]) -> tuple[list[Chosen
         wanted[run.model].discard(run.configuration)
     whole = [model for model, missing in wanted.items() if not missing]
     if not whole:
-        raise RuntimeError("no model was asked in all of its configurations")
+        raise RuntimeError("no model was measured in all of its configurations")
     return [one for one in chosen if one.model in whole], [run for run in runs if run.model in whole]
 
 
 def play(
     service: DeployService, model: str, chosen: Sequence[Chosen], number: int, seconds: float
 ) -> Iterator[Run]:
-    """Every configuration once; who begins changes from round to round."""
+    """Measure every configuration once; which comes first changes from round to round."""
     wanted: dict[Configuration, Intent] = {
         fixed: replace(REQUEST, tp=fixed.tp, pp=fixed.pp, precision=fixed.precision)
         for fixed in FIXED.values()
@@ -170,14 +166,17 @@ def play(
 
 
 def names_of(model: str) -> list[str]:
-    """Under which it is deployed side by side with itself: a request names one of them."""
+    """Return the names under which a model is deployed side by side with itself."""
     return [model, *(f"{model}-{number}" for number in range(2, NUM_WORKERS + 1))]
 
 
 def measure(
     service: DeployService, model: str, wanted: Mapping[Configuration, Intent], number: int, seconds: float
 ) -> list[Run]:
-    """Side by side. RuntimeError where the service deploys something else than it planned."""
+    """Measure configurations side by side.
+
+    Raises RuntimeError if the service does not deploy what it planned.
+    """
     placed: dict[Configuration, Placed] = {}
     loaded_s: dict[Configuration, float] = {}
     weight_bytes: dict[Configuration, int] = {}
@@ -191,9 +190,9 @@ def measure(
         service.warm_up(name, intent)
         weight_bytes[configuration] = service.weight_bytes() - sum(weight_bytes.values())
     kv_bytes = service.kv_bytes(REQUEST)
-    before, since = service.cpu_seconds(), time.perf_counter()
+    others = OtherPrograms(service)
     took = by_turns(service, placed, wanted, seconds)
-    wall_s, after = time.perf_counter() - since, service.cpu_seconds()
+    others_cores = others.cores()
     for each in placed.values():
         service.retire(each.id)
     runs = [
@@ -203,7 +202,7 @@ def measure(
             round=number,
             seconds=took[one],
             memory_bytes=weight_bytes[one] + kv_bytes,
-            others_cores=(after.others - before.others) / wall_s,
+            others_cores=others_cores,
             loaded_s=loaded_s[one],
         )
         for one in placed
@@ -219,8 +218,10 @@ def by_turns(
     wanted: Mapping[Configuration, Intent],
     seconds: float,
 ) -> dict[Configuration, list[float]]:
-    """Seconds of each request: the same ones of all, for so long each on average. Who is asked first changes
-    with every turn."""
+    """Return the seconds of each request; all get the same, for `seconds` each on average.
+
+    Which is asked first changes with every turn.
+    """
     took: dict[Configuration, list[float]] = {one: [] for one in placed}
     order, ends = list(placed), time.perf_counter() + seconds * len(placed)
     turn = 0

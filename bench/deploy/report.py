@@ -1,4 +1,4 @@
-"""The numbers of `bench.deploy`: what each intent wants, of its choice and of the fixed configurations."""
+"""The numbers of `bench.deploy`: what each intent minimises, for its choice and for fixed configurations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from bench.engine.offline import say
+from bench.common.results import busy_lines, say
 from bus.deployments import Configuration, Intent
 
 NUM_WORKERS: Final = 4
@@ -19,14 +19,13 @@ FIXED: Final = {
     "one worker": Configuration(),
 }  # all unquantised
 LEAST_SLACK: Final = 1.5  # of a limit of latency, over the lowest there is
-MOST_OTHERS_CORES: Final = 0.2  # that other programs may take
 SECONDS_PER_HOUR: Final = 3600.0
 SLO: Final = "latency SLO"
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the service would choose for an intent, and what it expects of it (an estimate as JSON)."""
+    """What the service chooses for an intent, and its estimate as JSON."""
 
     model: str
     name: str
@@ -41,8 +40,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One configuration in one round. `seconds`: of each request. `others_cores`: what programs other than
-    the service and its client kept busy."""
+    """One configuration in one round: seconds of each request, cores that other programs kept busy."""
 
     model: str
     configuration: Configuration
@@ -62,7 +60,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of all rounds: the median of all requests, and of the rounds' medians the lowest and the highest."""
+    """All rounds of a configuration: the median of all requests, the lowest and highest median of a round."""
 
     latency_s: float
     low_s: float
@@ -72,7 +70,7 @@ class Measured:
 
     @property
     def cost(self) -> float:
-        """Byte seconds of a request."""
+        """The byte seconds of a request."""
         return self.memory_bytes * self.latency_s
 
     @property
@@ -85,8 +83,10 @@ def label(one: Configuration) -> str:
 
 
 def intents_of(request: Intent, cheapest_s: float, fastest_s: float) -> dict[str, Intent]:
-    """By name. The limit of latency lies between what is cheapest and what is fastest, where these differ;
-    seconds as they are expected."""
+    """Return the intents by name.
+
+    The limit of latency lies between the expected seconds of the cheapest and of the fastest configuration.
+    """
     limit_s = max(LEAST_SLACK * fastest_s, math.sqrt(cheapest_s * fastest_s))
     return {
         "latency": replace(request, minimise="latency"),
@@ -98,7 +98,10 @@ def intents_of(request: Intent, cheapest_s: float, fastest_s: float) -> dict[str
 
 
 def batches(configurations: Iterable[Configuration]) -> list[list[Configuration]]:
-    """That are deployed side by side, each on workers of its own; groups first, which need empty ones."""
+    """Return configurations to deploy side by side, each on workers of its own.
+
+    Groups first, which need empty ones.
+    """
     found: list[list[Configuration]] = []
     for one in sorted(configurations, key=lambda one: (-one.num_devices, -one.tp, one.precision)):
         for batch in found:
@@ -111,7 +114,7 @@ def batches(configurations: Iterable[Configuration]) -> list[list[Configuration]
 
 
 def measured(runs: Sequence[Run]) -> Measured:
-    """runs: of one model and configuration."""
+    """Summarise the runs of one model and configuration."""
     medians = [statistics.median(one.seconds) for one in runs]
     return Measured(
         latency_s=statistics.median(second for one in runs for second in one.seconds),
@@ -123,7 +126,7 @@ def measured(runs: Sequence[Run]) -> Measured:
 
 
 def value(one: Measured, name: str) -> float:
-    """What the intent wants less of; of one with a limit, the cost where it is met."""
+    """Return what the intent minimises; for the intent with a limit, the cost."""
     values = {"latency": one.latency_s, "memory": one.memory_bytes, "gpu_hours": one.gpu_hours}
     return values.get(name, one.cost)
 
@@ -133,7 +136,10 @@ def is_within(one: Measured, intent: Intent) -> bool:
 
 
 def compare(ours: Measured, fixed: Measured, chosen: Chosen, is_same: bool) -> dict[str, Any]:
-    """`times`: how much more the fixed one takes of what the intent wants less of."""
+    """Compare a fixed configuration with the chosen one.
+
+    `times` is how much more it takes of what is minimised.
+    """
     met, fixed_met = is_within(ours, chosen.intent), is_within(fixed, chosen.intent)
     times = value(fixed, chosen.name) / value(ours, chosen.name)
     is_better = times > 1 if met == fixed_met else met
@@ -201,18 +207,18 @@ def say_card(found: dict[str, Any]) -> None:
             f"{one['memory_bytes'] / 2**20:9.1f} MiB{one['gpu_hours'] * SECONDS_PER_HOUR:9.3f} device s"
         )
     for row in found["intents"]:
-        against = ", ".join(f"{name} {_told(one)}" for name, one in row["fixed"].items())
+        against = ", ".join(f"{name} {_in_words(one)}" for name, one in row["fixed"].items())
         limit = f" <= {row['max_latency_s']:.3f} s" if row["max_latency_s"] else ""
         missed = "" if row["is_met"] else f" MISSED with {row['latency_s']:.3f} s"
         say(f"{row['model']:<6}{row['intent'] + limit:<24}{row['chosen']:<18}{missed}: {against}")
     counts = ", ".join(f"{count} {verdict}" for verdict, count in found["verdicts"].items())
     say(f"against fixed configurations: {counts}: {'met' if found['is_met'] else 'MISSED'}")
-    if found["others_cores"] > MOST_OTHERS_CORES:
-        say(f"other programs took {found['others_cores']} cores: run it on an idle machine")
+    for line in busy_lines(found["others_cores"]):
+        say(line)
 
 
-def _told(against: dict[str, Any]) -> str:
+def _in_words(against: dict[str, Any]) -> str:
     if against["verdict"] == "same":
-        return "is what was chosen"
+        return "is the choice itself"
     worse = " WORSE" if against["verdict"] == "worse" else ""
     return f"{against['times']:.2f} times{'' if against['is_met'] else ', misses the limit'}{worse}"

@@ -1,40 +1,34 @@
-"""The service under the deployment benchmark: workers that start without a model, and models that come and go
-through the admin API."""
+"""The service under `bench.deploy`: workers that start without a model, models deployed by the admin API."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import httpx
 
-from bench.common.service import CpuSeconds, EmptyService, cpu_seconds, noting_logs, wait_for
+from bench.common.load import VOCABULARY
+from bench.common.service import STEADY, EmptyService, wait_for
 from bench.deploy.report import MAX_TP
 from bus.deployments import Configuration, Intent
 
-SETTINGS: Final = {
+SETTINGS: Final = STEADY | {
     "WORKER__PAGE_KIB": "64",
     "WORKER__MAX_TP": str(MAX_TP),
     "WORKER__MAX_MODEL_LEN": "1024",
-    "WORKER__DTYPE": "float32",
     "WORKER__MEMORY_MB": "640",
     "WORKER__QUANTIZATION": "rtn",  # dummies have nothing to calibrate
-    "WORKER__LEASE_S": "10",  # a busy machine is not a dead one
-    "GATEWAY__QUEUE_TIMEOUT_S": "300",
     "CONTROLLER__PLACEMENT": "least-loaded",
     "CONTROLLER__CHANGE_COOLDOWN_S": "3600",  # what is compared stays where it is
-    "LOG__LEVEL": "warning",
 }
-MEASURE_S: Final = 300.0  # a model, at most; a minute of steps, and its cuts
+MEASURE_S: Final = 300.0  # for a model at most: a minute of steps, and its cuts
 LOAD_S: Final = 120.0
-PATIENCE_S: Final = 300.0  # for a request
-TELL_S: Final = 1.2  # after which an idle worker has told its pages
-VOCABULARY: Final = range(16, 4096)  # without the tokenizer's special tokens
+REQUEST_S: Final = 300.0
+REPORT_S: Final = 1.2  # after which an idle worker has reported its pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +42,19 @@ class Placed:
 
 
 class DeployService(EmptyService):
-    """Nothing is deployed at first. The policy that morphs is on, as by default."""
+    """A service on which nothing is deployed at first. The policy may morph, as by default."""
+
+    def __init__(self, num_workers: int, host_dir: str) -> None:
+        """`host_dir` is for the variants of the models."""
+        super().__init__(num_workers=num_workers, settings=SETTINGS | {"WORKER__HOST_DIR": host_dir})
 
     # ------------------------------------------------------------------------------------- orders
 
     def register(self, name: str, path: str) -> float:
-        """Until it is measured; the seconds that took. RuntimeError where it cannot be."""
+        """Register a model, wait until it is measured, and return the seconds.
+
+        Raises RuntimeError if it fails.
+        """
         began = time.perf_counter()
         self._ask("POST", "/admin/models", json={"name": name, "path": path})
         card = self._until(f"/admin/models/{name}", ("profiled", "failed"), MEASURE_S)
@@ -62,12 +63,12 @@ class DeployService(EmptyService):
         return time.perf_counter() - began
 
     def plan(self, name: str, intent: Intent) -> list[dict[str, Any]]:
-        """The estimates, best first."""
+        """Return the estimates, the best first."""
         asked = {field: value for field, value in asdict(intent).items() if value is not None}
         return list(self._ask("GET", f"/admin/models/{name}/plan", params=asked)["estimates"])
 
     def deploy(self, model: str, intent: Intent) -> Placed:
-        """Until it serves. RuntimeError where it does not come to that."""
+        """Deploy a model and wait until it serves. Raises RuntimeError if it does not."""
         asked = {field: value for field, value in asdict(intent).items() if value is not None}
         found = self._ask("POST", "/admin/deployments", json={"model": model, "intent": asked})
         found = self._until(f"/admin/deployments/{found['id']}", ("serving", "failed"), LOAD_S)
@@ -77,7 +78,7 @@ class DeployService(EmptyService):
         return Placed(found["id"], model, Configuration(**found["configuration"]), workers)
 
     def retire(self, deployment: str) -> None:
-        """Until every page is back."""
+        """Retire a deployment and wait until its pages are free."""
         self._ask("DELETE", f"/admin/deployments/{deployment}")
         self._until(f"/admin/deployments/{deployment}", ("retired", "failed"), LOAD_S)
 
@@ -99,20 +100,22 @@ class DeployService(EmptyService):
     # ------------------------------------------------------------------------------------- measuring
 
     def request(self, model: str, intent: Intent, seed: int) -> float:
-        """Seconds of one request of the intent's lengths, to its last token; the same prompt for the same
-        seed. RuntimeError where it does not get there."""
+        """Return the seconds to the last token of one request of the intent's lengths.
+
+        The same seed gives the same prompt. Raises RuntimeError if the request does not end.
+        """
         prompt = random.Random(seed).choices(VOCABULARY, k=intent.prompt_tokens)
         body = {"model": model, "prompt": prompt, "max_tokens": intent.output_tokens}
         body |= {"temperature": 0, "ignore_eos": True}
         began = time.perf_counter()
-        answer = httpx.post(f"{self.url()}/v1/completions", json=body, timeout=PATIENCE_S)
+        answer = httpx.post(f"{self.url()}/v1/completions", json=body, timeout=REQUEST_S)
         took = time.perf_counter() - began
         if answer.status_code != 200 or answer.json()["usage"]["completion_tokens"] != intent.output_tokens:
             raise RuntimeError(f"{model}: {answer.status_code} {answer.text}")
         return took
 
     def warm_up(self, model: str, intent: Intent) -> None:
-        """The gateway has heard of it, and its first step is made."""
+        """Wait until the gateway knows the model, and let it make its first steps."""
 
         def is_there() -> bool:
             body = {"model": model, "prompt": [17], "max_tokens": 1}
@@ -122,22 +125,22 @@ class DeployService(EmptyService):
         self.request(model, replace(intent, output_tokens=2), seed=-1)
 
     def wait_empty(self) -> None:
-        """No worker has weights any more, as they tell."""
+        """Wait until no worker reports weights."""
         wait_for("all pages to be back", lambda: self._page_bytes("weights") == 0)
 
     def weight_bytes(self) -> int:
-        """Whole pages on all workers: what they tell twice holds."""
-        told = [-1]
+        """Return the bytes of whole pages on all workers, once they report the same twice."""
+        reported = [-1]
 
-        def told_twice() -> bool:
-            told.append(self._page_bytes("weights"))
-            return told[-1] == told[-2] >= 0
+        def is_stable() -> bool:
+            reported.append(self._page_bytes("weights"))
+            return reported[-1] == reported[-2] >= 0
 
-        wait_for("all workers to tell the same pages twice", told_twice, every_s=TELL_S)
-        return told[-1]
+        wait_for("all workers to report the same pages twice", is_stable, every_s=REPORT_S)
+        return reported[-1]
 
     def kv_bytes(self, intent: Intent) -> int:
-        """Of the KV of the intent's batch at its end. All that is deployed must be one model."""
+        """Return the KV bytes of the intent's batch at its end. All deployments must be of one model."""
         caches = [one["kv"] for one in self.state()["instances"]]
         tokens = intent.prompt_tokens + intent.output_tokens
         blocks = intent.batch_size * math.ceil(tokens / int(caches[0]["block_tokens"]))
@@ -146,19 +149,5 @@ class DeployService(EmptyService):
     def _page_bytes(self, kind: str) -> int:
         workers = self.state()["workers"]
         if any(one["pages"] is None for one in workers):
-            return -1  # not told yet
+            return -1  # not reported yet
         return sum(int(one["pages"][kind]) * int(one["page_bytes"]) for one in workers)
-
-    def cpu_seconds(self) -> CpuSeconds:
-        return cpu_seconds(self)
-
-
-@contextmanager
-def running(
-    num_workers: int, host_dir: str, more: Mapping[str, str] | None = None
-) -> Iterator[DeployService]:
-    """Ready, with the words of its processes added to what goes wrong. host_dir: for the models' variants."""
-    settings = SETTINGS | {"WORKER__HOST_DIR": host_dir} | dict(more or {})
-    service = DeployService(num_workers=num_workers, settings=settings)
-    with service, noting_logs(service):
-        yield service

@@ -1,4 +1,4 @@
-"""The morph benchmark as one picture: what happened in the first round, and the trade-off over all."""
+"""The picture of `bench.morph burst`: what happened in the first round, and the trade-off over all rounds."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")  # no display
-from matplotlib import pyplot as plt
-
+from bench.common.plots import picture
 from bench.morph.report import DEFAULT, FULL, INT4, TTFT_LIMIT_S, Run
 
 COLOURS = {
@@ -25,17 +21,14 @@ COLOURS = {
 
 
 def draw(runs: Sequence[Run], found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Writes a PNG."""
-    figure, panels = plt.subplots(2, 2, figsize=(12, 8))
+    """Write the picture as PNG."""
     first = [run for run in runs if run.round == 0]
-    _over_time(panels[0][0], first, "kv_blocks", "KV blocks")
-    _over_time(panels[0][1], first, "waiting", "requests that wait for blocks")
-    _first_tokens(panels[1][0], first)
-    _trade_off(panels[1][1], found)
-    panels[0][0].legend(fontsize=8, loc="upper left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, 2, 2, figsize=(12, 8)) as (_, panels):
+        _over_time(panels[0][0], first, "kv_blocks", "KV blocks")
+        _over_time(panels[0][1], first, "waiting", "requests that wait for blocks")
+        _first_tokens(panels[1][0], first)
+        _trade_off(panels[1][1], found)
+        panels[0][0].legend(fontsize=8, loc="upper left")
 
 
 def _over_time(axes: Any, runs: Sequence[Run], what: str, label: str) -> None:
@@ -55,10 +48,9 @@ def _over_time(axes: Any, runs: Sequence[Run], what: str, label: str) -> None:
 
 def _first_tokens(axes: Any, runs: Sequence[Run]) -> None:
     for run in runs:
-        streams = sorted(run.streams, key=lambda stream: stream.arrival.at_s)
         axes.plot(
-            [stream.arrival.at_s for stream in streams],
-            [stream.ttft_s for stream in streams],
+            [one.due_s for one in run.outcomes],
+            [one.ttft_s for one in run.outcomes],
             ".-",
             color=COLOURS[run.configuration],
             linewidth=0.8,

@@ -1,4 +1,4 @@
-"""What the runs of the morph benchmark say: numbers of one run, of all runs of a configuration, and bars."""
+"""The numbers of `bench.morph burst`: of one run, of all runs of a configuration, and the bars."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bench.morph.load import Stream
+from bench.common.results import Bar, bar, bar_lines, digits
 from bench.morph.service import Sample
 from bus.messages import MorphReport
+from instar.replay.outcomes import Outcome
+from instar.replay.statistics import percentile
 
 TTFT_LIMIT_S: Final = 2.0  # MorphServe's (§2.2), and that of the work it compares with
 FULL, INT4, DEFAULT = "full precision", "all layers int4", "mode default"
@@ -20,34 +22,34 @@ MIN_TTFT_RATIO, MIN_FEWER_VIOLATIONS, MAX_SHARE_OF_LOSS = 2.9, 0.9, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One configuration under one script. Seconds count from the script's beginning."""
+    """One configuration under one script. Seconds count from the beginning of the script."""
 
     configuration: str
     round: int
-    streams: list[Stream]
+    outcomes: list[Outcome]
     samples: list[Sample]
     morphs: list[MorphReport]
     began_s: float
-    burst_s: float  # when it begins, and when it ends
+    burst_s: float  # when the burst begins, and when it ends
     burst_ends_s: float
     blocks_before: int
-    others_cores: float  # that programs other than the service and its client kept busy meanwhile
+    others_cores: float  # kept busy by other programs
 
     @property
     def ttfts(self) -> list[float]:
-        return [stream.ttft_s for stream in self.streams]
+        return sorted(one.ttft_s or 0.0 for one in self.outcomes)
 
     @property
     def tpots(self) -> list[float]:
-        return [stream.tpot_s for stream in self.streams]
+        return sorted(one.tpot_s or 0.0 for one in self.outcomes)
 
     @property
     def tokens_by_layers(self) -> Counter[int]:
-        """Layers below full -> output tokens."""
+        """Output tokens by the number of layers below full precision that made them."""
         tokens: Counter[int] = Counter()
-        for stream in self.streams:
-            for span in stream.spans():
-                tokens[span["layers_below_full"]] += span["end"] - span["start"]
+        for one in self.outcomes:
+            for num_tokens, below in one.spans:
+                tokens[below] += num_tokens
         return tokens
 
     @property
@@ -56,8 +58,10 @@ class Run:
 
     @property
     def first_queued_s(self) -> float | None:
-        """When the request that first found no blocks in the burst came. What waits at the end of a step was
-        refused a place in it."""
+        """When the first request came that found no blocks in the burst.
+
+        What waits at the end of a step was refused a place in it.
+        """
         for sample in self.samples:
             came_s = sample.at_s - sample.waited_s - self.began_s
             if sample.waiting and came_s >= self.burst_s:
@@ -66,14 +70,16 @@ class Run:
 
     @property
     def first_added_s(self) -> float | None:
-        """When there were more KV blocks than before."""
+        """When there first were more KV blocks than before the run."""
         grown = (one.at_s - self.began_s for one in self.samples if one.kv_blocks > self.blocks_before)
         return next(grown, None)
 
     @property
     def relief_s(self) -> float | None:
-        """From the burst's first queued request to the first added block; None where none was added in time
-        to relieve it, or it was there before."""
+        """Seconds from the burst's first queued request to the first added block.
+
+        None if no block was added, or a block was added before.
+        """
         queued, added = self.first_queued_s, self.first_added_s
         return None if queued is None or added is None or added < queued else added - queued
 
@@ -81,22 +87,24 @@ class Run:
         return {
             "configuration": self.configuration,
             "round": self.round,
-            "requests": len(self.streams),
-            "ttft_p50_s": _rounded(percentile(self.ttfts, 0.5)),
-            "ttft_p95_s": _rounded(percentile(self.ttfts, 0.95)),
-            "tpot_p50_ms": _rounded(1e3 * percentile(self.tpots, 0.5)),
-            "tpot_p99_ms": _rounded(1e3 * percentile(self.tpots, 0.99)),
-            "longest_pause_p99_s": _rounded(percentile([s.longest_pause_s for s in self.streams], 0.99)),
+            "requests": len(self.outcomes),
+            "ttft_p50_s": digits(percentile(self.ttfts, 50)),
+            "ttft_p95_s": digits(percentile(self.ttfts, 95)),
+            "tpot_p50_ms": digits(1e3 * percentile(self.tpots, 50)),
+            "tpot_p99_ms": digits(1e3 * percentile(self.tpots, 99)),
+            "longest_pause_p99_s": digits(
+                percentile(sorted(one.longest_pause_s for one in self.outcomes), 99)
+            ),
             "violations": self.violations,
             "tokens_by_layers_below_full": dict(sorted(self.tokens_by_layers.items())),
             "preemptions": self.samples[-1].preemptions - self.samples[0].preemptions,
-            "relief_s": _rounded(self.relief_s),
+            "relief_s": digits(self.relief_s),
             "others_cores": round(self.others_cores, 2),
             "morphs": [
                 {
                     "kind": morph.kind,
                     "state": morph.state,
-                    "at_s": _rounded(morph.started_ms / 1e3 - self.began_s),
+                    "at_s": digits(morph.started_ms / 1e3 - self.began_s),
                     "seconds": morph.numbers.get("seconds"),
                     "blocks_after": morph.numbers.get("blocks_after"),
                 }
@@ -112,17 +120,11 @@ class Run:
         }
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two neighbours."""
-    ordered, at = sorted(values), share * (len(values) - 1)
-    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return low + (high - low) * (at - math.floor(at))
-
-
 def summary(runs: Sequence[Run], perplexities: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """Of each configuration, in the order of its first run. perplexities[k]: of k layers swapped.
+    """Return the numbers of each configuration, in the order of its first run.
 
-    Ratios are to full precision in the same round, on the same arrivals; of them the median counts.
+    Ratios are to full precision in the same round, on the same arrivals; their median counts. perplexities[k]
+    is that of k swapped layers.
     """
     names = list(dict.fromkeys(run.configuration for run in runs))
     by_round = {(run.configuration, run.round): run for run in runs}
@@ -130,64 +132,60 @@ def summary(runs: Sequence[Run], perplexities: Sequence[float]) -> dict[str, dic
     for name in names:
         own = [run for run in runs if run.configuration == name]
         tokens = sum((run.tokens_by_layers for run in own), Counter())
-        p95 = [percentile(run.ttfts, 0.95) for run in own]
-        of_full = [percentile(by_round[FULL, run.round].ttfts, 0.95) for run in own]
+        p95 = [percentile(run.ttfts, 95) for run in own]
+        of_full = [percentile(by_round[FULL, run.round].ttfts, 95) for run in own]
         ratios = [a / b for a, b in zip(of_full, p95, strict=True)]
         reliefs = [run.relief_s for run in own if run.relief_s is not None]
         found[name] = {
-            "ttft_p95_s": _rounded(statistics.median(p95)),
-            "ttft_p95_s_of_rounds": [_rounded(value) for value in p95],
-            "ttft_p50_s": _rounded(statistics.median(percentile(run.ttfts, 0.5) for run in own)),
-            "times_lower_ttft_p95": _rounded(statistics.median(ratios)),
-            "times_lower_of_rounds": [_rounded(value) for value in ratios],
-            "tpot_p50_ms": _rounded(statistics.median(1e3 * percentile(run.tpots, 0.5) for run in own)),
-            "tpot_p99_ms": _rounded(statistics.median(1e3 * percentile(run.tpots, 0.99) for run in own)),
+            "ttft_p95_s": digits(statistics.median(p95)),
+            "ttft_p95_s_of_rounds": [digits(value) for value in p95],
+            "ttft_p50_s": digits(statistics.median(percentile(run.ttfts, 50) for run in own)),
+            "times_lower_ttft_p95": digits(statistics.median(ratios)),
+            "times_lower_of_rounds": [digits(value) for value in ratios],
+            "tpot_p50_ms": digits(statistics.median(1e3 * percentile(run.tpots, 50) for run in own)),
+            "tpot_p99_ms": digits(statistics.median(1e3 * percentile(run.tpots, 99) for run in own)),
             "violations": sum(run.violations for run in own),
-            "requests": sum(len(run.streams) for run in own),
+            "requests": sum(len(run.outcomes) for run in own),
             "others_cores": round(statistics.fmean(run.others_cores for run in own), 2),
             "kv_blocks_peak": max(one.kv_blocks for run in own for one in run.samples),
-            "share_of_tokens_swapped": _rounded(1 - tokens[0] / tokens.total()),
-            "mean_layers_below_full": _rounded(
+            "share_of_tokens_swapped": digits(1 - tokens[0] / tokens.total()),
+            "mean_layers_below_full": digits(
                 sum(layers * count for layers, count in tokens.items()) / tokens.total()
             ),
             "perplexity": round(mixed_perplexity(tokens, perplexities), 5),
-            "relief_s": _rounded(statistics.median(reliefs)) if reliefs else None,
+            "relief_s": digits(statistics.median(reliefs)) if reliefs else None,
         }
     return found
 
 
 def mixed_perplexity(tokens: Counter[int], perplexities: Sequence[float]) -> float:
-    """exp of the mean loss, each number of swapped layers weighted with its tokens."""
+    """Return exp of the mean loss, in which each number of swapped layers is weighted with its tokens."""
     losses = sum(count * math.log(perplexities[layers]) for layers, count in tokens.items())
     return math.exp(losses / tokens.total())
 
 
-def bars(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What default mode must reach, what it did, and whether that is enough."""
+def bars(found: dict[str, dict[str, Any]]) -> dict[str, Bar]:
+    """Return what default mode must reach, what it did, and whether that suffices."""
     full, int4, default = found[FULL], found[INT4], found[DEFAULT]
     fewer = 1 - default["violations"] / full["violations"] if full["violations"] else math.nan
     loss = int4["perplexity"] - full["perplexity"]
     share = (default["perplexity"] - full["perplexity"]) / loss if loss > 0 else math.nan
     return {
-        "times lower P95 TTFT than full precision": {
-            "bar": f">= {MIN_TTFT_RATIO}",
-            "value": default["times_lower_ttft_p95"],
-            "is_met": default["times_lower_ttft_p95"] >= MIN_TTFT_RATIO,
-        },
-        f"fewer violations of {TTFT_LIMIT_S:g} s TTFT": {
-            "bar": f">= {MIN_FEWER_VIOLATIONS:.0%}",
-            "value": _rounded(fewer),
-            "is_met": fewer >= MIN_FEWER_VIOLATIONS,
-        },
-        "share of the quality that all-INT4 loses": {
-            "bar": f"< {MAX_SHARE_OF_LOSS:g}",
-            "value": _rounded(share),
-            "is_met": share < MAX_SHARE_OF_LOSS,
-        },
+        "times lower P95 TTFT than full precision": bar(
+            f">= {MIN_TTFT_RATIO}",
+            default["times_lower_ttft_p95"],
+            default["times_lower_ttft_p95"] >= MIN_TTFT_RATIO,
+        ),
+        f"fewer violations of {TTFT_LIMIT_S:g} s TTFT": bar(
+            f">= {MIN_FEWER_VIOLATIONS:.0%}", fewer, fewer >= MIN_FEWER_VIOLATIONS
+        ),
+        "share of the quality that all-INT4 loses": bar(
+            f"< {MAX_SHARE_OF_LOSS:g}", share, share < MAX_SHARE_OF_LOSS
+        ),
     }
 
 
-def card(found: dict[str, dict[str, Any]], judged: dict[str, dict[str, Any]]) -> str:
+def card(found: dict[str, dict[str, Any]], judged: dict[str, Bar]) -> str:
     head = (
         f"{'':<17} {'P95 TTFT':>9} {'x lower':>8} {'TPOT P50':>9} {'P99':>7} {'over limit':>11} "
         f"{'KV peak':>8} {'swapped':>8} {'perplexity':>11} {'relief':>7}"
@@ -200,13 +198,4 @@ def card(found: dict[str, dict[str, Any]], judged: dict[str, dict[str, Any]]) ->
         + (f"{one['relief_s']:>5.1f} s" if one["relief_s"] is not None else f"{'-':>7}")
         for name, one in found.items()
     ]
-    ends = [
-        f"{what}: {one['value']} (bar {one['bar']}): {'met' if one['is_met'] else 'MISSED'}"
-        for what, one in judged.items()
-    ]
-    return "\n".join([head, *rows, *ends])
-
-
-def _rounded(value: float | None) -> float | None:
-    """Four digits are more than any of it is good for."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+    return "\n".join([head, *rows, *bar_lines(judged)])

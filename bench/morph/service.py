@@ -1,47 +1,37 @@
-"""The service under the morph benchmark: all processes, one worker, a budget that full precision saturates.
+"""The service under the morph and paper benchmarks: one worker with a budget that full precision saturates.
 
 What happened in a run is read from the bus afterwards: telemetry and events are kept there long enough, and
-nobody asks the service anything while it is measured.
+no request of the benchmark disturbs the service while it is measured.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import httpx
-
-from bench.common.service import CpuSeconds, Service, cpu_seconds, noting_logs, wait_for
-from bus.codec import decode
-from bus.messages import Event, InstanceTelemetry, LayerShape, MorphReport, WorkerTelemetry
+from bench.common.service import STEADY, Service, wait_for
+from bus.messages import InstanceTelemetry, LayerShape, MorphReport, WorkerTelemetry
 from bus.names import Names
 
 # models/demo in float32 is 27.6 MB; what is left for the KV cache is little more than a third of that.
 BUDGET_MB: Final = 33
-SETTINGS: Final = {
-    "WORKER__MEMORY_MB": str(BUDGET_MB),
-    "WORKER__PAGE_KIB": "16",
-    "WORKER__MAX_TP": "1",
-    "WORKER__MAX_MODEL_LEN": "512",
-    "WORKER__DTYPE": "float32",
-    "WORKER__LEASE_S": "10",  # a busy machine is not a dead one
-    "GATEWAY__MAX_QUEUE": "2048",
-    "GATEWAY__QUEUE_TIMEOUT_S": "300",
-    "LOG__LEVEL": "warning",
-}
-TRIES: Final = 10  # of an order, half a second apart
+PRECISION: Final = "int4"  # of the layers that a way swaps
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
-    """`below`: layers swapped by hand before the run, which keep it. `mode`: of the policy in the run."""
+class Way:
+    """A way of serving that is compared with others.
+
+    `below`: how many layers, in the model's order, have PRECISION during the whole run; `plan`: the precision
+    of each layer instead; `mode`: of the policy during the run; `is_roomy`: runs on the service with more
+    memory.
+    """
 
     name: str
     mode: str = "manual"
     below: int = 0
+    plan: tuple[str, ...] = ()
+    is_roomy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,7 @@ class Sample:
     kv_used: int
     running: int
     waiting: int
-    waited_s: float  # the head of the queue
+    waited_s: float  # by the first request in the queue
     layers_below_full: int
     preemptions: int
 
@@ -71,13 +61,15 @@ class Sample:
         )
 
 
-class MorphService:
-    """One instance that takes orders."""
+class MorphService(Service):
+    """A service with one instance that takes orders."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._names = Names("instar:")
-        self.port = service.gateway_ports[0]
+    def __init__(self, budget_mb: int = BUDGET_MB) -> None:
+        own = {"WORKER__MEMORY_MB": str(budget_mb), "WORKER__PAGE_KIB": "16", "WORKER__MAX_TP": "1"}
+        super().__init__(settings=STEADY | own | {"WORKER__MAX_MODEL_LEN": "512"})
+
+    def start(self) -> None:
+        super().start()
         self.blocks_at_full: int = wait_for("the first report", lambda: self.instance()["kv"]["blocks"])
         card = self.instance()
         self.id: str = card["id"]
@@ -88,68 +80,51 @@ class MorphService:
     # ------------------------------------------------------------------------------------- orders
 
     def instance(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._service.state()["instances"][0]
+        found: dict[str, Any] = self.state()["instances"][0]
         return found
 
-    def use(self, configuration: Configuration, precision: str) -> int:
-        """Full precision with its first KV cache, then what the configuration says. Nothing may run. Returns
-        the KV blocks there are now."""
-        self._set_mode("manual")
-        blocks = self.swap(self.num_layers, "full")
+    def use(self, way: Way) -> int:
+        """Wait until the service is idle, set it up for `way`, and return its KV blocks.
+
+        Each way begins from full precision with its first KV cache.
+        """
+        wait_for("an idle service", self._is_idle, within_s=60.0)
+        self.set_policy(mode="manual")
+        blocks = self._swap({"count": self.num_layers, "precision": "full"})
         if blocks != self.blocks_at_full:
-            numbers = self._order("resize", {"blocks": self.blocks_at_full})["numbers"]
-            blocks = int(numbers["blocks_after"])
-        if configuration.below:
-            blocks = self.swap(configuration.below, precision)
-        self._set_mode(configuration.mode)
+            blocks = self._order("resize", {"blocks": self.blocks_at_full})
+        if way.below:
+            blocks = self._swap({"count": way.below, "precision": PRECISION})
+        for precision in sorted(set(way.plan) - {"full"}):
+            layers = [layer for layer, one in enumerate(way.plan) if one == precision]
+            blocks = self._swap({"layers": layers, "precision": precision})
+        self.set_policy(mode=way.mode)
         return blocks
 
-    def swap(self, count: int, precision: str) -> int:
-        """KV blocks afterwards. RuntimeError unless it is applied."""
-        numbers = self._order("swap", {"count": count, "precision": precision})["numbers"]
+    def _swap(self, body: dict[str, Any]) -> int:
+        return self._order("swap", body)
+
+    def _order(self, what: str, body: dict[str, Any]) -> int:
+        """Return the KV blocks after the morph. Raises RuntimeError unless it is applied."""
+        numbers = self.apply(f"{self.id}/{what}", body | {"wait_s": 10.0})["numbers"]
         return int(numbers["blocks_after"])
 
-    def _order(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The morph that was applied. One that the policy began before it was told to rest is in the way for
-        a moment."""
-        url = f"{self._service.url()}/admin/instances/{self.id}/{what}?wait=true"
-        for _ in range(TRIES):
-            answer = httpx.post(url, json=body | {"wait_s": 10.0}, timeout=60)
-            morph: dict[str, Any] = answer.json()
-            if morph.get("state") == "applied":
-                return morph
-            time.sleep(0.5)
-        raise RuntimeError(f"{what} {body}: {answer.status_code} {answer.text}")
+    def _is_idle(self) -> bool:
+        instance = self.instance()
+        return not (instance["running"] or instance["waiting"] or instance["kv"]["used"])
 
-    def _set_mode(self, mode: str) -> None:
-        """The thresholds are the defaults."""
-        httpx.put(f"{self._service.url()}/admin/policy", json={"mode": mode}, timeout=10).raise_for_status()
+    def block_mb(self) -> float:
+        """Return the memory that a KV block takes in all layers, in MiB."""
+        worker = self.state()["workers"][0]
+        return float(worker["pages"]["kv"] * worker["page_bytes"] / self.blocks_at_full / 2**20)
 
     # ------------------------------------------------------------------------------------- what happened
 
     def samples(self, since_s: float) -> list[Sample]:
-        reports = self._read(self._names.telemetry, WorkerTelemetry, since_s)
+        reports = self.messages(Names().telemetry, WorkerTelemetry, since_s)
         return [Sample.of(report.at_ms, report.instances[0]) for report in reports]
 
     def morphs(self, since_s: float) -> list[MorphReport]:
-        """Those that ended."""
-        reports = self._read(self._names.events, MorphReport, since_s)
+        """Return the reports of morphs that ended."""
+        reports = self.messages(Names().events, MorphReport, since_s)
         return [report for report in reports if report.state != "running"]
-
-    def decisions(self, since_s: float) -> list[Event]:
-        events = self._read(self._names.events, Event, since_s)
-        return [event for event in events if event.kind == "morph_decided"]
-
-    def cpu_seconds(self) -> CpuSeconds:
-        return cpu_seconds(self._service)
-
-    def _read(self, stream: str, kind: type[Any], since_s: float) -> list[Any]:
-        entries: Any = self._service.redis.xrange(stream, min=int(since_s * 1000))
-        messages = [decode(fields[b"m"]) for _, fields in entries]
-        return [message for message in messages if isinstance(message, kind)]
-
-
-@contextmanager
-def running() -> Iterator[MorphService]:
-    with Service(settings=dict(SETTINGS)) as service, noting_logs(service):
-        yield MorphService(service)

@@ -1,4 +1,4 @@
-"""MorphServe's evaluation (its section 5) at this size, on one engine; docs/evaluation.md tells of it.
+"""MorphServe's evaluation (its section 5) at this size, on one engine; docs/evaluation.md describes it.
 
     python -m bench.paper [--traces DIR] [--quick] [--out DIR]        (make bench-paper TRACES=DIR)
 
@@ -8,20 +8,19 @@ traces and a made-up burst, thinned to what this machine can do now, each sent t
 ladder of steady rates. Between runs all layers go back to full precision.
 
 Writes bench/results/paper.json, which has every number, the figures beside it, and docs/evaluation.md. With
---quick nothing but what --out says. Every run is kept in --runs too, for `instar bench plot`.
+--quick writes only what --out names. Every run is kept in --runs too, for `instar bench plot`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from bench.common.results import RESULTS
+from bench.common.results import DEMO, RESULTS, digits, parser, say
+from bench.morph.service import MorphService
 from bench.paper.evaluation import BETWEEN_S, LADDER_WAYS, QUICK, Clock, Evaluation, Size
 from bench.paper.loads import (
     BUSIEST_S,
@@ -33,18 +32,9 @@ from bench.paper.loads import (
 )
 from bench.paper.pyramid import memory_share
 from bench.paper.quality import measure
-from bench.paper.report import digits, headlines, load_numbers, offline_numbers, premises
+from bench.paper.report import headlines, load_numbers, offline_numbers, premises
 from bench.paper.run import SLO
-from bench.paper.service import (
-    FULL,
-    INT4,
-    PLAN,
-    PLAN_ANY,
-    roomy,
-    running,
-    ways,
-)
-from bench.quality.setup import DEMO
+from bench.paper.service import FULL, INT4, PLAN, PLAN_ANY, roomy, ways
 from instar.errors import BenchProblem
 from worker.shape.layer_order import load_order
 
@@ -80,7 +70,7 @@ def evaluate(traces: Path | None, runs_folder: Path, size: Size) -> dict[str, An
     share = memory_share(offline.kept, PROMPT_TOKENS, OUTPUT_TOKENS)
     clock.say("starting two services, the second with PyramidKV's memory", size.offline_s)
     with ExitStack() as stack:
-        service = stack.enter_context(running())
+        service = stack.enter_context(MorphService())
         wide = stack.enter_context(roomy(service, share))
         if service.order != order:
             raise AssertionError(f"the service swaps in the order {service.order}, measured is {order}")
@@ -131,17 +121,14 @@ def evaluate(traces: Path | None, runs_folder: Path, size: Size) -> dict[str, An
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--traces", type=Path, help="folder with the two Azure traces of 2023")
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--traces", type=Path, help="folder with the two Azure traces of 2023")
+    options.add_argument(
         "--quick", action="store_true", help="a pilot of some minutes; its numbers say nothing"
     )
-    parser.add_argument("--out", type=Path, help="folder for paper.json and the figures [bench/results]")
-    parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder for every run [{RUNS}]")
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without ending what was started
+    options.add_argument("--out", type=Path, help="folder for paper.json and the figures [bench/results]")
+    options.add_argument("--runs", type=Path, default=RUNS, help=f"folder for every run [{RUNS}]")
+    args = options.parse_args()
     try:
         result = evaluate(args.traces, args.runs, QUICK if args.quick else Size())
     except BenchProblem as problem:
@@ -149,12 +136,12 @@ def main() -> int:
         return 2
     from bench.paper.page import card
 
-    sys.stdout.write(card(result) + "\n")
+    say(card(result))
     out = args.out or (None if args.quick else RESULTS)
     if out is not None:
         keep(result, out, is_page_due=out == RESULTS)
     failed = [one for one in result["premises"] if not one["holds"]]
-    sys.stdout.write(json.dumps({"bench": "paper", "seconds": result["seconds"], "failed": failed}) + "\n")
+    say(json.dumps({"bench": "paper", "seconds": result["seconds"], "failed": failed}))
     return 1 if failed else 0
 
 
@@ -168,4 +155,4 @@ def keep(result: dict[str, Any], out: Path, *, is_page_due: bool) -> None:
     if is_page_due:
         PAGE.write_text(regenerated(PAGE.read_text(), result))
         written.append(PAGE)
-    sys.stdout.write("wrote " + ", ".join(str(path) for path in written) + "\n")
+    say("wrote " + ", ".join(str(path) for path in written))

@@ -11,11 +11,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+from bench.common.results import digits
+from bench.morph.service import MorphService, Way
 from bench.paper.loads import OUTPUT_TOKENS, Load, requests, steady
 from bench.paper.quality import Offline
-from bench.paper.report import digits, quality, row
+from bench.paper.report import quality, row
 from bench.paper.run import SLO, PaperRun, run_one
-from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, PaperService, Way, ways
+from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, ways
 from instar.errors import BenchProblem
 from instar.replay import files
 from instar.replay.card import errors_text
@@ -76,8 +78,8 @@ class Clock:
 class Evaluation:
     """The services, what is known offline, and what was found so far."""
 
-    service: PaperService
-    wide: PaperService
+    service: MorphService
+    wide: MorphService
     offline: Offline
     size: Size
     clock: Clock

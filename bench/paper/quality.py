@@ -16,12 +16,13 @@ import kernels
 import torch
 from tokenizers import Tokenizer
 
+from bench.common.results import DEMO
 from bench.paper.loads import OUTPUT_TOKENS, PROMPT_TOKENS
 from bench.paper.plan import BITS, Plan, ceiling_bits, plan
 from bench.paper.pyramid import PyramidDecoder, budgets
 from bench.paper.text import f1, mean_and_error, rouge_l
-from bench.quality.perplexity import Evaluator, Losses, Text, difference, perplexity
-from bench.quality.setup import DEMO, held_out, open_demo
+from bench.quality.perplexity import Evaluator, Losses, Text, difference, perplexity, swapped
+from bench.quality.setup import held_out, open_demo
 from worker.offline.calibration import read_calibration
 
 LOW: Final = "int4"  # what the modes swap to
@@ -67,7 +68,7 @@ def measure(order: Sequence[int], plans: Mapping[str, Sequence[str]], *, is_quic
         for name, allowed in plans.items()
     }
     windows = held_out(PROMPT_TOKENS + OUTPUT_TOKENS - 1, 48 if is_quick else 256)
-    shapes = [prefix(order, k) for k in range(num_layers + 1)] + list(chosen.values())
+    shapes: list[Plan] = [swapped(order, k, LOW) for k in range(num_layers + 1)] + list(chosen.values())
     losses = evaluator.losses(Text(windows, PROMPT_TOKENS - 1), sorted(set(shapes)))
     kept = budgets(num_layers, round(KEPT_SHARE * PROMPT_TOKENS), PROMPT_TOKENS)
     whole, pyramid = PyramidDecoder(DEMO, []), PyramidDecoder(DEMO, kept)
@@ -84,11 +85,6 @@ def measure(order: Sequence[int], plans: Mapping[str, Sequence[str]], *, is_quic
         ],
         pyramid_texts=continuations(pyramid, windows),
     )
-
-
-def prefix(order: Sequence[int], count: int) -> Plan:
-    """The first `count` layers of the order in LOW."""
-    return tuple(LOW if layer in order[:count] else "full" for layer in range(len(order)))
 
 
 def _every_precision() -> tuple[list[dict[str, Any]], Any]:

@@ -8,21 +8,18 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, Final
 
+from bench.common.results import digits
 from bench.morph.report import mixed_perplexity
+from bench.morph.service import Way
 from bench.paper.loads import OUTPUT_TOKENS, PROMPT_TOKENS, Load
 from bench.paper.plan import BITS, Plan, bits_of, in_words
 from bench.paper.pyramid import memory_share
-from bench.paper.quality import Offline, likeness, prefix
+from bench.paper.quality import LOW, Offline, likeness
 from bench.paper.run import SLO, PaperRun
-from bench.paper.service import FULL, PERFORMANCE, PYRAMID, Way
-from bench.quality.perplexity import difference, perplexity
+from bench.paper.service import FULL, PERFORMANCE, PYRAMID
+from bench.quality.perplexity import difference, perplexity, swapped
 
-DIGITS: Final = 4  # that mean something
 SATURATED: Final = 0.9  # of the KV blocks in use: what is left is less than a request needs
-
-
-def digits(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
 # --------------------------------------------------------------------------- one run
@@ -98,7 +95,7 @@ def quality(run: PaperRun, way: Way, offline: Offline, order: Sequence[int]) -> 
     """Of what this run served; PyramidKV's, which the engine does not run, is the offline one."""
     if way.name == PYRAMID:
         texts = {number: offline.pyramid_texts[number % len(offline.pyramid_texts)] for number in run.texts}
-        above, error = difference(offline.pyramid_losses, offline.losses[prefix(order, 0)])
+        above, error = difference(offline.pyramid_losses, offline.losses[swapped(order, 0, LOW)])
         found = perplexity(offline.pyramid_losses)
     else:
         texts = run.texts
@@ -118,7 +115,7 @@ def _of_mix(run: PaperRun, way: Way, offline: Offline, order: Sequence[int]) -> 
     if way.plan:
         return (offline.perplexity_of(way.plan), *difference(offline.losses[way.plan], offline.losses[full]))
     tokens = Counter({int(k): count for k, count in run.file.summary["tokens_by_layers_below_full"].items()})
-    shapes = [prefix(order, k) for k in range(len(order) + 1)]
+    shapes = [swapped(order, k, LOW) for k in range(len(order) + 1)]
     mixed = [
         sum(tokens[k] * offline.losses[shape][i] for k, shape in enumerate(shapes)) / tokens.total()
         for i in range(len(offline.windows))
@@ -128,7 +125,7 @@ def _of_mix(run: PaperRun, way: Way, offline: Offline, order: Sequence[int]) -> 
 
 
 def offline_numbers(offline: Offline, order: Sequence[int]) -> dict[str, Any]:
-    shapes = [prefix(order, k) for k in range(len(order) + 1)]
+    shapes = [swapped(order, k, LOW) for k in range(len(order) + 1)]
     return {
         "windows": list(offline.windows.shape),
         "scored_tokens": len(offline.windows) * OUTPUT_TOKENS,

@@ -1,4 +1,4 @@
-"""What requests feel of a model that is profiled on the very worker that serves them.
+"""What requests lose while a model is profiled on the worker that serves them.
 
     python -m bench.profiling [--quick] [--rounds 4] [--seconds 25] [--share 0.6] [--size 30M]
 
@@ -14,39 +14,35 @@ ends. Nothing morphs meanwhile.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench.common.results import RESULTS
-from bench.engine.offline import say
-from bench.morph.load import MEAN_OUTPUT_TOKENS, Script, replay, saturate
+from bench.common.dummy_model import model_folder
+from bench.common.load import play_to_end, saturate
+from bench.common.results import conclude, parser, say
+from bench.common.service import OtherPrograms
+from bench.morph.load import MEAN_OUTPUT_TOKENS, Script, saturating
 from bench.profiling.report import LOADING, MEASURING, WHOLE, WITHOUT, Window, report, say_card
-from bench.profiling.service import ProfileService, running
-from bench.serving.setup import model_folder
+from bench.profiling.service import ProfileService
 
-SATURATING = 24  # requests at once
+NUM_SATURATING = 192  # requests at once, more than end while the worker is saturated
 ROUNDS_S = 120.0  # until a profile on the idle worker comes to its rounds
 PIECE_S = 30.0  # of the load beside a whole profile
-RESULT = RESULTS / "profile_load.json"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="two short windows; a minute")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=25.0, help="of a window")
-    parser.add_argument("--share", type=float, default=0.6, help="of what the worker can do at most")
-    parser.add_argument("--size", default="30M", help="of the dummy that is profiled")
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds for the whole profile")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="two short windows; a minute")
+    options.add_argument("--rounds", type=int, default=4)
+    options.add_argument("--seconds", type=float, default=25.0, help="of a window")
+    options.add_argument("--share", type=float, default=0.6, help="of what the worker can do at most")
+    options.add_argument("--size", default="30M", help="of the dummy that is profiled")
+    options.add_argument("--patience", type=float, default=300.0, help="seconds for the whole profile")
+    args = options.parse_args()
     began = time.perf_counter()
     rounds, seconds, size = (1, 8.0, "4M") if args.quick else (args.rounds, args.seconds, args.size)
-    with model_folder(size) as folder, running(folder) as service:
+    with model_folder(size) as folder, ProfileService(folder) as service:
         rate = calibrate(service, args.share, 5.0 if args.quick else 10.0)
         idle_s = 0.0 if args.quick else alone(service, args.patience)
         windows = [one for number in range(rounds) for one in by_turns(service, number, rate, seconds)]
@@ -58,24 +54,21 @@ def main() -> int:
     result: dict[str, Any] = {"bench": "profile_load", **found, "rate": rate, "share": args.share}
     result |= {"profiled": size, "quick": args.quick, "rounds": rounds, "window_s": seconds}
     result |= {"seconds": round(time.perf_counter() - began, 1)}
-    if not args.quick:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result) + "\n")
-    say(json.dumps(result))
-    return 0
+    return conclude(result, is_kept=not args.quick)
 
 
 def calibrate(service: ProfileService, share: float, seconds: float) -> float:
-    """Requests a second."""
-    saturate(service.port, seconds / 2, SATURATING)  # warms up
-    tokens = saturate(service.port, seconds, SATURATING)
+    """Return the requests per second that are the given share of what the worker can do."""
+    requests = saturating(NUM_SATURATING)
+    saturate(service.url(), requests, seconds / 2)  # warms up
+    tokens = saturate(service.url(), requests, seconds)
     rate = share * tokens / MEAN_OUTPUT_TOKENS
     say(f"the worker can do {tokens:.0f} tokens/s; asked for is {share:.0%} of that, {rate:.2f} requests/s")
     return round(rate, 3)
 
 
 def alone(service: ProfileService, patience_s: float) -> float:
-    """Seconds of a profile on the idle worker."""
+    """Return the seconds of a profile on the idle worker."""
     service.settle()
     began = time.perf_counter()
     service.measure()
@@ -87,7 +80,10 @@ def alone(service: ProfileService, patience_s: float) -> float:
 
 
 def by_turns(service: ProfileService, number: int, rate: float, seconds: float) -> Iterator[Window]:
-    """A window without a profile and one beside it, who begins changes; and beside what changes, too."""
+    """Play a window without a profile and one beside a profile; which comes first changes by the number.
+
+    What part of the profile runs beside it changes too.
+    """
     beside = (MEASURING, LOADING)[number % 2]
     order = (WITHOUT, beside) if number // 2 % 2 == 0 else (beside, WITHOUT)
     for kind in order:
@@ -106,7 +102,10 @@ def by_turns(service: ProfileService, number: int, rate: float, seconds: float) 
 def to_its_end(
     service: ProfileService, rate: float, patience_s: float, windows: list[Window]
 ) -> dict[str, Any]:
-    """Adds to the windows. `loaded_s` is None where it did not come to its end."""
+    """Measure a whole profile beside the load, and add to the windows.
+
+    `loaded_s` is None if it did not end.
+    """
     service.settle()
     began = time.perf_counter()
     service.measure()
@@ -123,9 +122,8 @@ def to_its_end(
 
 
 def play(service: ProfileService, beside: str, number: int, rate: float, seconds: float) -> Window:
-    """The same arrivals for the same number."""
+    """Play the script of a number: the same arrivals for the same number."""
     script = Script(calm_s=0.0, burst_s=seconds, calm_again_s=0.0, calm_rate=0.0, burst_rate=rate)
-    before, since = service.cpu_seconds(), time.perf_counter()
-    _, streams = replay(service.port, script.arrivals(seed=number))
-    took, after = time.perf_counter() - since, service.cpu_seconds()
-    return Window(beside, number, streams, (after.others - before.others) / took)
+    others = OtherPrograms(service)
+    outcomes = play_to_end(service.url(), script.arrivals(seed=number)).run.outcomes
+    return Window(beside, number, outcomes, others.cores())

@@ -1,17 +1,13 @@
-"""The service under `bench.profiling`: one worker that serves, and a profile that is ordered there."""
+"""The service under `bench.profiling`: one worker that serves, and a profile that is ordered on it."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
-
-from bench.common.service import CpuSeconds, Service, cpu_seconds, noting_logs, wait_for
+from bench.common.service import STEADY, Service, wait_for
 from bus.checkpoints import digest_of
 from bus.codec import decode, encode
 from bus.deployments import Measure, Profile
@@ -20,16 +16,11 @@ from bus.names import Names
 from bus.precisions import PRECISIONS
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 
-SETTINGS: Final = {
+SETTINGS: Final = STEADY | {
     "WORKER__MEMORY_MB": "320",
     "WORKER__PAGE_KIB": "64",
     "WORKER__MAX_MODEL_LEN": "1024",
-    "WORKER__DTYPE": "float32",
     "WORKER__QUANTIZATION": "rtn",  # dummies have nothing to calibrate
-    "WORKER__LEASE_S": "10",  # a busy machine is not a dead one
-    "GATEWAY__MAX_QUEUE": "2048",
-    "GATEWAY__QUEUE_TIMEOUT_S": "300",
-    "LOG__LEVEL": "warning",
 }
 WORKER: Final = "w0"
 OTHER: Final = "other"  # the model that is profiled
@@ -38,23 +29,26 @@ REST_S: Final = 1.0  # between a window and the next
 
 
 class ProfileService(Service):
-    """`folder` has what is profiled; one profile at a time."""
+    """A service on which the model in a folder is profiled, one profile at a time. Nothing morphs."""
 
-    folder_of_other: Path
     _order: Measure | None = None
     _ordered_ms = 0
 
-    @property
-    def port(self) -> int:
-        return self.gateway_ports[0]
+    def __init__(self, folder_of_other: Path) -> None:
+        super().__init__(settings=dict(SETTINGS))
+        self.folder_of_other = folder_of_other
+
+    def start(self) -> None:
+        super().start()
+        self.set_policy(mode="manual")
 
     def settle(self) -> None:
-        """Nothing runs any more."""
+        """Wait until no request runs any more, and rest."""
         wait_for("the requests before to end", lambda: self.blocks_used() == 0, ENDS_S)
         time.sleep(REST_S)
 
     def measure(self) -> None:
-        """From the very beginning."""
+        """Order a profile that begins anew."""
         self.forget()
         card = self._read(Names().card(WORKER))
         assert isinstance(card, WorkerCard)
@@ -72,14 +66,16 @@ class ProfileService(Service):
         self._send(self._order)
 
     def cancel(self) -> None:
-        """Until it has given everything back; nothing, where it has come to its end."""
+        """Cancel the profile, unless it has ended, and wait until it has returned its memory."""
         if self._order and not self.is_profiled():
             name = self._order.id
             self._send(CancelMorph(id=f"{name}-cancel", epoch=self._order.epoch, morph_id=name))
-            wait_for("the profile to end", lambda: self._told("profile_failed") or self.is_profiled(), ENDS_S)
+            wait_for(
+                "the profile to end", lambda: self._reasons("profile_failed") or self.is_profiled(), ENDS_S
+            )
 
     def forget(self) -> None:
-        """What was measured, here and beside the model: the next one is measured anew."""
+        """Delete the profile, in Redis and beside the model, so that the next one begins anew."""
         self.redis.delete(self._key)
         shutil.rmtree(self.folder_of_other / "instar", ignore_errors=True)
 
@@ -90,35 +86,33 @@ class ProfileService(Service):
         wait_for("the profile", self.is_profiled, within_s, every_s=0.5)
 
     def is_profiled(self) -> bool:
-        """RuntimeError where it failed, unless it was cancelled."""
-        failures = [reason for reason in self._told("profile_failed") if reason != "cancelled"]
+        """Return whether the profile is complete.
+
+        Raises RuntimeError if it failed, unless it was cancelled.
+        """
+        failures = [reason for reason in self._reasons("profile_failed") if reason != "cancelled"]
         if failures:
             raise RuntimeError(f"the profile failed: {failures[0]}")
         return bool(self.redis.exists(self._key))
 
     def profiled_s(self) -> float | None:
-        """From the order to the end, by the worker's clock; None: it has not come to its end."""
+        """Return the seconds from the order to the end by the worker's clock, or None if it has not ended."""
         profile = self._read(self._key)
         return (profile.ended_ms - self._ordered_ms) / 1e3 if isinstance(profile, Profile) else None
 
     def progress(self) -> str:
-        """What it said last."""
-        return next(iter(reversed(self._told("profile_progress"))), "")
-
-    def cpu_seconds(self) -> CpuSeconds:
-        return cpu_seconds(self)
+        """Return the last progress that the worker reported."""
+        return next(iter(reversed(self._reasons("profile_progress"))), "")
 
     @property
     def _key(self) -> str:
         return Names().profile(OTHER, "cpu")
 
-    def _told(self, kind: str) -> list[str]:
+    def _reasons(self, kind: str) -> list[str]:
         if self._order is None:
             return []
-        entries: Any = self.redis.xrange(Names().events, min=self._ordered_ms)
-        messages = [decode(fields[b"m"]) for _, fields in entries]
-        events = [one for one in messages if isinstance(one, Event) and one.morph_id == self._order.id]
-        return [one.reason for one in events if one.kind == kind]
+        events = self.messages(Names().events, Event, self._ordered_ms / 1e3)
+        return [one.reason for one in events if one.morph_id == self._order.id and one.kind == kind]
 
     def _send(self, command: Measure | CancelMorph) -> None:
         self.redis.xadd(Names().control(WORKER), {"m": encode(command)})
@@ -126,13 +120,3 @@ class ProfileService(Service):
     def _read(self, key: str) -> object:
         stored: Any = self.redis.get(key)
         return decode(stored) if stored else None
-
-
-@contextmanager
-def running(folder: Path) -> Iterator[ProfileService]:
-    """Ready, with the words of its processes added to what goes wrong. folder: of what is profiled."""
-    service = ProfileService(settings=dict(SETTINGS))
-    service.folder_of_other = folder
-    with service, noting_logs(service):
-        httpx.put(f"{service.url()}/admin/policy", json={"mode": "manual"}, timeout=20).raise_for_status()
-        yield service

@@ -12,41 +12,32 @@ and ends in one JSON line.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import kernels  # noqa: F401 before torch: it settles how torch's threads wait
-from bench.common.results import RESULTS
+import kernels  # before torch: it settles how torch's threads wait
+from bench.common.results import DEMO, RESULTS, conclude, parser, say
 
 # isort: split
 import torch
 
-from bench.quality.perplexity import Evaluator, Shape, Text, difference, perplexity
-from bench.quality.setup import DEMO, Model, held_out, make_missing_sets, open_demo
+from bench.quality.perplexity import Evaluator, Shape, Text, difference, perplexity, swapped
+from bench.quality.setup import Model, held_out, make_missing_sets, open_demo
 from worker.shape.layer_order import load_order, plain_order
 
-RESULT = RESULTS / "quality.json"
 RANDOM_SEEDS = (1, 2, 3)
 CONTEXT, OUTPUT = 1024, 1024  # tokens of a mixed window: prompt, and what is generated after it
 SIGNIFICANT = 2.0  # standard errors
-
-
-def say(text: str = "") -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 # --------------------------------------------------------------------------- orders
 
 
 def orders_of(model: Model) -> dict[str, list[list[int]]]:
-    """Each order by its name; random is several, whose mean counts."""
+    """Return the orders by name; there are several random ones, whose mean counts."""
     config = model.config
     return {
         "LIS": [load_order(DEMO, "profile")[0]],
@@ -57,27 +48,21 @@ def orders_of(model: Model) -> dict[str, list[list[int]]]:
 
 
 def counts_of(num_layers: int) -> list[int]:
-    """0, 1, 2, 4, ... all."""
+    """Return 0, 1, 2, 4, ... and `num_layers`."""
     powers = [2**i for i in range(num_layers.bit_length()) if 2**i < num_layers]
     return [0, *powers, num_layers]
 
 
-def shape_of(swapped: Sequence[int], name: str, num_layers: int) -> Shape:
-    return tuple(name if layer in swapped else "full" for layer in range(num_layers))
-
-
 def by_order(model: Model, text: Text, name: str) -> dict[str, Any]:
-    """Perplexity of each order at each count, and how LIS compares. `name`: of the quantised weights."""
-    orders, num_layers = orders_of(model), model.config.num_layers
-    counts = counts_of(num_layers)
+    """Return the perplexity of each order at each count, and how LIS compares.
 
-    def shape(order: Sequence[int], count: int) -> Shape:
-        return shape_of(order[:count], name, num_layers)
-
-    shapes = {shape(order, count) for same in orders.values() for order in same for count in counts}
+    `name` is that of the quantised weights.
+    """
+    orders, counts = orders_of(model), counts_of(model.config.num_layers)
+    shapes = {swapped(order, count, name) for same in orders.values() for order in same for count in counts}
     losses = Evaluator(model.ends, model.layers).losses(text, sorted(shapes))
     curves: dict[str, list[list[float]]] = {  # at each count, the mean loss of each window
-        order_name: [_mean([losses[shape(order, count)] for order in same]) for count in counts]
+        order_name: [_mean([losses[swapped(order, count, name)] for order in same]) for count in counts]
         for order_name, same in orders.items()
     }
     return {
@@ -92,6 +77,19 @@ def by_order(model: Model, text: Text, name: str) -> dict[str, Any]:
     }
 
 
+def perplexities(order: Sequence[int], precision: str, num_windows: int) -> list[float]:
+    """Return the perplexity with the first 0, 1, ... all layers of `order` in `precision`.
+
+    The method is the default one. Windows have 512 tokens, the longest sequence that the morph benchmark's
+    service takes.
+    """
+    kernels.configure(2)
+    model = open_demo(DEMO, precision, method="", name=precision)
+    shapes = [swapped(order, count, precision) for count in range(len(order) + 1)]
+    losses = Evaluator(model.ends, model.layers).losses(Text(held_out(512, num_windows)), shapes)
+    return [perplexity(losses[shape]) for shape in shapes]
+
+
 def _mean(losses: Sequence[Sequence[float]]) -> list[float]:
     return [sum(values) / len(values) for values in zip(*losses, strict=True)]
 
@@ -100,8 +98,10 @@ def _mean(losses: Sequence[Sequence[float]]) -> list[float]:
 
 
 def mixtures(low: Shape, full: Shape) -> dict[str, list[tuple[int, Shape]]]:
-    """The rows of Table 1, its lengths halved: what is generated begins at CONTEXT; the prompt has the
-    precision that the output begins with."""
+    """Return the rows of MorphServe's Table 1, its lengths halved.
+
+    The output begins at CONTEXT; the prompt has the precision that the output begins with.
+    """
     half, quarter, eighth = OUTPUT // 2, OUTPUT // 4, OUTPUT // 8
 
     def alternating(first: Shape, second: Shape) -> list[tuple[int, Shape]]:
@@ -121,7 +121,7 @@ def mixtures(low: Shape, full: Shape) -> dict[str, list[tuple[int, Shape]]]:
 
 
 def over_time(model: Model, text: Text, name: str) -> dict[str, Any]:
-    """Perplexity of each row, and whether it lies between the bounds within its standard error."""
+    """Return the perplexity of each row, and whether it lies between the bounds within its standard error."""
     num_layers = model.config.num_layers
     low, full = (name,) * num_layers, ("full",) * num_layers
     evaluator = Evaluator(model.ends, model.layers)
@@ -161,7 +161,7 @@ def show_rows(name: str, rows: dict[str, Any]) -> None:
 
 
 def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Where LIS is above a baseline, and by how much."""
+    """Return where LIS is above a baseline, and by how much."""
     said = []
     for name, result in found.items():
         for order, values in result["LIS_minus"].items():
@@ -175,19 +175,16 @@ def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
     return said
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--windows", type=int, default=40, help="of 512 tokens, for the orders")
+    options.add_argument(
+        "--mixed-windows", type=int, default=6, help="of 2,048 tokens, for changing precision"
     )
-    parser.add_argument("--windows", type=int, default=40, help="of 512 tokens, for the orders")
-    parser.add_argument(
-        "--mixed-windows", type=int, default=6, help="of 2,048 tokens, for changes on the way"
-    )
-    parser.add_argument("--methods", default="awq,rtn")
-    parser.add_argument("--precisions", default="int8,int4,int3")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    args = parser.parse_args()
+    options.add_argument("--methods", default="awq,rtn")
+    options.add_argument("--precisions", default="int8,int4,int3")
+    options.add_argument("--threads", type=int, default=2)
+    args = options.parse_args()
     torch.set_num_threads(args.threads)
     began = time.perf_counter()
     text, mixed = (
@@ -209,6 +206,7 @@ def main() -> None:
                     show_rows(name, changes[name])
     above = verdicts(orders)
     result = {
+        "bench": "quality",
         "windows": list(text.windows.shape),
         "mixed_windows": list(mixed.windows.shape),
         "lis_order": load_order(DEMO, "profile")[0],
@@ -218,9 +216,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - began, 1),
     }
     say("\nLIS above a baseline:" + "".join(f"\n  {line}" for line in above or ["nowhere"]))
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
     from bench.quality.plot import plot
 
-    plot(result, args.out.with_suffix(".png"))
-    say(json.dumps({"bench": "quality", "seconds": result["seconds"], "LIS_above": len(above)}))
+    plot(result, RESULTS / "quality.png")
+    return conclude(result, is_kept=True)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 
 from worker.offline.decoder import Ends, Span, Tensors, run_layer
 
-Shape = tuple[str, ...]  # of each layer, a name of its weights
-Losses = dict[Shape, list[float]]  # of each window, nats per scored token
+Shape = tuple[str, ...]  # the name of each layer's weights
+Losses = dict[Shape, list[float]]  # nats per scored token, for each window
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """windows int64 [W, T + 1]; of each window, what follows position `scored_from` - 1 is scored."""
+    """Windows of text, int64 [W, T + 1]; what follows position `scored_from` - 1 of each window is scored."""
 
     windows: torch.Tensor
     scored_from: int = 0
@@ -33,13 +33,13 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """layers[i][name]: weights that layer i can have."""
+    """Computes losses of shapes; layers[i][name] are the weights that layer i can have."""
 
     ends: Ends
     layers: Sequence[dict[str, Tensors]]
 
     def losses(self, text: Text, shapes: Sequence[Shape]) -> Losses:
-        """Of each shape."""
+        """Return the loss of each window, for each shape."""
         found: Losses = {shape: [] for shape in shapes}
         with torch.inference_mode():
             for window in text.windows:
@@ -49,7 +49,10 @@ class Evaluator:
         return found
 
     def mixed_losses(self, text: Text, pieces: Sequence[tuple[int, Shape]]) -> list[float]:
-        """Of windows whose shape changes: each piece is (first position, shape from there on)."""
+        """Return the losses of windows whose shape changes.
+
+        A piece is (first position, shape from there on).
+        """
         found = []
         stops = [start for start, _ in pieces[1:]] + [text.windows.shape[1] - 1]
         with torch.inference_mode():
@@ -67,7 +70,10 @@ class Evaluator:
     def _walk(
         self, x: torch.Tensor, shapes: Sequence[Shape], layer: int, window: torch.Tensor, scored_from: int
     ) -> Iterator[tuple[Shape, float]]:
-        """x: what enters `layer` in all of the shapes, which are alike up to there."""
+        """Yield each shape with its loss.
+
+        `x` enters `layer` in all of the shapes, which are alike up to there.
+        """
         if layer == len(self.layers):
             yield shapes[0], self._loss(x, window, scored_from)
             return
@@ -81,13 +87,20 @@ class Evaluator:
         return float(F.cross_entropy(logits, window[scored_from + 1 :]))
 
 
+def swapped(order: Sequence[int], count: int, name: str) -> Shape:
+    """Return the shape in which the first `count` layers of `order` have the weights `name`."""
+    return tuple(name if layer in order[:count] else "full" for layer in range(len(order)))
+
+
 def perplexity(losses: Sequence[float]) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
 def difference(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """Mean of losses - others, in nats per token, and its standard error: both saw the same windows, so what
-    makes a window hard cancels."""
+    """Return the mean of losses - others, in nats per token, and its standard error.
+
+    Both saw the same windows, so what makes a window hard cancels.
+    """
     deltas = [a - b for a, b in zip(losses, others, strict=True)]
     mean = sum(deltas) / len(deltas)
     variance = sum((delta - mean) ** 2 for delta in deltas) / max(1, len(deltas) - 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from bench.common.results import ROOT
+from bench.common.results import DEMO, ROOT
 from bus.precisions import BITS
 from worker.model.config import ModelConfig, read_config
 from worker.model.quantized_sets import find_set, set_path
@@ -20,14 +20,13 @@ from worker.offline.decoder import Ends, Tensors, load_ends, load_layer
 from worker.offline.quantizer import Maker, QuantizedLayers
 
 MODELS = ROOT / "models"
-DEMO = MODELS / "demo"
 CPU = torch.device("cpu")
-CALIBRATION_WINDOWS = 16  # as `instar quantize` takes without being told
+CALIBRATION_WINDOWS = 16  # the default of `instar quantize`
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """layers[i]: full weights under "full", quantised ones under the name that was asked for."""
+    """A model; layers[i] has full weights under "full" and quantised ones under the name that was given."""
 
     config: ModelConfig
     ends: Ends
@@ -35,7 +34,7 @@ class Model:
 
 
 def held_out(tokens: int, count: int) -> torch.Tensor:
-    """int64 [count, tokens + 1]: windows spread evenly over the text that the model was not trained on."""
+    """Return windows spread evenly over text that the model was not trained on, int64 [count, tokens + 1]."""
     if str(MODELS) not in sys.path:
         sys.path.insert(0, str(MODELS))  # where the model's recipe is, as for its own script
     from recipe.corpus import load_corpus
@@ -52,7 +51,7 @@ def held_out(tokens: int, count: int) -> torch.Tensor:
 
 
 def make_missing_sets(folder: Path, methods: Sequence[str], precisions: Sequence[str]) -> None:
-    """The demo model in `folder`, by links; AWQ sets that are not committed are made there."""
+    """Link the demo model into `folder`, and make the AWQ sets there that are not committed."""
     for path in DEMO.rglob("*"):
         if path.is_file():
             link = folder / path.relative_to(DEMO)
@@ -68,7 +67,7 @@ def make_missing_sets(folder: Path, methods: Sequence[str], precisions: Sequence
 
 
 def open_demo(folder: Path, precision: str, method: str, name: str) -> Model:
-    """In float32. `name`: of the quantised weights."""
+    """Open the model in float32; `name` is that of the quantised weights."""
     config, checkpoint = read_config(folder), CheckpointWeights(folder)
     quantised = QuantizedLayers(
         config,

@@ -1,17 +1,17 @@
-"""Four real workers on this machine, short requests and now and then a long one: our scheduler of shapes
-against others. Real processes, real transforms, times by the clock.
+"""Our scheduler of shapes against others: four real workers, short requests and now and then a long one.
 
     python -m bench.serving [--quick] [--ways ours,round-robin] [--workers 4]      (make bench-serving)
 
-The setting of Gyges §6.2.4, with lengths scaled to the devices: 60 short requests a minute at random, one
-long one every minute. A worker is a process whose page budget holds the weights and 1440 tokens of KV. Two in
-a group hold 4992, and the long request is 2 % longer: 3.5 times what a worker holds; four hold two of it. All
-workers share the cores of this machine, so nothing is gained by spreading work over more devices; as on GPUs
-a group gets less done than its workers do alone, here since they wait for each other.
+Real processes, real transforms, times by the clock. The setting is that of Gyges §6.2.4, with lengths scaled
+to the devices: 60 short requests a minute at random, one long one every minute. A worker is a process whose
+page budget holds the weights and 1440 tokens of KV. Two in a group hold 4992, and the long request is 2 %
+longer: 3.5 times what a worker holds; four hold two of it. All workers share the cores of this machine, so
+nothing is gained by spreading work over more devices; as on GPUs a group gets less done than its workers do
+alone, here since they wait for each other.
 
 So the load is measured first: how many tokens a second the workers get through alone, and in a group. Short
 requests are made so long (10.3 % of it output, §5) that a minute asks for 1.35 times what a group gets done
-(`LOAD`): who stays a group for ever falls behind, and whoever is one only for a long request need not. They
+(`LOAD`): workers that stay a group fall behind, those that form one only for a long request need not. They
 are no longer than fits a worker 2.5 times (3.4 in the paper): a long prompt has about a quarter of a busy
 group's steps, and longer ones beside shorter ones are not through before the next comes.
 
@@ -25,16 +25,15 @@ what they cannot hold. Texts of some requests are compared with those of the sam
 from __future__ import annotations
 
 import argparse
-import json
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
-from bench.common.results import RESULTS
-from bench.serving.load import Arrival, Load, Served, arrivals, replay, say
+from bench.common.dummy_model import model_folder
+from bench.common.results import RESULTS, conclude, parser, say
+from bench.common.service import OtherPrograms
+from bench.serving.load import Arrival, Load, Served, arrivals, replay
 from bench.serving.report import (
     BAR,
     HEAD,
@@ -53,12 +52,11 @@ from bench.serving.report import (
     row,
     shapes_of,
 )
-from bench.serving.service import ServingService, Way, running
-from bench.serving.setup import GROUP, MODELS, calibrate, make_load, model_folder, oracle
+from bench.serving.service import ServingService, Way
+from bench.serving.setup import GROUP, MODELS, calibrate, make_load, oracle
 
-RESULT: Final = RESULTS / "serving.json"
-PICTURE: Final = RESULT.with_suffix(".png")
 LONG_OUTPUT: Final = 32
+MAX_LEN: Final = 16384
 SEED: Final = 0
 
 
@@ -79,31 +77,28 @@ def ways(num_workers: int) -> list[Way]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument(
         "--quick", action="store_true", help="a minute of two ways with a small model; nothing is written"
     )
-    parser.add_argument("--ways", default="", help="parts of their names, with commas; all if left out")
-    parser.add_argument("--workers", type=int, default=GROUP, help=f"a multiple of {GROUP}")
-    parser.add_argument("--short-tokens", type=int, default=0, help="of a short request; 0: as measured")
-    parser.add_argument("--long-output", type=int, default=LONG_OUTPUT)
-    parser.add_argument("--short-per-minute", type=float, default=60.0)
-    args = parser.parse_args()
+    options.add_argument("--ways", default="", help="parts of their names, with commas; all if left out")
+    options.add_argument("--workers", type=int, default=GROUP, help=f"a multiple of {GROUP}")
+    options.add_argument("--short-tokens", type=int, default=0, help="of a short request; 0: as measured")
+    options.add_argument("--long-output", type=int, default=LONG_OUTPUT)
+    options.add_argument("--short-per-minute", type=float, default=60.0)
+    args = options.parse_args()
     if args.workers < GROUP or args.workers % GROUP:
-        parser.error(
+        options.error(
             f"--workers is {args.workers}; a long request needs {GROUP}, so it is a multiple of that"
         )
     chosen = chosen_ways(ways(args.workers), args.ways or (f"{OURS},{ROUND_ROBIN}" if args.quick else ""))
     if not chosen:
-        parser.error(
+        options.error(
             f"--ways is {args.ways!r}; there are: {', '.join(way.name for way in ways(args.workers))}"
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without ending what was started
     began_s = time.monotonic()
     size, budget_mb = MODELS[args.quick]
-    with model_folder(size) as folder, running(folder, args.workers, budget_mb) as service:
+    with model_folder(size, MAX_LEN) as folder, ServingService(folder, args.workers, budget_mb) as service:
         card = service.card()
         held = {tp: min(card.max_model_len, tokens) for tp, tokens in card.tokens_at.items()}
         load = make_load(held, args.long_output, is_quick=args.quick)
@@ -128,15 +123,13 @@ def run_one(
 ) -> Run:
     say(f"\n{way.name}: {load.seconds:.0f} s")
     service.use(way)
-    before, cpu = service.given_up(), service.cpu_seconds()
-    began_s = time.time()
+    before, others, began_s = service.given_up(), OtherPrograms(service), time.time()
 
     def watch(at_s: float, served: Sequence[Served]) -> None:
         say(progress(service, at_s, served))
 
     served = replay(service.url(), script, load.seconds + load.drain_s, watch)
-    spent, took_s = service.cpu_seconds(), time.time() - began_s
-    after = service.given_up()
+    others_cores, after = others.cores(), service.given_up()
     reports = service.transforms(began_s)
     compared = [one for one in served if one.is_whole and one.arrival.number in texts]
     return Run(
@@ -149,7 +142,7 @@ def run_one(
         preemptions=after.preemptions - before.preemptions,
         num_samples=len(compared),
         samples_differ=[one.arrival.number for one in compared if one.text != texts[one.arrival.number]],
-        others_cores=(spent.others - cpu.others) / took_s,
+        others_cores=others_cores,
     )
 
 
@@ -168,7 +161,7 @@ def progress(service: ServingService, at_s: float, served: Sequence[Served]) -> 
 def report(
     runs: Sequence[Run], load: Load, capacity: Mapping[str, float], args: argparse.Namespace, seconds: int
 ) -> int:
-    """Prints all, writes what is no quick run. Returns the exit status: 1 where the bar was missed."""
+    """Print all, write what is no quick run, and return the exit status."""
     outcomes: dict[str, Outcome] = {run.way: outcome(run, load) for run in runs}
     judged = bars(outcomes)
     say("\n" + card(outcomes, judged))
@@ -187,9 +180,6 @@ def report(
     if not args.quick:
         from bench.serving.plot import draw
 
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result | {"runs": [as_json(run, load) for run in runs]}) + "\n")
-        draw(runs, load, PICTURE)
-        say(f"wrote {RESULT} and {PICTURE}")
-    say(json.dumps({key: result[key] for key in ("bar", "bars", "ratios")}))
-    return 0 if all(bar["is_met"] for bar in judged.values()) else 1
+        draw(runs, load, RESULTS / "serving.png")
+    each = [as_json(run, load) for run in runs]
+    return conclude(result, is_kept=not args.quick, bars=judged, runs=each)

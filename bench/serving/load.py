@@ -1,30 +1,28 @@
-"""The load of the serving benchmark: seeded arrivals of short and long requests, each a stream of its own.
-
-Open loop: a request is sent when it is due, whatever became of those before it, so its time to the first
-token counts the queue it found. At the end whoever still waits hangs up.
-"""
+"""The load of the serving benchmark: seeded arrivals of short and long requests, each a stream of its own."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-import httpx
+from bench.common import load
+from bench.common.load import VOCABULARY, Recorder
+from instar.replay import traces
+from instar.replay.outcomes import UNFINISHED, Outcome
+from instar.replay.requests import Dialect
 
-VOCABULARY: Final = range(16, 4096)  # without the tokenizer's special tokens
 OUTPUT_SHARE: Final = 0.103  # of a short request (Gyges §5)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens of requests; seconds. Long ones come every `long_every_s` from `first_long_s` on. What comes
-    and goes in [warm_up_s, seconds) counts; then nothing comes any more, and what runs has `drain_s`."""
+    """Tokens of requests, and seconds.
+
+    Long requests come every `long_every_s` from `first_long_s` on. What comes and goes in [warm_up_s,
+    seconds) counts; afterwards no request comes any more, and those that run have `drain_s`.
+    """
 
     short_prompt: int
     short_output: int
@@ -43,14 +41,14 @@ class Load:
 
     @property
     def asked_tokens_per_s(self) -> float:
-        """In the long run."""
+        """The tokens per second that the load asks for in the long run."""
         short = self.short_per_minute / 60 * (self.short_prompt + self.short_output)
         return short + self.long_tokens / self.long_every_s
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """`at_s` after the beginning."""
+    """A request, due `at_s` after the beginning."""
 
     number: int
     at_s: float
@@ -58,21 +56,15 @@ class Arrival:
     num_out: int = 1
     is_long: bool = False
 
-    def body(self) -> dict[str, Any]:
-        return {
-            "model": "demo",
-            "prompt": self.prompt,
-            "max_tokens": self.num_out,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-        }
-
 
 @dataclass(slots=True)
 class Served:
-    """What became of one. Times are seconds after the beginning; `token_s` one for each event with tokens.
-    `refused` and `error` are what the server said; neither, and not `is_whole`: it was still on its way."""
+    """What became of a request.
+
+    Times are seconds after the beginning, `token_s` one for each event with tokens.
+
+    `refused` and `error` name the failure. A request with neither that is not `is_whole` was still running.
+    """
 
     arrival: Arrival
     token_s: list[float] = field(default_factory=list, repr=False)
@@ -82,8 +74,10 @@ class Served:
     error: str = ""
 
     def tokens_between(self, begin_s: float, end_s: float) -> float:
-        """Got through then: the prompt with the first token, and each token of the output. Of a stream that
-        ended every event counts for its share of the tokens: one may bring several."""
+        """Return the tokens processed then: the prompt with the first token, and each token of the output.
+
+        Of a stream that ended each event counts for its share of the tokens, since one may bring several.
+        """
         if not self.token_s:
             return 0.0
         each = self.arrival.num_out / len(self.token_s) if self.is_whole else 1.0
@@ -91,18 +85,21 @@ class Served:
         return prompt + each * sum(begin_s <= at_s < end_s for at_s in self.token_s)
 
     def ttft_s(self, now_s: float) -> float:
-        """From when it was due; so far, where there is no token yet."""
+        """Return the time to the first token from when the request was due; so far, if there is none yet."""
         return (self.token_s[0] if self.token_s else now_s) - self.arrival.at_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per token after the first, of one that is whole."""
+        """The mean time per token after the first, of a request that is whole."""
         return (self.token_s[-1] - self.token_s[0]) / max(1, self.arrival.num_out - 1)
 
 
 def arrivals(load: Load, seed: int) -> list[Arrival]:
-    """Short ones at random, as of a Poisson process, but exactly so many as the rate says: with some dozens
-    the number itself would decide how hard a run is. The same seed, the same requests."""
+    """Return the requests, the same for the same seed.
+
+    Short ones come at random, as of a Poisson process, but their number is what the rate says: with some
+    dozens the number itself would decide how hard a run is.
+    """
     rng = random.Random(seed)
     count = round(load.short_per_minute / 60 * load.seconds)
     due = [(rng.uniform(0, load.seconds), False) for _ in range(count)]
@@ -120,73 +117,42 @@ def _arrival(load: Load, rng: random.Random, number: int, at_s: float, is_long: 
 
 
 def replay(
-    url: str, script: Sequence[Arrival], end_s: float, watch: Callable[[float, Sequence[Served]], None]
+    url: str,
+    script: Sequence[Arrival],
+    end_s: float,
+    watch: Callable[[float, Sequence[Served]], None] | None = None,
 ) -> list[Served]:
-    """Sends them when they are due; what is not through `end_s` after the beginning is given up. `watch` is
-    called every few seconds, in a thread of its own, with the time and all as they are."""
-    return asyncio.run(_replay(url, script, end_s, watch))
+    """Send the requests when they are due, and give up those that have not ended `end_s` after the beginning.
+
+    `watch` is called every few seconds, in a thread of its own, with the time and all requests as they are.
+    """
+
+    def look(recorder: Recorder) -> None:
+        if watch:
+            watch(recorder.run.now_s, served_by(recorder, script))
+
+    requests = [traces.Arrival(one.at_s, len(one.prompt), one.num_out, one.prompt) for one in script]
+    recorder = load.play(
+        url, requests, drain_s=end_s - script[-1].at_s, dialect=Dialect(precision=False), watch=look
+    )
+    return served_by(recorder, script)
 
 
-WATCH_S: Final = 10.0
+def served_by(recorder: Recorder, script: Sequence[Arrival]) -> list[Served]:
+    return [
+        served(arrival, outcome, recorder.token_s[outcome.number], recorder.texts.get(outcome.number, ""))
+        for arrival, outcome in zip(script, recorder.run.outcomes, strict=True)
+    ]
 
 
-async def _replay(
-    url: str, script: Sequence[Arrival], end_s: float, watch: Callable[[float, Sequence[Served]], None]
-) -> list[Served]:
-    all_served = [Served(arrival) for arrival in script]
-    began_s = time.monotonic()
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        streams = [asyncio.create_task(_serve(client, served, began_s)) for served in all_served]
-        watching = asyncio.create_task(_watch(watch, all_served, began_s))
-        _, late = await asyncio.wait(streams, timeout=end_s)
-        watching.cancel()
-        for stream in late:
-            stream.cancel()
-        await asyncio.gather(*late, watching, return_exceptions=True)
-        for stream in streams:
-            if stream not in late:
-                stream.result()  # raises what was no answer of the server's
-    return all_served
-
-
-async def _watch(
-    watch: Callable[[float, Sequence[Served]], None], all_served: Sequence[Served], began_s: float
-) -> None:
-    while True:
-        await asyncio.sleep(WATCH_S)
-        await asyncio.to_thread(watch, time.monotonic() - began_s, all_served)
-
-
-async def _serve(client: httpx.AsyncClient, served: Served, began_s: float) -> None:
-    await asyncio.sleep(served.arrival.at_s - (time.monotonic() - began_s))
-    try:
-        async with client.stream("POST", "/v1/completions", json=served.arrival.body()) as answer:
-            if answer.status_code != 200:
-                await answer.aread()
-                said = f"{answer.status_code} {answer.text}"
-                served.refused, served.error = (said, "") if answer.status_code == 400 else ("", said)
-                return
-            async for line in answer.aiter_lines():
-                take(served, line, time.monotonic() - began_s)
-    except httpx.HTTPError as problem:
-        served.error = repr(problem)
-
-
-def take(served: Served, line: str, now_s: float) -> None:
-    """One line of its events."""
-    if not line.startswith("data: ") or line == "data: [DONE]":
-        return
-    event = json.loads(line.removeprefix("data: "))
-    if "error" in event:
-        served.error = json.dumps(event["error"])
-        return
-    for choice in event["choices"]:
-        served.text += choice["text"]
-        served.token_s.append(now_s)
-        served.is_whole = served.is_whole or choice["finish_reason"] == "length"
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+def served(arrival: Arrival, outcome: Outcome, token_s: Sequence[float], text: str) -> Served:
+    """Return what became of a request so far."""
+    error = "" if outcome.error == UNFINISHED else outcome.error
+    return Served(
+        arrival,
+        list(token_s),
+        text,
+        is_whole=outcome.is_served and outcome.finish == "length",
+        refused=error if outcome.status == 400 else "",
+        error="" if outcome.status == 400 else error,
+    )

@@ -1,4 +1,4 @@
-"""What the runs of the serving benchmark say: numbers of each way, ratios, the bar, a card."""
+"""The numbers of `bench.serving`: of each way, ratios, bars and the card."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
+from bench.common.results import Bar, bar, bar_lines, busy_lines, digits
 from bench.serving.load import Load, Served
 from bus.messages import MorphReport
 
 BAR: Final = 1.26  # Gyges §6.2.4: 26.1 % to 39.2 % more throughput than both
 OURS, ROUND_ROBIN, LEAST_LOAD = "transformation-aware", "round-robin", "least-load-first"
-MOST_OTHERS_CORES: Final = 0.2  # that other programs may take
 TTFT_LIMIT_S: Final = 10.0  # Gyges §3.1
 TPOT_LIMIT_S: Final = 1.0  # ten times the paper's: two cores are slower than eight GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A transform that was applied, seconds after the run's beginning."""
+    """A transform that was applied, `at_s` after the beginning of the run."""
 
     at_s: float
     tp: int
@@ -28,14 +28,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way under the load. `others_cores`: what programs other than the service and its client kept busy.
-    `samples_differ`: requests whose text was not the oracle's, of `num_samples` that got to their end."""
+    """One way under the load.
+
+    `samples_differ` are the requests whose text was not the oracle's, of `num_samples` that ended;
+    `others_cores` is what other programs kept busy.
+    """
 
     way: str
     served: list[Served]
     shapes_at_first: tuple[int, ...]
     shapes: list[Shape]
-    unapplied: list[str]  # why transforms were not
+    unapplied: list[str]  # the reasons of transforms that were not applied
     recomputed_tokens: int
     preemptions: int
     num_samples: int
@@ -45,11 +48,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds and tokens a second. TTFT and TPOT of requests that were due in the window; one that has no
-    first token at the end counts with the time it has waited."""
+    """Seconds and tokens per second.
+
+    TTFT and TPOT are of requests that were due in the window; a request without a first token counts with the
+    time it has waited.
+    """
 
     tokens_per_s: float
-    in_time_tokens_per_s: float  # of requests that are through in the limits (short), or through (long)
+    in_time_tokens_per_s: float  # of requests that ended within the limits (short), or ended (long)
     short_ttft_p95_s: float | None
     long_ttft_p95_s: float | None
     short_tpot_p95_s: float | None
@@ -64,7 +70,7 @@ class Outcome:
     num_refused: int
     num_errors: int
     recomputed_tokens: int
-    num_preemptions: int  # which are what made workers compute again, where no transform failed
+    num_preemptions: int  # the reason of recomputed tokens unless a transform failed
     num_samples: int
     num_samples_differ: int
     others_cores: float
@@ -115,7 +121,7 @@ def _sum(served: Sequence[Served], begin_s: float, end_s: float) -> float:
 
 
 def _directions(run: Run) -> list[bool]:
-    """Of each transform: up?"""
+    """Return for each transform whether it went up."""
     degrees = {f"w{i}": tp for tp, i in _workers(run.shapes_at_first)}
     found = []
     for shape in run.shapes:
@@ -125,7 +131,7 @@ def _directions(run: Run) -> list[bool]:
 
 
 def grouped(run: Run, end_s: float) -> list[tuple[float, int]]:
-    """(seconds, workers in groups from then on), to the end."""
+    """Return pairs of seconds and the number of workers in groups from then on, to the end."""
     degrees = {f"w{i}": tp for tp, i in _workers(run.shapes_at_first)}
     steps = [(0.0, sum(tp > 1 for tp in degrees.values()))]
     for shape in run.shapes:
@@ -135,7 +141,7 @@ def grouped(run: Run, end_s: float) -> list[tuple[float, int]]:
 
 
 def grouped_share(run: Run, load: Load) -> float:
-    """Of the workers' time in the window: in groups."""
+    """Return the share of the workers' time in the window that they were in groups."""
     steps = grouped(run, load.seconds)
     spent = sum(
         max(0.0, min(later[0], load.seconds) - max(now[0], load.warm_up_s)) * now[1]
@@ -145,12 +151,15 @@ def grouped_share(run: Run, load: Load) -> float:
 
 
 def _workers(shapes: Sequence[int]) -> list[tuple[int, int]]:
-    """(degree, number) of every worker."""
+    """Return the degree and number of every worker."""
     return [(tp, i) for i, tp in enumerate(tp for tp in shapes for _ in range(tp))]
 
 
 def shapes_of(reports: Sequence[MorphReport], began_s: float) -> list[Shape]:
-    """Those that were applied and changed anything. `began_s`: of time.time()."""
+    """Return the transforms that were applied and changed anything.
+
+    The run began at `began_s` (time.time()).
+    """
     found = []
     for one in reports:
         numbers = one.numbers
@@ -163,8 +172,8 @@ def shapes_of(reports: Sequence[MorphReport], began_s: float) -> list[Shape]:
 # ------------------------------------------------------------------------------------- all ways
 
 
-def bars(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
-    """Ours to each of the others that ran, where ours did."""
+def bars(outcomes: Mapping[str, Outcome]) -> dict[str, Bar]:
+    """Return the bar of ours to each of the others that ran, if ours ran."""
     if OURS not in outcomes:
         return {}
     ours = outcomes[OURS]
@@ -172,12 +181,12 @@ def bars(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
     for other in (ROUND_ROBIN, LEAST_LOAD):
         if other in outcomes:
             ratio = _ratio(ours.tokens_per_s, outcomes[other].tokens_per_s)
-            found[f"throughput to {other}"] = {"bar": BAR, "value": ratio, "is_met": ratio >= BAR}
+            found[f"throughput to {other}"] = bar(BAR, ratio, ratio >= BAR)
     return found
 
 
 def ratios(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
-    """Ours to every other way."""
+    """Return the ratios of ours to every other way."""
     if OURS not in outcomes:
         return {}
     ours = outcomes[OURS]
@@ -222,24 +231,19 @@ def row(name: str, one: Outcome) -> str:
     return f"{name:<{WIDTH}}" + "  ".join(cells)
 
 
-def card(outcomes: Mapping[str, Outcome], judged: Mapping[str, Mapping[str, Any]]) -> str:
-    ends = [
-        f"{what}: {one['value']:.2f} (bar {one['bar']}): {'met' if one['is_met'] else 'MISSED'}"
-        for what, one in judged.items()
-    ]
+def card(outcomes: Mapping[str, Outcome], judged: Mapping[str, Bar]) -> str:
     compared = [
         f"ours to {name}: {one['tokens_per_s']:.2f} times the tokens/s, "
         f"{one['in_time_tokens_per_s']:.2f} times in time"
         for name, one in ratios(outcomes).items()
     ]
-    busy = max(one.others_cores for one in outcomes.values())
-    if busy > MOST_OTHERS_CORES:
-        ends.append(f"other programs took up to {busy:.1f} cores: what was measured is theirs, too")
-    return "\n".join([HEAD, *(row(name, one) for name, one in outcomes.items()), *compared, *ends])
+    busy = busy_lines(max(one.others_cores for one in outcomes.values()))
+    rows = [row(name, one) for name, one in outcomes.items()]
+    return "\n".join([HEAD, *rows, *compared, *bar_lines(judged), *busy])
 
 
 def as_json(run: Run, load: Load) -> dict[str, Any]:
-    """Of one way: its numbers, what happened, and every request in short."""
+    """Return the numbers of one way, what happened, and every request in short."""
     return {
         "way": run.way,
         "outcome": {key: _rounded(value) for key, value in asdict(outcome(run, load)).items()},
@@ -262,7 +266,7 @@ def as_json(run: Run, load: Load) -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
+    return value if isinstance(value, int) else digits(value)
 
 
 def _number(value: float | None, unit: str, digits: int) -> str:

@@ -1,37 +1,35 @@
-"""What is known before a way of the serving benchmark runs: the model, the load, the texts to be expected."""
+"""What `bench.serving` prepares before a way runs: the load, and the texts to expect."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
-from bench.common.results import DEMO
-from bench.serving.load import OUTPUT_SHARE, Arrival, Load, Served, arrivals, replay, say
+from bench.common.results import say
+from bench.serving.load import OUTPUT_SHARE, Arrival, Load, Served, arrivals, replay
 from bench.serving.service import ServingService, Way
 
-TOKENIZER: Final = DEMO
 MODELS: Final = {False: ("50M", 268), True: ("4M", 22)}  # quick?: size, MB that hold it and KV
-MAX_LEN: Final = 16384
 GROUP: Final = 4  # workers that a long request needs
 LONG_SHARE: Final = 1.02  # of what half a group holds, so that it needs all of it
 SHORT_SHARE: Final = 0.4  # of what a worker holds, at most
 LOAD: Final = 1.35  # as in the model of eight GPUs: 2063 tokens/s are asked of two groups of 767 each
-NUM_SAMPLES: Final = 8  # short requests that are compared with the oracle, beside the first long one
+NUM_SAMPLES: Final = 8  # short requests that are compared with the oracle, besides the first long one
 NUM_SATURATING, SATURATING_PROMPT, SATURATING_OUTPUT = 24, 256, 29
 PATIENCE_S: Final = 300.0  # for what is measured or asked alone
 
 
 def make_load(held: Mapping[int, int], long_output: int, *, is_quick: bool) -> Load:
-    """With the longest short requests, and long ones that only TP4 holds. held: tokens of one sequence, by
-    degree. Raises RuntimeError where there are none such."""
+    """Return a load with the longest short requests, and long ones that only TP4 holds.
+
+    `held` is the number of tokens that one sequence may have, by degree. Raises RuntimeError if no length
+    fits.
+    """
     long_tokens = round(LONG_SHARE * held[GROUP // 2])
     say(f"tokens that one sequence may have, by degree: {held}; long requests have {long_tokens}")
     if not held[GROUP // 2] < long_tokens <= held[GROUP]:
-        raise RuntimeError(f"no request of {long_tokens} tokens is one for TP{GROUP} alone: {held}")
+        raise RuntimeError(f"a request of {long_tokens} tokens does not need TP{GROUP}: {held}")
     short_prompt, short_output = short_lengths(int(SHORT_SHARE * held[1]))
     lengths = (short_prompt, short_output, long_tokens - long_output, long_output)
     if is_quick:
@@ -40,23 +38,13 @@ def make_load(held: Mapping[int, int], long_output: int, *, is_quick: bool) -> L
 
 
 def short_lengths(num_tokens: int) -> tuple[int, int]:
-    """Prompt and output."""
+    """Return the lengths of prompt and output."""
     output = max(2, round(OUTPUT_SHARE * num_tokens))
     return num_tokens - output, output
 
 
-@contextmanager
-def model_folder(size: str) -> Iterator[Path]:
-    from bench.common.dummy_model import saved_model  # brings torch
-
-    with saved_model(size, MAX_LEN) as folder:
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            shutil.copy(TOKENIZER / name, folder)
-        yield folder
-
-
 def calibrate(service: ServingService, load: Load, short_tokens: int) -> tuple[Load, dict[str, float]]:
-    """The load with short requests of a length that asks for LOAD times what a group gets done."""
+    """Return the load, its short requests so long that it asks for LOAD times what a group gets done."""
     capacity = {}
     for tp in (1, GROUP):
         service.use(Way("calibration", (tp,) * (service.num_workers // tp), is_static=True))
@@ -76,7 +64,7 @@ def calibrate(service: ServingService, load: Load, short_tokens: int) -> tuple[L
 
 
 def saturate(service: ServingService) -> float:
-    """Tokens a second, prompts and outputs, of many requests that come at once. Twice: the first warms up."""
+    """Return the tokens per second, in and out, of many requests that come at once, after a warm-up."""
     rate = 0.0
     for seed in range(2):
         burst = Load(
@@ -98,7 +86,7 @@ def saturate(service: ServingService) -> float:
 
 
 def oracle(service: ServingService, script: Sequence[Arrival]) -> dict[int, str]:
-    """Texts of some requests by their numbers, of workers whose shape does not change meanwhile."""
+    """Return the texts of some requests by number, made by workers whose shape does not change meanwhile."""
     found: dict[int, str] = {}
     short = [one for one in script if not one.is_long][: 4 * NUM_SAMPLES : 4]
     long = next(one for one in script if one.is_long)
@@ -111,11 +99,11 @@ def oracle(service: ServingService, script: Sequence[Arrival]) -> dict[int, str]
 
 
 def through(service: ServingService, script: Sequence[Arrival]) -> list[Served]:
-    """RuntimeError where one of them did not get to its end."""
-    served = replay(service.url(), script, PATIENCE_S, lambda *_: None)
+    """Send requests and read all to their ends. Raises RuntimeError if one does not end."""
+    served = replay(service.url(), script, PATIENCE_S)
     for one in served:
         if not one.is_whole:
             raise RuntimeError(
-                f"request {one.arrival.number}: {one.refused or one.error or 'not at its end'}"
+                f"request {one.arrival.number} did not end: {one.refused or one.error or 'it still ran'}"
             )
     return served

@@ -99,12 +99,15 @@ class Generator:
     async def _send_all(self) -> None:
         for outcome in self.run.outcomes:
             await self._sleep_until(outcome.due_s - LEAD_S)
-            exchange = Exchange(self.run.count_events)
+            exchange = self._exchange_for(outcome)
             task = asyncio.create_task(self._serve(outcome, exchange))
             self._open[task] = exchange
             task.add_done_callback(self._open.pop)
         if self._open:
             await asyncio.wait(list(self._open), timeout=LEAD_S + self._drain_s)
+
+    def _exchange_for(self, _: Outcome) -> Exchange:
+        return Exchange(self.run.count_events)
 
     async def _give_up(self, why: str) -> None:
         self._why_given_up = why
@@ -126,7 +129,7 @@ class Generator:
             problem = await connect(self._server, exchange)
             await self._sleep_until(outcome.due_s)
             if problem or not exchange.is_open:
-                exchange = Exchange(self.run.count_events)
+                exchange = self._exchange_for(outcome)
                 problem = await connect(self._server, exchange)
             if problem:
                 outcome.ended_s = self.run.now_s

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from bench.common.load import text_of
+from bench.morph.service import Way
 from bench.paper import evaluation as paper_evaluation
 from bench.paper.loads import Load
 from bench.paper.page import BLOCKS, PAGE, UNMEASURED, read_result, regenerated
 from bench.paper.plot import draw_all
 from bench.paper.report import headlines, highest_rates, load_numbers, premises, row
-from bench.paper.run import SLO, PaperRun, text_of
-from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, Way, ways
+from bench.paper.run import SLO, PaperRun
+from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, ways
 from bench.paper.tables import judged, number
 from instar.errors import BenchProblem
 from instar.replay.files import RunFile

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
-from bench.morph.load import Arrival, Stream
 from bench.profiling.report import LOADING, MEASURING, WHOLE, WITHOUT, Window, report, say_card
+from instar.replay.outcomes import Outcome
 
 
-def stream(ttft_s: float, tpot_s: float) -> Stream:
-    arrival = Arrival(0.0, [17], 11)
-    found = Stream(arrival, 100.0, socket.socket(), first_s=100.0 + ttft_s)
-    found.sock.close()
-    found.last_s, found.longest_pause_s = found.first_s + 10 * tpot_s, 2 * tpot_s
-    return found
+def outcome(ttft_s: float, tpot_s: float) -> Outcome:
+    first_s = 100.0 + ttft_s
+    return Outcome(
+        0,
+        100.0,
+        1,
+        11,
+        first_s=first_s,
+        last_s=first_s + 10 * tpot_s,
+        longest_pause_s=2 * tpot_s,
+        events=11,
+    )
 
 
 def window(beside: str, times: float, number: int = 0) -> Window:
     """TTFT of 10, 20, ... 110 ms and TPOT of a tenth of that, each so many times."""
-    return Window(beside, number, [stream(0.01 * i * times, 0.001 * i * times) for i in range(1, 12)], 0.1)
+    return Window(beside, number, [outcome(0.01 * i * times, 0.001 * i * times) for i in range(1, 12)], 0.1)
 
 
 def test_what_runs_beside_a_profile_is_told_over_what_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,12 @@ from typing import Any, cast
 
 import pytest
 
+from bench.common.load import text_of
 from bench.serving import compare as serving
+from bench.serving import load as serving_load
 from bench.serving import setup as serving_setup
 from bench.serving.gateway import PICKS, Group, Orders, RoundRobin, Unaware, least_load
-from bench.serving.load import Arrival, Load, Served, arrivals, take
+from bench.serving.load import Arrival, Load, Served, arrivals
 from bench.serving.report import (
     OURS,
     ROUND_ROBIN,
@@ -32,6 +34,8 @@ from gateway import state
 from gateway.delivery.cluster import Ready
 from gateway.delivery.inflight import Flight
 from gateway.errors import ApiError
+from instar.replay import outcomes
+from instar.replay.outcomes import UNFINISHED, conclude_stream
 from tests.support.gateway_core import Core
 
 LOAD = Load(
@@ -199,15 +203,31 @@ def outcome_of(*all_served: Served, shapes: Sequence[Shape] = ()) -> Outcome:
 
 
 def test_events_are_read_to_their_end_and_an_error_is_one() -> None:
-    one = served(1.0, is_whole=False)
-    for at_s, (text, reason) in enumerate([("a", None), ("b", "length")], start=2):
-        choice = {"text": text, "finish_reason": reason}
-        take(one, "data: " + json.dumps({"choices": [choice]}), float(at_s))
-    take(one, "data: [DONE]", 9.0)
-    take(one, ": keepalive", 9.0)
+    arrival = served(1.0).arrival
+    ended = outcomes.Outcome(0, 1.0, 90, 10, first_s=2.0, last_s=3.0, status=200)
+    events = [
+        "data: " + json.dumps({"choices": [{"text": text, "finish_reason": reason}]})
+        for text, reason in (("a", None), ("b", "length"))
+    ]
+    tail = "\n\n".join([*events, "data: [DONE]", ": keepalive"]).encode()
+    conclude_stream(ended, tail)
+    one = serving_load.served(arrival, ended, [2.0, 3.0], text_of(tail))
     assert (one.text, one.token_s, one.is_whole, one.error) == ("ab", [2.0, 3.0], True, "")
-    take(one, 'data: {"error": {"message": "gone"}}', 4.0)
-    assert "gone" in one.error
+    lost = outcomes.Outcome(0, 1.0, 90, 10, first_s=2.0, last_s=3.0, status=200)
+    conclude_stream(lost, tail + b'\n\ndata: {"error": {"message": "gone"}}')
+    assert "gone" in serving_load.served(arrival, lost, [2.0, 3.0], "").error
+
+
+def test_a_refusal_is_no_error_and_what_still_runs_is_neither() -> None:
+    arrival = served(1.0).arrival
+    refused = serving_load.served(
+        arrival, outcomes.Outcome(0, 1.0, 90, 10, status=400, error="400 too_long"), [], ""
+    )
+    assert (refused.refused, refused.error, refused.is_whole) == ("400 too_long", "", False)
+    left = serving_load.served(
+        arrival, outcomes.Outcome(0, 1.0, 90, 10, status=200, error=UNFINISHED), [2.0], ""
+    )
+    assert (left.refused, left.error, left.is_whole, left.token_s) == ("", "", False, [2.0])
 
 
 def test_a_prompt_counts_with_its_first_token_and_events_share_the_tokens_of_what_ended() -> None:
@@ -270,7 +290,7 @@ def test_a_bar_that_is_missed_is_said_to_be_missed() -> None:
     judged = bars({OURS: ours, ROUND_ROBIN: ours})
     assert not judged[f"throughput to {ROUND_ROBIN}"]["is_met"]
     told = card({OURS: ours, ROUND_ROBIN: ours}, judged)
-    assert "1.00 (bar 1.26): MISSED" in told
+    assert "1.0 (bar 1.26): MISSED" in told
     better = bars({OURS: replace(ours, tokens_per_s=1.27 * other.tokens_per_s), ROUND_ROBIN: other})
     assert better[f"throughput to {ROUND_ROBIN}"]["is_met"]
     assert bars({ROUND_ROBIN: other}) == {}

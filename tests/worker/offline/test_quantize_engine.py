@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench.common.results import DEMO
 from bench.quality.measure import CONTEXT, OUTPUT, counts_of, mixtures
 from bench.quality.perplexity import Evaluator, Text, difference
-from bench.quality.setup import DEMO, Model, held_out, open_demo
+from bench.quality.setup import Model, held_out, open_demo
 from bus.messages import PARTS
 from tests.support import model_folders
 from tests.support.variant_models import Morphing
