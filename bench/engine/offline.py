@@ -34,9 +34,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from bench.common.dummy_model import CONFIGS, load_engine, load_transformers, num_matrix_weights, saved_model
 from bus.messages import SamplingParams
-from worker.core import Request
 from worker.engine.build import Shape
 from worker.engine.engine import Engine
+from worker.engine.sequence import Request
 
 SIZE = "30M"
 BARS = {"generate": 2.5, "generate_batch": 5.0}

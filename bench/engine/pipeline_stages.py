@@ -31,9 +31,9 @@ from bench.common.dummy_model import CONFIGS, load_engine, saved_model
 from bench.engine.offline import say, silence
 from bench.engine.stage_processes import PIPELINE, Stage, StageProcesses, Staging, lead
 from bus.messages import SamplingParams
-from worker.core import Request
 from worker.engine.build import Shape
 from worker.engine.engine import Engine
+from worker.engine.sequence import Request
 
 BUDGET_MIB = 1024
 SHAPE = Shape(max_num_seqs=16)

@@ -26,9 +26,9 @@ import torch
 from bench.common.dummy_model import load_engine, load_transformers, num_matrix_weights, saved_model
 from bench.engine.offline import say, silence
 from bus.messages import SamplingParams
-from worker.core import Request
 from worker.engine.build import Shape
 from worker.engine.engine import Engine
+from worker.engine.sequence import Request
 
 SIZE = "100M"
 BAR = 1.6

@@ -30,13 +30,13 @@ from bus.precisions import BITS, Precision
 from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Transport
 from worker.engine.build import MIB, Shape, compile_kernels, fill_caches, make_cache, make_pool
+from worker.engine.core import EngineCore
 from worker.model import load_model
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.model import LoadFormat
 from worker.model.shard import Shard
 from worker.model.weights import tensors_of
 from worker.pipeline.build import start_leading
-from worker.pipeline.instance import PipelinedInstance
 from worker.pipeline.pipeline import RemoteStage
 from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import LoadedStage
@@ -149,7 +149,7 @@ class Stage:
         self.pool.close()
 
 
-def lead(stage: Stage, behind: Sequence[RemoteStage], woken: threading.Event) -> PipelinedInstance:
+def lead(stage: Stage, behind: Sequence[RemoteStage], woken: threading.Event) -> EngineCore:
     """stage: the first. woken: set when `can_step` may have changed."""
     steps = start_leading(
         PIPELINE,
@@ -166,7 +166,7 @@ def lead(stage: Stage, behind: Sequence[RemoteStage], woken: threading.Event) ->
             next(steps)
             time.sleep(0.01)
         except StopIteration as end:
-            led: PipelinedInstance = end.value
+            led: EngineCore = end.value
             return led
 
 

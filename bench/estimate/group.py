@@ -21,7 +21,7 @@ from bench.transform.group import MODEL, WAIT_S, Worker, group
 from bus.deployments import Configuration
 from bus.messages import Swap
 from bus.precisions import Precision
-from worker.core import Limits
+from worker.engine.sequence import Limits
 from worker.profiler.device_memory import peak_memory
 
 T = TypeVar("T")

@@ -45,8 +45,8 @@ from bench.estimate.truth import Devices, OneDevice, Truth, limits_for
 from bus.deployments import Configuration, Intent, LinkSample, ProbePeer
 from bus.precisions import PRECISIONS, QUANTIZED
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
-from worker.core import Limits
 from worker.engine.build import MIB, Shape, make_pool
+from worker.engine.sequence import Limits
 from worker.memory import PagePool
 from worker.model import ModelConfig, read_config
 from worker.model.model import LoadFormat

@@ -12,9 +12,9 @@ from typing import Protocol
 from bus.deployments import Configuration, Intent
 from bus.messages import SamplingParams
 from bus.precisions import Precision
-from worker.core import Limits, Request
 from worker.engine.build import Shape
-from worker.engine.instance import Instance
+from worker.engine.core import EngineCore
+from worker.engine.sequence import Limits, Request
 from worker.memory import KVCache, PagePool
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import CutPlan, Fingerprint, load_cut
@@ -144,7 +144,7 @@ class OneDevice:
         limits = limits_for(intents, shape)
         blocks = limits.max_num_seqs * (1 + -(-limits.max_model_len // limits.block_tokens))
         self._cache = self._make_cache(blocks, limits.block_tokens)
-        self._instance = Instance(
+        self._instance = EngineCore(
             "truth",
             self._fingerprint.model,
             self._cache,

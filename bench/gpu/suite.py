@@ -192,7 +192,7 @@ def make_engine(folder: Path, dtype: Any, load_format: Any, memory_bytes: int, *
 
 def submit(engine: Any, prompts: list[list[int]], num_out: int) -> None:
     from bus.messages import SamplingParams
-    from worker.core import Request
+    from worker.engine.sequence import Request
 
     sampling = SamplingParams(max_tokens=num_out, seed=0, temperature=0.0)
     for i, prompt in enumerate(prompts):

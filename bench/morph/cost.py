@@ -44,7 +44,7 @@ from bench.morph.floor import Floor, leave_caches
 from bus.messages import PARTS, MorphReport, SamplingParams, Swap
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
-from worker.core import Request
+from worker.engine.sequence import Request
 from worker.service.loaded import Loaded
 from worker.service.loading import load
 from worker.shape.variants import LayerVariants

@@ -22,9 +22,9 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 # isort: split
 from bus.messages import Morph, MorphReport, SamplingParams, Transform
 from bus.settings import WorkerSettings
-from worker.core import Request
 from worker.distributed.messages import Peer
 from worker.engine.engine import StepResult
+from worker.engine.sequence import Request
 from worker.service.engine_thread import EngineThread
 from worker.service.loading import load
 

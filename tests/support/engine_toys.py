@@ -13,9 +13,9 @@ import torch
 
 from bus.messages import Delta, LayerShape, RejectReason, SamplingParams
 from kernels.plan import AttentionPlan
-from worker.core import Limits, Request
+from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
-from worker.engine.instance import Instance
+from worker.engine.sequence import Limits, Request
 
 VOCAB = 97
 
@@ -96,14 +96,14 @@ class ToyModel:
 
 def toy_instance(
     num_blocks: int = 64, *, num_seqs: int = 8, tokens: int = 16, block_tokens: int = 4, model_len: int = 200
-) -> Instance:
+) -> EngineCore:
     limits = Limits(num_seqs, tokens, model_len, block_tokens)
     cache = ToyCache(num_blocks, block_tokens)
     device = torch.device("cpu")
-    return Instance("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device)
+    return EngineCore("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device)
 
 
-def toy_engine(**changes: Any) -> tuple[Engine, Instance]:
+def toy_engine(**changes: Any) -> tuple[Engine, EngineCore]:
     engine, instance = Engine(), toy_instance(**changes)
     engine.add_instance(instance)
     return engine, instance

@@ -18,12 +18,12 @@ from bench.common.oracles import make_oracle
 from bus.messages import MorphReport, Resize, SamplingParams, Swap, Transform
 from bus.precisions import Precision
 from tests.support.threaded_worker import ThreadedWorker
-from worker.core import Limits, Request
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
 from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
+from worker.engine.core import Output
 from worker.engine.engine import Engine, StepResult
-from worker.engine.instance import Output
+from worker.engine.sequence import Limits, Request
 from worker.memory import CpuBackend, PagePool
 from worker.model import load_model
 from worker.morph.executor import MorphExecutor
@@ -170,7 +170,7 @@ class GroupWorker(ThreadedWorker):
 
     def take(self, result: StepResult, output: Output) -> None:
         if output.delta.token_ids:
-            self.fingerprints.add(result.fingerprint)
+            self.fingerprints.add(result.shape_id)
 
     def _reports(self, reports: list[MorphReport]) -> None:
         with self._changed:

@@ -18,9 +18,9 @@ from bus.messages import PARTS, LayerShape, MorphReport, Part
 from bus.precisions import PRECISIONS, Precision
 from kernels.plan import AttentionPlan
 from tests.support.engine_toys import VOCAB, next_token
-from worker.core import Limits
+from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
-from worker.engine.instance import Instance
+from worker.engine.sequence import Limits
 from worker.engine.shape import precision_of
 from worker.memory import CpuBackend, KVCache, MappingFailed, PagePool, VirtualRange
 from worker.morph.executor import MorphExecutor
@@ -206,7 +206,7 @@ class Rig:
         )
         pages = min(self.pool.num_free - self.reserve, self.max_kv_pages or self.num_pages)
         self.cache.grow(pages // self.num_layers)
-        self.instance = Instance(
+        self.instance = EngineCore(
             "toy@w0", self.model, self.cache, limits, vocab_size=VOCAB, device=torch.device("cpu")
         )
         self.engine = Engine()

@@ -13,12 +13,12 @@ import torch
 
 from bus.messages import PageCounts, SamplingParams, TokenLogprobs
 from tests.support.threaded_worker import ThreadedWorker
-from worker.core import Limits, Request
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
 from worker.engine.build import fill_caches, make_cache
+from worker.engine.core import EngineCore, Output
 from worker.engine.engine import Engine, StepResult
-from worker.engine.instance import Output
+from worker.engine.sequence import Limits, Request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, load_model
 from worker.model.shard import ALONE, Shard
@@ -26,7 +26,7 @@ from worker.morph.executor import MorphExecutor
 from worker.morph.reshard import make_resharder
 from worker.morph.verbs import NoVariants
 from worker.pipeline.build import start_leading
-from worker.pipeline.instance import PipelinedInstance
+from worker.pipeline.executor import PipelineExecutor
 from worker.pipeline.pipeline import RemoteStage
 from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import LoadedStage
@@ -189,7 +189,9 @@ class Line:
             timeout_s=timeout_s,
             wake=self.leader.wake,
         )
-        self.instance: PipelinedInstance = self.leader.call(lambda: _run(steps))
+        self.instance: EngineCore = self.leader.call(lambda: _run(steps))
+        assert isinstance(self.instance.executor, PipelineExecutor)
+        self.model, self.cache, self.executor = model, cache, self.instance.executor
         self.leader.call(lambda: self.leader.engine.add_instance(self.instance))
 
     def _follow(

@@ -14,7 +14,7 @@ from bus.client import Bus, BusUnavailable, connect
 from bus.messages import Delta, InstanceCard, PageCounts, SamplingParams, StepOutput, Submit
 from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.support.engine_toys import VOCAB, ToyModel, toy_engine
-from worker.engine.instance import Instance
+from worker.engine.core import EngineCore
 from worker.morph.executor import MorphExecutor
 from worker.service.loaded import Loaded
 from worker.service.worker import serve
@@ -186,7 +186,7 @@ class Bench:
         return await self.backlog() == 0 and blocks.num_free == blocks.capacity
 
 
-def card(instance: Instance) -> InstanceCard:
+def card(instance: EngineCore) -> InstanceCard:
     return InstanceCard(
         id=instance.id,
         model="toy",

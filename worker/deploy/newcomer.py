@@ -20,7 +20,7 @@ from bus.messages import PARTS, Deploy, Part
 from bus.precisions import BITS, PRECISIONS
 from worker.deploy.site import Site
 from worker.engine.build import MIB, Shape, compile_kernels, instance_of, make_cache, useful_pages
-from worker.engine.instance import Instance
+from worker.engine.core import EngineCore
 from worker.memory import KVCache, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.model import Model, ModelError, read_config
@@ -191,7 +191,7 @@ class Newcomer:
         """What serves and morphs, once its layers are installed and its KV cache has pages."""
         assert self.cache
         self.model.complete()
-        instance: Instance = instance_of(self.command.instance, self.model, self.cache, self.limits)
+        instance: EngineCore = instance_of(self.command.instance, self.model, self.cache, self.limits)
         resizer = KVResizer(
             instance,
             self.cache,

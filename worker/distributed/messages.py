@@ -22,7 +22,7 @@ import numpy as np
 
 from bus.messages import LayerShape, Number, Part
 from bus.precisions import Precision
-from worker.engine.work import Work
+from worker.engine.input_batch import ModelInput
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -225,8 +225,8 @@ Actions = (
 # --------------------------------------------------------------------------- steps
 
 
-class PackedWork(msgspec.Struct, frozen=True, kw_only=True):
-    """`worker.engine.work.Work` with arrays as the bytes they have in memory."""
+class PackedInput(msgspec.Struct, frozen=True, kw_only=True):
+    """`worker.engine.input_batch.ModelInput` with arrays as the bytes they have in memory."""
 
     token_ids: bytes
     q_lens: bytes
@@ -245,7 +245,7 @@ class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
 
     rank: int
     step: int
-    work: PackedWork | None
+    work: PackedInput | None
     spare: int  # blocks that nothing here needs soon
     wanted: int  # blocks that its next sequence misses
     wanting_s: float  # how long the oldest that misses some has been there
@@ -266,7 +266,7 @@ class Step(GroupMessage, frozen=True, kw_only=True, tag=True):
     """From the leader: run this, then do that. By rank."""
 
     step: int
-    works: list[PackedWork | None]
+    works: list[PackedInput | None]
     allowed: list[int]  # tokens of each planner in the next one
     used: list[list[int]]
     num_used: list[int]
@@ -360,7 +360,7 @@ class RunStage(PipelineMessage, frozen=True, kw_only=True, tag=True):
     residual."""
 
     step: int
-    work: PackedWork
+    work: PackedInput
 
 
 class MoveBlocks(PipelineMessage, frozen=True, kw_only=True, tag=True):
@@ -444,9 +444,9 @@ def decode(data: bytes | memoryview) -> Message:
     return _decoder.decode(data)
 
 
-def pack(work: Work, *, has_token_ids: bool = True) -> PackedWork:
+def pack(work: ModelInput, *, has_token_ids: bool = True) -> PackedInput:
     """Return `work` as bytes. Without token ids `unpack` fills in zeros."""
-    return PackedWork(
+    return PackedInput(
         token_ids=work.token_ids.tobytes() if has_token_ids else b"",
         q_lens=work.q_lens.tobytes(),
         context_lens=work.context_lens.tobytes(),
@@ -455,11 +455,11 @@ def pack(work: Work, *, has_token_ids: bool = True) -> PackedWork:
     )
 
 
-def unpack(packed: PackedWork) -> Work:
+def unpack(packed: PackedInput) -> ModelInput:
     """Return the work with arrays of its own: torch refuses arrays that cannot be written to."""
     q_lens = np.frombuffer(bytearray(packed.q_lens), np.int64)
     token_ids = np.frombuffer(bytearray(packed.token_ids), np.int64)
-    return Work(
+    return ModelInput(
         token_ids=token_ids if len(token_ids) else np.zeros(int(q_lens.sum()), np.int64),
         q_lens=q_lens,
         context_lens=np.frombuffer(bytearray(packed.context_lens), np.int64),

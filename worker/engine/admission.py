@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.messages import FinishReason, SamplingParams
-from worker.core import Limits, Request, Sequence
+from worker.engine.sequence import Limits, Request, Sequence
 
 FINITE = 1e9
 # The gateway checks what clients send; this keeps anything else on the bus from failing a whole batch.

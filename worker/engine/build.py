@@ -10,8 +10,8 @@ import torch
 
 import kernels
 from bus.messages import SamplingParams
-from worker.core import Limits, Request
-from worker.engine.instance import Instance
+from worker.engine.core import EngineCore
+from worker.engine.sequence import Limits, Request
 from worker.engine.stats import Stats
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
@@ -120,15 +120,15 @@ def fill_caches(pool: PagePool, parts: Seq[tuple[KVCache, Model, Limits]], reser
 
 def make_instance(
     instance_id: str, model: Model, cache: KVCache, limits: Limits, *, bits: Seq[int] = ()
-) -> Instance:
+) -> EngineCore:
     """`bits`: of the quantised variants that its layers may become."""
     compile_kernels(model, limits, cache.pool.backend.device, bits=bits)
     return instance_of(instance_id, model, cache, limits)
 
 
-def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> Instance:
+def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> EngineCore:
     """The same where the kernels are compiled."""
-    return Instance(
+    return EngineCore(
         instance_id,
         model,
         cache,
@@ -155,13 +155,13 @@ def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits:
         )
 
 
-def run_canary(instance: Instance) -> None:
+def run_canary(instance: EngineCore) -> None:
     """`canary_steps`, one after the other."""
     for _ in canary_steps(instance):
         pass
 
 
-def canary_steps(instance: Instance) -> Iterator[None]:
+def canary_steps(instance: EngineCore) -> Iterator[None]:
     """A first request through every part, before anybody else's: a prefill and two decodes, a yield after
     each. ModelError if the model's numbers are not numbers. Leaves no trace in the statistics."""
     longest = min(instance.limits.max_model_len - 3, instance.limits.max_num_batched_tokens + 1, 64)

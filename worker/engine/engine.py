@@ -1,4 +1,4 @@
-"""All instances of one worker behind a few verbs. One thread owns it; it knows nothing of Redis."""
+"""All instances of one worker. One thread owns the engine; it knows nothing of Redis."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from bus.messages import Delta, RejectReason
-from worker.core import Request
-from worker.engine.instance import Instance, Output
+from bus.messages import Delta, InstanceTelemetry, RejectReason
+from worker.engine.core import EngineCore, Output
+from worker.engine.sequence import Request
 
 log = logging.getLogger(__name__)
 
@@ -24,33 +24,62 @@ DEVICE_ERRORS: tuple[type[Exception], ...] = (
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step of one instance made; `born_ns` is the wall clock when its tokens were known, `step_s`
-    how long it took."""
+    """The outputs of one step of one instance.
+
+    `born_ns` is the wall clock when its tokens were known, `step_s` the seconds that the step took.
+    """
 
     instance: str
     step: int
     born_ns: int
     outputs: list[Output]
-    fingerprint: str  # of the shape that it ran in, as the next
+    shape_id: str  # of the shape in which the step ran
     layers_below_full: int
     step_s: float = 0.0
 
 
-def result_of(instance: Instance, outputs: list[Output]) -> StepResult:
-    """What a step made, now."""
+def result_of(instance: EngineCore, outputs: list[Output]) -> StepResult:
+    """Wrap the outputs of a step that ended now."""
     return StepResult(
         instance=instance.id,
         step=instance.num_steps,
         born_ns=time.time_ns(),
         outputs=outputs,
-        fingerprint=instance.fingerprint,
+        shape_id=instance.shape_id,
         layers_below_full=instance.layers_below_full,
         step_s=instance.step_s,
     )
 
 
+def instance_telemetry(instance: EngineCore) -> InstanceTelemetry:
+    """Return the numbers of `instance` for the monitor. Only in the engine's thread, between steps."""
+    scheduler, stats = instance.scheduler, instance.stats
+    blocks = scheduler.blocks
+    return InstanceTelemetry(
+        id=instance.id,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        waiting_tokens=sum(len(seq.token_ids) for seq in scheduler.waiting),
+        kv_blocks=blocks.capacity,
+        kv_used=blocks.num_used + instance.executor.num_blocks_used_elsewhere,
+        layers=instance.shape,
+        prompt_tokens=stats.prompt_tokens,
+        generation_tokens=stats.generation_tokens,
+        preemptions=scheduler.num_preemptions,
+        recomputed_tokens=scheduler.num_recomputed,
+        finished=dict(stats.finished),
+        queue_seconds=stats.queue.snapshot(),
+        step_seconds=stats.step.snapshot(),
+        time_to_first_token=stats.time_to_first_token.snapshot(),
+        time_per_output_token=stats.time_per_output_token.snapshot(),
+        oldest_wait_seconds=instance.oldest_wait_seconds(),
+        longest_tokens=instance.longest_tokens(),
+        kv_own=blocks.num_used,
+    )
+
+
 def _gone(instance_id: str, request: Request) -> StepResult:
-    """Of a request that came for an instance that is not here any more."""
+    """Make the error for a request whose instance is not here any more."""
     delta = Delta(
         request_id=request.id,
         attempt=request.attempt,
@@ -63,10 +92,10 @@ def _gone(instance_id: str, request: Request) -> StepResult:
     return StepResult(instance_id, 0, time.time_ns(), [Output(request, delta)], "", 0)
 
 
-class Parts(Protocol):
-    """What this device runs of instances elsewhere."""
+class RemoteStages(Protocol):
+    """Stages that this device runs for instances led by other workers."""
 
-    wake: Callable[[], None]  # it can step, perhaps; called in any thread
+    wake: Callable[[], None]  # called in any thread when `can_step` may have become true
 
     @property
     def can_step(self) -> bool: ...
@@ -74,36 +103,38 @@ class Parts(Protocol):
     def step(self) -> None: ...
 
     def fence(self) -> None:
-        """This worker has lost its lease: others do not count on it any more."""
+        """End every stage, since this worker has lost its lease and the leaders no longer count on it."""
 
     def close(self) -> None: ...
 
 
 class Engine:
-    """Verbs: `submit`, `cancel`, `step`; the order of instances is the order in which they step."""
+    """The instances of one worker, in the order in which they step."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.instances: dict[str, Instance] = {}
-        self.parts: Parts | None = None
+        self.instances: dict[str, EngineCore] = {}
+        self.parts: RemoteStages | None = None
         self._device = device or torch.device("cpu")
+        self.num_steps = 0  # of instances and stages
         self._unsent: list[StepResult] = []  # ends of requests whose instance is gone
 
     def bind_thread(self) -> None:
-        """Call once in the thread that will step, if it is not the one that loaded: the current CUDA device
-        belongs to a thread."""
+        """Make this thread the one that steps: the current CUDA device belongs to a thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def add_instance(self, instance: Instance) -> None:
+    def add_instance(self, instance: EngineCore) -> None:
+        """Serve `instance` from the next step on. Raises ValueError for an id that exists."""
         if instance.id in self.instances:
             raise ValueError(f"instance {instance.id} exists already")
         self.instances[instance.id] = instance
 
-    def remove_instance(self, instance_id: str) -> Instance:
+    def remove_instance(self, instance_id: str) -> EngineCore:
+        """Serve this instance no longer and return it."""
         return self.instances.pop(instance_id)
 
     def send_away(self, instance_id: str, reason: str) -> int:
-        """Everything that waits or runs there ends with this error; the next step tells. Returns how many."""
+        """End every request of an instance with this error, published by the next step. Returns how many."""
         instance, outputs = self.instances[instance_id], list[Output]()
         while instance.has_work:
             outputs += instance.fail(reason, RejectReason.RETIRED)
@@ -112,19 +143,23 @@ class Engine:
         return len(outputs)
 
     def submit(self, instance_id: str, request: Request, arrived: float | None = None) -> None:
-        """`arrived`: monotonic seconds when the worker got it, if not now. One for an instance that is gone
-        ends at once. ValueError for an id that already runs there."""
+        """Queue a request; one for an instance that is gone ends at once.
+
+        arrived: monotonic seconds when the worker got it, if not now. Raises ValueError for an id that
+        already runs there.
+        """
         if instance := self.instances.get(instance_id):
             instance.submit(request, arrived)
         else:
             self._unsent.append(_gone(instance_id, request))
 
     def cancel(self, request_ids: Iterable[str]) -> int:
+        """Stop these requests wherever they run. Returns how many were here."""
         ids = list(request_ids)
         return sum(instance.cancel(ids) for instance in self.instances.values())
 
     def reset(self) -> None:
-        """A new epoch: nothing that was submitted before says anything any more, and counters begin at 0."""
+        """Begin a new epoch: forget all requests and set all counters to 0."""
         self._unsent.clear()
         if self.parts:
             self.parts.fence()
@@ -132,47 +167,67 @@ class Engine:
             instance.reset()
 
     @property
+    def is_alone(self) -> bool:
+        """False while an instance runs its steps with the other members of a group."""
+        return not any(instance.executor.has_peers for instance in self.instances.values())
+
+    @property
     def has_work(self) -> bool:
+        """True while any instance has a request or an unpublished output."""
         return bool(self._unsent) or any(instance.has_work for instance in self.instances.values())
 
     def can_step(self, *, is_paused: bool = False) -> bool:
-        """Whether `step` has something to do now; what has work may wait for others."""
+        """True if `step` has something to do now; an instance with work may be waiting for other devices."""
         if self.parts and self.parts.can_step:
             return True
-        has_own = bool(self._unsent) or any(instance.can_step for instance in self.instances.values())
+        if any(each.can_step for each in self.instances.values() if each.executor.has_peers):
+            return True
+        has_own = bool(self._unsent) or any(each.can_step for each in self.instances.values())
         return has_own and not is_paused
 
     def step(self, *, is_paused: bool = False) -> list[StepResult]:
-        """One step of every instance that has something to do, in turn: none can starve another. is_paused:
-        only what others wait for, elsewhere."""
+        """Step every instance that has something to do, once, so that none can starve another.
+
+        is_paused: run only what other workers wait for.
+        """
         if self.parts and self.parts.can_step:
             self.parts.step()
-        if is_paused:
-            return []
-        results, self._unsent = self._unsent, []
+            self.num_steps += 1
+        results = list[StepResult]()
+        if not is_paused:
+            results, self._unsent = self._unsent, []
         for instance in list(self.instances.values()):
-            if instance.can_step and (outputs := self._step(instance)):
+            has_peers = instance.executor.has_peers
+            if not (has_peers or (instance.can_step and not is_paused)):
+                continue
+            if outputs := self._step(instance, may_schedule=not is_paused):
                 results.append(result_of(instance, outputs))
         return results
 
-    def _step(self, instance: Instance) -> list[Output]:
-        """A step that raises costs its own instance's running requests an error, nobody else anything."""
+    def _step(self, instance: EngineCore, *, may_schedule: bool) -> list[Output]:
+        """Step one instance; an error ends its own running requests and touches no other instance."""
+        executor = instance.executor
+        before = executor.num_steps
         try:
-            return instance.step()
+            return instance.step(may_schedule=may_schedule)
         except DEVICE_ERRORS:
             raise
         except Exception as error:
+            if executor.has_peers:  # what a group does not recover from, this worker does not either
+                raise
             log.exception("a step of %s failed", instance.id)
             return instance.fail(f"the model's step failed: {type(error).__name__}: {error}")
+        finally:
+            self.num_steps += executor.num_steps != before
 
     def close(self) -> None:
-        """No step follows: those who take part elsewhere hear it."""
+        """Close every instance and stage; no step follows."""
         for instance in self.instances.values():
             instance.close()
         if self.parts:
             self.parts.close()
 
     def check_integrity(self) -> None:
-        """AssertionError when a block is lost or owned twice."""
+        """Raise AssertionError if a block is lost or owned twice."""
         for instance in self.instances.values():
             instance.check_integrity()

@@ -13,7 +13,7 @@ def precision_of(layer: LayerShape, part: Part) -> Precision:
     return layer.attention if part == "attention" else layer.ffn
 
 
-def fingerprint(shape: Sequence[LayerShape], tp: int = 1) -> str:
+def shape_id(shape: Sequence[LayerShape], tp: int = 1) -> str:
     """`tp1-full`, `tp1-int8x1-int4x2.5`: how many layers are in which precision; a half counts one half."""
     halves = Counter(precision for _, _, precision in _halves(shape))
     names = [f"{name}x{halves[name] / len(PARTS):g}" for name in QUANTIZED if halves[name]]

@@ -14,7 +14,7 @@ import torch
 
 from bus.messages import Number
 from kernels import copy_blocks
-from worker.engine.instance import Instance
+from worker.engine.core import EngineCore
 from worker.memory import KVCache
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
@@ -33,7 +33,7 @@ class KVResizer:
 
     def __init__(
         self,
-        instance: Instance,
+        instance: EngineCore,
         cache: KVCache,
         *,
         reserve_pages: int,

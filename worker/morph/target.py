@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bus.messages import LayerShape
 from bus.precisions import Precision
-from worker.engine.instance import Instance
+from worker.engine.core import EngineCore
 from worker.engine.shape import precision_of
 from worker.morph.plan import Half
 from worker.morph.resizer import KVResizer
@@ -17,7 +17,7 @@ class Target:
     """An instance, the variants of its layers and its KV cache."""
 
     def __init__(
-        self, instance: Instance, variants: Variants, resizer: KVResizer, order: Sequence[int] = ()
+        self, instance: EngineCore, variants: Variants, resizer: KVResizer, order: Sequence[int] = ()
     ) -> None:
         """order: in which layers lose bits; default front to back."""
         self.instance, self.variants, self.resizer = instance, variants, resizer

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from bus.messages import LayerShape, Number
 from worker.distributed.messages import Prepare, Vote
 from worker.model.shard import Shard
+from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
-from worker.parallel.party import Party
 from worker.parallel.place import Place
 
 
@@ -17,7 +17,7 @@ def answer(
     formation: Formation,
     worker: str,
     place: Place,
-    party: Party | None,
+    party: TensorParallelExecutor | None,
     *,
     in_the_way: str,
     meeting: str,
@@ -50,7 +50,7 @@ def answer(
 
 
 def _numbers(
-    place: Place, shard: Shard, party: Party | None, *, is_parting: bool
+    place: Place, shard: Shard, party: TensorParallelExecutor | None, *, is_parting: bool
 ) -> tuple[dict[str, Number], str]:
     """Or why there are none: a degree that its weights are not laid out for."""
     try:

@@ -26,9 +26,9 @@ from worker.distributed.messages import (
 from worker.distributed.rendezvous import Meetings, key_of, new_meeting
 from worker.distributed.transport import Endpoint, Link
 from worker.parallel.answering import answer
+from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering, StandingBy
-from worker.parallel.party import Party
 from worker.parallel.place import Place
 from worker.parallel.ties import PeerLinks
 
@@ -55,7 +55,7 @@ class Assembly:
         place: Place,
         links: Endpoint[GroupMessage],
         meetings: Meetings,
-        now: Callable[[], tuple[Party | None, PeerLinks]],
+        now: Callable[[], tuple[TensorParallelExecutor | None, PeerLinks]],
         in_the_way: Callable[[], str],
     ) -> None:
         """now: the group that this worker is in, and the links of it. in_the_way: why no change may begin."""

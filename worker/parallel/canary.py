@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from worker.engine.work import Work
+from worker.engine.input_batch import ModelInput
 from worker.parallel.place import Place
 
 TOKENS = 12
@@ -27,7 +27,7 @@ class Canary:
         self._scheduler, block_tokens = instance.scheduler, instance.limits.block_tokens
         self._blocks = self._scheduler.blocks.allocate(-(-TOKENS // block_tokens))
         self._scheduler.num_blocks_aside += len(self._blocks)
-        self.work = Work(
+        self.input = ModelInput(
             token_ids=(np.arange(TOKENS) * 7 + 3) % instance.vocab_size,
             q_lens=np.array([TOKENS]),
             context_lens=np.array([TOKENS]),

@@ -6,25 +6,25 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 from worker.distributed.messages import Census
-from worker.parallel.party import Party
+from worker.parallel.executor import TensorParallelExecutor
 
 
 @contextmanager
-def counting(party: Party) -> Iterator[Callable[[], Generator[bool, None, list[list[int]]]]]:
+def counting(party: TensorParallelExecutor) -> Iterator[Callable[[], Generator[bool, None, list[list[int]]]]]:
     """Within it no step is called after the count until an action was added; `yield from` what it gives for
     the numbers in use, by rank."""
-    chair = party.chair
-    assert chair
-    chair.add(Census())
-    counted_in = chair.step + 1
+    coordinator = party.coordinator
+    assert coordinator
+    coordinator.add(Census())
+    counted_in = coordinator.step + 1
 
     def count() -> Generator[bool, None, list[list[int]]]:
-        while chair.step != counted_in or not chair.is_everyone_ready:
+        while coordinator.step != counted_in or not coordinator.is_everyone_ready:
             party.raise_fallen()
             yield False
-        return [chair.ready_of(rank).used for rank in range(chair.size)]
+        return [coordinator.ready_of(rank).used for rank in range(coordinator.size)]
 
     try:
         yield count
     finally:
-        chair.give_up_census()
+        coordinator.give_up_census()

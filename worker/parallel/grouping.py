@@ -1,8 +1,8 @@
-"""What this worker is in: no group, on its way into one, or in one. The engine's thread owns it.
+"""The group of this worker: none, one being prepared, or one that it is in. The engine's thread owns it.
 
-How workers come together is the `Assembly`'s, what they do together the `Party`'s. Here is how one follows
-from the other: a worker enters, a group becomes a subgroup of a larger one, or parts into smaller ones; and
-whatever goes wrong, its members are alone again.
+`Assembly` brings workers together, and `TensorParallelExecutor` runs their steps. This module goes from one
+to the other: a worker enters, a group becomes a subgroup of a larger one, or parts into smaller ones. After
+any failure the members serve alone again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from worker.distributed.messages import (
 )
 from worker.distributed.rendezvous import Meetings
 from worker.distributed.transport import Link, Transport
-from worker.engine.instance import Output
 from worker.memory import OutOfBlocks
 from worker.parallel.ahead import MeetingsAhead
 from worker.parallel.assembly import Assembly, Destination
+from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering
 from worker.parallel.member import Member
-from worker.parallel.party import Party
 from worker.parallel.place import Place
 from worker.parallel.present import Present
 from worker.parallel.share import BlockShare
@@ -96,7 +95,7 @@ class Grouping:
         self._losses: list[tuple[Link, str]] = []  # that came before the group's last step was made here
 
     @property
-    def party(self) -> Party | None:
+    def party(self) -> TensorParallelExecutor | None:
         return self._present.party if self._present else None
 
     @property
@@ -120,7 +119,7 @@ class Grouping:
 
     def ask_to_part(self) -> None:
         """This worker is about to leave. What was asked may be refused, or come too late: ask again."""
-        if self._present and self._present.party.chair:
+        if self._present and self._present.party.coordinator:
             self.on_part_please()
         elif self._present:
             self._present.ties.tell_leader(RequestSplit(group=self._present.party.group))
@@ -158,30 +157,26 @@ class Grouping:
 
     # ----------------------------------------------------------------------------- at every boundary
 
-    def tick(self, may_plan: bool) -> list[Output]:
-        """The group's step, if it is called. A group that fails is left; the requests stay."""
+    def _after_step(self) -> None:
+        """Go from one group to the next where the step just made was the last one in it."""
         present = self._present
         assert present is not None
-        party = present.party
-        if failure := present.tick(may_plan):
-            self._fall_apart(failure)
-        elif party.enters_next:
+        if present.party.enters_next:
             self._enter_next(present)
-        elif party.is_over:
+        elif present.party.is_over:
             self._part(present)
         losses, self._losses = self._losses, []
         for link, reason in losses:
             if self._is_of_group(link):
                 self._fall_apart(reason)
-        return party.take_outputs()
 
     # ----------------------------------------------------------------------------- from one to the next
 
     def _enter(self, blocks: int) -> None:
         """Now, if it is alone; a group enters when its members are at the same step."""
         if self.party:
-            assert self.party.chair
-            self.party.chair.add(EnterNext(blocks=blocks))
+            assert self.party.coordinator
+            self.party.coordinator.add(EnterNext(blocks=blocks))
             return
         try:
             high = self._assembly.communicator()
@@ -228,7 +223,7 @@ class Grouping:
         former: list[Link],
     ) -> None:
         rank = to.formation.members.index(self.worker)
-        party = Party(
+        party = TensorParallelExecutor(
             to.group,
             Member(
                 to.formation, rank, self.place, high, low, share, pages_alone, self._clock, self.on_progress
@@ -236,11 +231,15 @@ class Grouping:
             send=to.ties.tell_leader,
             broadcast=to.ties.tell_others,
             on_settled=lambda: self.on_regrouped(to.formation.members, "all layers have their new degree"),
+            after_step=self._after_step,
+            on_failed=self._fail,
         )
+        self.place.instance.use(party)
+        self.post(lambda: None)  # its first step is due
         self._present = Present(party, to.key, to.meeting, to.peers, to.ties, former)
         for ready in self._early:
-            if party.chair and ready.group == to.group:
-                party.chair.take(ready)
+            if party.coordinator and ready.group == to.group:
+                party.coordinator.take(ready)
         self._early = []
         if to.lost:  # since it was last looked at: nobody would tell again
             self._fall_apart(f"a member was lost: {to.lost}")
@@ -260,6 +259,12 @@ class Grouping:
         before.close()
         self._assembly.call_off()
         self._present = None
+        self.place.instance.use(self.place.instance.local_executor)
+        self.post(lambda: None)  # a morph that waits for it is due, and nothing else wakes an idle engine
+
+    def _fail(self, reason: str) -> None:
+        self._losses = []
+        self._fall_apart(reason)
 
     # ----------------------------------------------------------------------------- what others say
 
@@ -276,13 +281,13 @@ class Grouping:
                 self._enter(message.blocks)
             case LeadSubgroup() if present:  # it may be here before the invitation
                 assembly.follow(link, message.group)
-            case Ready() if present and present.party.chair and present.party.group == message.group:
-                present.party.chair.take(message)
+            case Ready() if present and present.party.coordinator and present.party.group == message.group:
+                present.party.coordinator.take(message)
             case Ready():
                 self._early = [*self._early[-MAX_EARLY:], message]
             case Step() if present and link is present.ties.leader and message.group == present.party.group:
                 present.party.take_step(message)
-            case RequestSplit() if present and present.party.chair:
+            case RequestSplit() if present and present.party.coordinator:
                 self.on_part_please()
             case GroupEnded() if self._is_of_group(link):
                 self._lose(link, f"a member left: {message.reason}")

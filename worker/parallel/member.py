@@ -47,7 +47,11 @@ class Member:
     rows: Rows | None = None  # of layers that go back to the low degree
     swap: HalfSwap | None = None
     costs: Costs = field(default_factory=Costs)
+    tp: int = 0  # the degree; while it changes, the old one
     is_over: bool = False  # it is in this group no more
+
+    def __post_init__(self) -> None:
+        self.tp = self.tp or self.formation.low
 
     @property
     def filled(self) -> int:
@@ -88,7 +92,7 @@ class Member:
                     layer[targets] = layer[sources]
 
     def reshaped(self, tp: int) -> None:
-        self.place.instance.tp = tp
+        self.tp = tp
         self.place.instance.reshaped()
 
     def take_next_low(self, communicator: Communicator) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from worker.distributed.communicator import Communicator
-from worker.engine.work import Work, attention_plan, merge, to_tensor
+from worker.engine.input_batch import ModelInput, attention_plan, merge_inputs, to_tensor
 from worker.model import Segment
 from worker.parallel.formation import Formation, Run
 from worker.parallel.place import Place
@@ -27,7 +27,7 @@ class MergedStep:
         self._place, self._formation, self._rank = place, formation, rank
         self._high, self._low = high, low
 
-    def forward(self, works: Sequence[Work]) -> torch.Tensor:
+    def forward(self, works: Sequence[ModelInput]) -> torch.Tensor:
         """works: by rank, in the numbers of the low degree while there are two. float32 [R, vocab] of this
         rank's own logit rows. Raises PeerLost."""
         place, device = self._place, self._place.instance.device
@@ -47,14 +47,14 @@ class MergedStep:
             return self._formation.planners()
         return self._formation.ranks_of(self._formation.subgroup(self._rank))
 
-    def _batch(self, run: Run, works: Sequence[Work]) -> Work:
+    def _batch(self, run: Run, works: Sequence[ModelInput]) -> ModelInput:
         formation, ranks = self._formation, self._ranks(run)
         if not run.is_high or formation.is_uniform:
-            return merge([works[rank] for rank in ranks])
+            return merge_inputs([works[rank] for rank in ranks])
         n = formation.num_subgroups
-        return merge([works[rank].renumbered(n, formation.subgroup(rank)) for rank in ranks])
+        return merge_inputs([works[rank].renumbered(n, formation.subgroup(rank)) for rank in ranks])
 
-    def _segment(self, run: Run, batch: Work, works: Sequence[Work]) -> Segment:
+    def _segment(self, run: Run, batch: ModelInput, works: Sequence[ModelInput]) -> Segment:
         formation, instance = self._formation, self._place.instance
         subgroup = formation.subgroup(self._rank)
         sizes = [
@@ -72,7 +72,7 @@ class MergedStep:
             is_giver=formation.low_shard(self._rank).rank == 0,
         )
 
-    def _own_rows(self, run: Run, works: Sequence[Work]) -> slice:
+    def _own_rows(self, run: Run, works: Sequence[ModelInput]) -> slice:
         ranks = self._ranks(run)
         first = sum(len(works[rank].logit_rows) for rank in ranks[: ranks.index(self._rank)])
         return slice(first, first + len(works[self._rank].logit_rows))

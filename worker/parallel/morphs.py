@@ -11,8 +11,8 @@ from bus.precisions import Precision
 from worker.morph.groups import Peers
 from worker.morph.plan import Half
 from worker.morph.run import Clock
+from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.grouping import Grouping
-from worker.parallel.party import Party
 from worker.parallel.resize import GroupResizeRun
 from worker.parallel.swap import GroupSwapRun
 from worker.parallel.transform import TransformRun
@@ -37,7 +37,7 @@ class GroupMorphs:
     @property
     def leader(self) -> str:
         party = self._grouping.party
-        return party.formation.members[0] if party and party.chair is None else ""
+        return party.formation.members[0] if party and party.coordinator is None else ""
 
     def attach(self, why_not: Callable[[], str], let_part: Callable[[], None]) -> None:
         self._grouping.why_not, self._grouping.on_part_please = why_not, let_part
@@ -65,7 +65,7 @@ class GroupMorphs:
         return command, self._grouping.peers
 
     @property
-    def _party(self) -> Party:
+    def _party(self) -> TensorParallelExecutor:
         party = self._grouping.party
         assert party is not None
         return party

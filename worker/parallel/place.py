@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bus.messages import Number
-from worker.engine.instance import Instance
+from worker.engine.core import EngineCore
 from worker.memory import BlockAllocator, KVCache
 from worker.model import Model
 from worker.model.shard import Shard
@@ -33,7 +33,7 @@ class Place:
     exchanges: Rate = field(default_factory=Rate)
 
     @property
-    def instance(self) -> Instance:
+    def instance(self) -> EngineCore:
         return self.target.instance
 
     @property

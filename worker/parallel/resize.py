@@ -11,7 +11,7 @@ from worker.memory import OutOfBlocks
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
 from worker.parallel.count import counting
-from worker.parallel.party import Party
+from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.share import moves_below
 
 Told = Generator[bool, None, None]
@@ -20,7 +20,7 @@ Told = Generator[bool, None, None]
 class GroupCache:
     """What its leader knows of it, and does with it."""
 
-    def __init__(self, party: Party) -> None:
+    def __init__(self, party: TensorParallelExecutor) -> None:
         self.party = party
 
     @property
@@ -29,9 +29,9 @@ class GroupCache:
 
     def told(self) -> list[Ready]:
         """Of every rank, the latest."""
-        chair = self.party.chair
-        assert chair
-        return [chair.ready_of(rank) for rank in range(chair.size)]
+        coordinator = self.party.coordinator
+        assert coordinator
+        return [coordinator.ready_of(rank) for rank in range(coordinator.size)]
 
     def blocks_after(self, pages: int) -> int:
         """With so many pages more (or fewer) in each layer of each member."""
@@ -50,9 +50,9 @@ class GroupCache:
     def grow(self, pages: int) -> Told:
         """Raises PeerLost."""
         if pages > 0:
-            assert self.party.chair
+            assert self.party.coordinator
             blocks = self.blocks_after(pages)
-            self.party.chair.add(Grow(pages=pages, blocks=blocks))
+            self.party.coordinator.add(Grow(pages=pages, blocks=blocks))
             while self.blocks != blocks:
                 self.party.raise_fallen()
                 yield False
@@ -72,8 +72,8 @@ class GroupCache:
                     blocks_used=in_use,
                     blocks_asked=blocks,
                 ) from error
-            assert self.party.chair
-            self.party.chair.add(Shrink(pages=pages, blocks=blocks, moves=moves))
+            assert self.party.coordinator
+            self.party.coordinator.add(Shrink(pages=pages, blocks=blocks, moves=moves))
         while self.blocks != blocks:
             self.party.raise_fallen()
             yield False
@@ -85,7 +85,7 @@ class GroupResizeRun:
     progress, is_beyond_return = "", False
 
     def __init__(
-        self, party: Party, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic
+        self, party: TensorParallelExecutor, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic
     ) -> None:
         """Raises NotApplied for sizes that can never be."""
         self._cache, self._num_blocks = GroupCache(party), num_blocks

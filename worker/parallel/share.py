@@ -13,7 +13,7 @@ from worker.memory import BrokenInvariant, OutOfBlocks
 
 
 class BlockShare:
-    """One planner's blocks: `worker.core.BlockPool` over any numbers, the lowest free ones first."""
+    """The blocks of one planner, a `BlockPool` over any numbers, the lowest free ones first."""
 
     def __init__(self, ids: Iterable[int], used: Iterable[int], capacity: int) -> None:
         """capacity: blocks of the whole group; no sequence can have more."""

@@ -11,7 +11,7 @@ from worker.distributed.messages import DropHalf, InstallHalf, PrepareHalf
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Patience, halves_text
-from worker.parallel.party import Party
+from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.resize import GroupCache
 
 
@@ -23,7 +23,7 @@ class GroupSwapRun:
 
     def __init__(
         self,
-        party: Party,
+        party: TensorParallelExecutor,
         halves: Sequence[Half],
         precision: Precision,
         *,
@@ -64,20 +64,20 @@ class GroupSwapRun:
 
     def _swap(self, half: Half) -> Generator[bool, None, None]:
         party, target = self._party, self._party.place.target
-        assert party.chair
+        assert party.coordinator
         is_done = False
-        party.chair.add(PrepareHalf(layer=half.layer, part=half.part, precision=self._precision))
-        first = party.chair.step + 1  # its Readies tell of what this step has begun
+        party.coordinator.add(PrepareHalf(layer=half.layer, part=half.part, precision=self._precision))
+        first = party.coordinator.step + 1  # its Readies tell of what this step has begun
         try:
-            while party.chair.step < first or not all(each.has_prepared for each in self._cache.told()):
+            while party.coordinator.step < first or not all(each.has_prepared for each in self._cache.told()):
                 party.raise_fallen()
                 yield False
             yield from self._until_free_of_floors()
-            party.chair.add(InstallHalf())
+            party.coordinator.add(InstallHalf())
             is_done = True
         finally:
             if not is_done:
-                party.chair.add(DropHalf())
+                party.coordinator.add(DropHalf())
         while target.precision(half) != self._precision:
             party.raise_fallen()
             yield False

@@ -17,10 +17,10 @@ from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
 from worker.parallel.canary import what_is_wrong
 from worker.parallel.count import counting
+from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering
 from worker.parallel.grouping import Grouping
-from worker.parallel.party import Party
 from worker.parallel.rows import Choice, choose, row_costs
 from worker.parallel.share import NoRoom, homes
 
@@ -51,7 +51,7 @@ class TransformRun:
         self._blocks_before = grouping.place.instance.scheduler.blocks.capacity
         self._moving_began: float | None = None
         self._moving_s = 0.0
-        self._party: Party | None = None
+        self._party: TensorParallelExecutor | None = None
         self._rows: Choice | None = None
         self.is_beyond_return = False  # members have been told to change: half-way nobody could serve
 
@@ -147,11 +147,11 @@ class TransformRun:
         return blocks, pages, max(after, blocks * gathering.formation.num_subgroups)
 
     def _settle(
-        self, party: Party, known: torch.Tensor | None, settle: Settle
+        self, party: TensorParallelExecutor, known: torch.Tensor | None, settle: Settle
     ) -> Generator[bool, None, None]:
         """The new shape is shown to others when it says what the old one said."""
-        assert party.chair
-        party.chair.add(settle)
+        assert party.coordinator
+        party.coordinator.add(settle)
         while not party.formation.is_uniform:
             party.raise_fallen()
             yield False
@@ -159,13 +159,13 @@ class TransformRun:
         if heard is not None and (reason := what_is_wrong(heard, known, party.place.model.dtype)):
             self._grouping.break_up(reason)
             raise NotApplied("failed", reason)
-        party.chair.add(Show())
-        shown_after = party.chair.step
+        party.coordinator.add(Show())
+        shown_after = party.coordinator.step
         while party.step <= shown_after:
             party.raise_fallen()
             yield False
 
-    def _heard(self, party: Party) -> Generator[bool, None, torch.Tensor | None]:
+    def _heard(self, party: TensorParallelExecutor) -> Generator[bool, None, torch.Tensor | None]:
         """What a canary says of the shape of now; None where no block is free for it."""
         if not party.send_canary():
             return None
@@ -178,7 +178,7 @@ class TransformRun:
 
     def _go_apart(self) -> Generator[bool, None, None]:
         party = self._party = self._grouping.party
-        assert party and party.chair
+        assert party and party.coordinator
         formation = self._formation(self._command.tp, grows=False)
         gathering = self._gather(formation)
         has_begun = False
@@ -192,14 +192,16 @@ class TransformRun:
             if not has_begun:
                 self._grouping.dismiss(gathering, "the transformation does not come about")
         yield from self._travel(party)
-        party.chair.add(Parted())
+        party.coordinator.add(Parted())
         while not party.is_over:
             yield False
         party.raise_fallen()
 
-    def _begin_parting(self, party: Party, gathering: Gathering) -> Generator[bool, None, None]:
+    def _begin_parting(
+        self, party: TensorParallelExecutor, gathering: Gathering
+    ) -> Generator[bool, None, None]:
         """Nobody may take a block between the count and the moves: the step with the moves waits for both."""
-        assert party.chair
+        assert party.coordinator
         formation = gathering.formation
         answers = [gathering.answers[name].numbers for name in formation.members]
         blocks = int(min(each["blocks_after"] for each in answers))
@@ -219,7 +221,7 @@ class TransformRun:
             num_steps = -(-self._num_layers // self._layers_per_step)
             self._rows = choose([row_costs(each) for each in answers], num_steps, party.step_s)
             self.is_beyond_return = True
-            party.chair.add(
+            party.coordinator.add(
                 PartingBegins(
                     low=formation.low,
                     blocks=blocks,
@@ -235,19 +237,19 @@ class TransformRun:
 
     # ----------------------------------------------------------------------------- both
 
-    def _travel(self, party: Party) -> Generator[bool, None, None]:
+    def _travel(self, party: TensorParallelExecutor) -> Generator[bool, None, None]:
         """The boundary from the last layer to the first, as far as all members are prepared."""
-        chair = party.chair
-        assert chair
+        coordinator = party.coordinator
+        assert coordinator
         self._moving_began = self._clock()
         while (boundary := party.formation.boundary) > 0:
             party.raise_fallen()
             to = max(0, boundary - self._layers_per_step)
             if not party.formation.grows:
-                filled = [chair.ready_of(rank).filled for rank in range(party.formation.size)]
+                filled = [coordinator.ready_of(rank).filled for rank in range(party.formation.size)]
                 to = max(to, *filled)
             if to < boundary:
-                chair.add(MoveBoundary(to=to))
+                coordinator.add(MoveBoundary(to=to))
                 while party.formation.boundary != to:
                     party.raise_fallen()
                     yield False

@@ -25,7 +25,7 @@ from worker.morph.resizer import KVResizer
 from worker.morph.run import Clock
 from worker.morph.target import Target
 from worker.pipeline.build import start_leading
-from worker.pipeline.instance import PipelinedInstance
+from worker.pipeline.executor import PipelineExecutor
 from worker.pipeline.kept import KeptVariants
 from worker.pipeline.pipeline import PipelineLost, RemoteStage
 from worker.pipeline.split import leader_of, pipeline_of
@@ -117,7 +117,7 @@ class LeaderArrival(ArrivalRun):
         newcomer.model.complete()
         self._stage = "waiting for the other stages"
         try:
-            instance: PipelinedInstance = yield from start_leading(
+            instance = yield from start_leading(
                 command.instance,
                 site.worker,
                 newcomer.model,
@@ -141,7 +141,8 @@ class LeaderArrival(ArrivalRun):
             instance.close()
             raise
         instance.on_lost = lambda reason: site.on_lost(command.instance, reason)
-        instance.on_going = lambda reason: site.on_going(command.instance, reason)
+        assert isinstance(instance.executor, PipelineExecutor)
+        instance.executor.on_going = lambda reason: site.on_going(command.instance, reason)
         useful = min(newcomer.useful_kv_pages, cache.num_layers * cache.pages_per_layer)
         resizer = KVResizer(instance, cache, reserve_pages=0, useful_pages=useful, owns_rest=False)
         kept = KeptVariants(newcomer.variants, command.precision, cache.num_layers)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
-from worker.core import Limits
 from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import Peer
 from worker.distributed.rendezvous import new_meeting
+from worker.engine.core import EngineCore
+from worker.engine.sequence import Limits
 from worker.memory import KVCache
 from worker.model import Model, ModelError
 from worker.model.shard import Shard
-from worker.pipeline.instance import PipelinedInstance
+from worker.pipeline.executor import PipelineExecutor
 from worker.pipeline.pipeline import Pipeline, PipelineLost, RemoteStage
 from worker.pipeline.ranks import Ranks
 
@@ -30,7 +31,7 @@ def start_leading(
     wake: Callable[[], None],
     blocks: int = 1,
     digest: str = "",
-) -> Generator[bool, None, PipelinedInstance]:
+) -> Generator[bool, None, EngineCore]:
     """Steps of the engine's thread, as those of a morph: False where it waits for the others. All stages keep
     as many blocks as the worker with the fewest has. beside: of a stage of several ranks, the others, who
     reach this one at `host`; model and cache are rank 0's share then. Raises PipelineLost, and ModelError for
@@ -63,15 +64,14 @@ def start_leading(
         ranks.meet(meeting, ranks.store)
         while not (pipeline.is_started and ranks.have_met):
             yield False
-        return PipelinedInstance(
+        return EngineCore(
             instance_id,
             model,
             cache,
             limits,
-            pipeline,
-            ranks,
             vocab_size=model.config.vocab_size,
             device=device,
+            executor=PipelineExecutor(model, cache, pipeline, ranks),
         )
     except BaseException as error:
         pipeline.close(str(error) or type(error).__name__)

@@ -27,11 +27,12 @@ from worker.distributed.messages import (
     pack,
 )
 from worker.distributed.transport import Link, Payload, connect, to_host
-from worker.engine.work import Work
+from worker.engine.executor import ExecutorLost
+from worker.engine.input_batch import ModelInput
 from worker.model import ModelConfig
 
 
-class PipelineLost(Exception):
+class PipelineLost(ExecutorLost):
     """A stage is gone, or does not answer: nothing that is on its way will come back."""
 
 
@@ -200,19 +201,19 @@ class Pipeline:
         """`take_done` has something to give, or to raise."""
         return bool(self._done or self._lost) or not self._mail.empty() or self._is_overdue
 
-    def share(self, work: Work, residual: torch.Tensor) -> None:
+    def share(self, work: ModelInput, residual: torch.Tensor) -> None:
         """A step begins: the embedded rows [T, H] go to the other ranks of this stage. Then comes `send`."""
         if self.beside:
             # On a CPU a payload is the tensor's own memory, and the leader's layers add to it meanwhile.
             self._send_to(0, self._step_message(work), to_host(residual.clone()))
 
-    def send(self, work: Work, residual: torch.Tensor) -> None:
+    def send(self, work: ModelInput, residual: torch.Tensor) -> None:
         """What this stage made of a step: residual [T, H], which nobody writes to any more."""
         self._send_to(1, self._step_message(work), to_host(residual))
         self._sent.append((self._next_step, self._clock()))
         self._next_step += 1
 
-    def _step_message(self, work: Work) -> RunStage:
+    def _step_message(self, work: ModelInput) -> RunStage:
         return RunStage(pipeline=self.id, step=self._next_step, work=pack(work, has_token_ids=False))
 
     def move(self, moved: Mapping[int, int]) -> None:

@@ -29,7 +29,7 @@ from worker.distributed.messages import (
 )
 from worker.distributed.transport import Link, to_host
 from worker.engine.engine import DEVICE_ERRORS
-from worker.engine.work import attention_plan, to_tensor
+from worker.engine.input_batch import attention_plan, to_tensor
 from worker.memory import KVCache
 from worker.model import Model
 from worker.model.shard import ALONE, Shard

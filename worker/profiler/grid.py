@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bus.precisions import Precision
-from worker.core import Limits
+from worker.engine.sequence import Limits
 
 LEAST_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
 MAX_SECONDS = 60.0  # of steps: after so many no other round begins, if there were LEAST_ROUNDS

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from bus.deployments import LatencySample, LinkSample, MemorySample, Profile
 from worker.deploy.sharing import fair_pages, gift, next_lender
 from worker.deploy.site import PAGES_AT_ONCE, Site, holder_of
-from worker.engine.instance import Instance
+from worker.engine.core import EngineCore
 from worker.memory import KVCache, PagePool
 from worker.profiler.fingerprint import CutPlan, Fingerprint, load_cut, warm_up
 from worker.profiler.grid import Grid
@@ -163,9 +163,9 @@ class Profiler:
             owner=self._name,
         )
 
-    def _make_instance(self, fingerprint: Fingerprint, cache: KVCache) -> Instance:
+    def _make_instance(self, fingerprint: Fingerprint, cache: KVCache) -> EngineCore:
         """In no engine and on no card: nobody sends it anything."""
-        return Instance(
+        return EngineCore(
             self._name,
             fingerprint,
             cache,

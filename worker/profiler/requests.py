@@ -12,8 +12,8 @@ import torch
 from bus.deployments import Configuration, LatencySample, MemorySample
 from bus.messages import SamplingParams
 from bus.precisions import Precision
-from worker.core import Request
-from worker.engine.instance import Instance
+from worker.engine.core import EngineCore
+from worker.engine.sequence import Request
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import Fingerprint
 from worker.profiler.grid import Grid, Point, is_settled
@@ -32,7 +32,7 @@ class Requests:
     def __init__(
         self,
         fingerprint: Fingerprint,
-        instance: Instance,
+        instance: EngineCore,
         grid: Grid,
         *,
         say: Callable[[str], None],

@@ -45,7 +45,7 @@ class Dispatch:
             instance=result.instance,
             step=result.step,
             born_ns=result.born_ns,
-            fingerprint=result.fingerprint,
+            fingerprint=result.shape_id,
             deltas=[],
             layers_below_full=result.layers_below_full,
             step_s=result.step_s,

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from bus.messages import InstanceTelemetry, Morph, MorphReport, PageCounts
-from worker.core import Request
 from worker.distributed.messages import Peer
-from worker.engine.engine import Engine, StepResult, result_of
-from worker.engine.snapshot import instance_telemetry
+from worker.engine.engine import Engine, StepResult, instance_telemetry
+from worker.engine.sequence import Request
 from worker.morph.executor import MorphExecutor
 from worker.parallel.grouping import Grouping
-from worker.parallel.party import Party
 from worker.profiler.measuring import Measuring
 
 log = logging.getLogger(__name__)
@@ -63,7 +61,6 @@ class EngineThread:
         morphs.wake = self._wake
         if engine.parts:
             engine.parts.wake = self._wake
-        self._must_look_again = False  # in a group: something has changed at the last boundary
         self.use_grouping(grouping)
         self._epoch = 0
         self._is_paused = self._is_stopping = False
@@ -170,10 +167,7 @@ class EngineThread:
                 self._tell_rest()
                 if self._is_stopping:
                     break
-                if self._grouping and self._grouping.party:
-                    self._step_in_group(self._grouping, self._grouping.party)
-                elif self._may_step:
-                    self._step()
+                self._step()
             if self._grouping:
                 self._grouping.close()
             self._engine.close()
@@ -185,9 +179,6 @@ class EngineThread:
 
     @property
     def _may_step(self) -> bool:
-        """Whether to go on at once. In a group that is for the leader to say: what it says comes here."""
-        if self._grouping and self._grouping.party:
-            return self._must_look_again
         return self._engine.can_step(is_paused=self._is_paused)
 
     def _receive(self) -> None:
@@ -201,14 +192,9 @@ class EngineThread:
             return
 
     @property
-    def _is_alone(self) -> bool:
-        """In a group the others would wait for what is measured here."""
-        return not (self._grouping and self._grouping.party)
-
-    @property
     def _patience_s(self) -> float | None:
         """None: until something comes."""
-        measuring_s = self._measuring.patience_s if self._is_alone else None
+        measuring_s = self._measuring.patience_s if self._engine.is_alone else None
         telling_s = None if self._is_told else max(0.0, self._snapshot_due - time.monotonic())
         known = [one for one in (self._morphs.patience_s, measuring_s, telling_s) if one is not None]
         return min(known, default=None)
@@ -217,7 +203,9 @@ class EngineThread:
         if reports := self._morphs.advance(is_busy=self._may_step):
             self._report(time.monotonic())  # first: a report of an end carries the numbers after it
             self._on_reports(reports)
-        if self._is_alone and self._measuring.advance(is_busy=self._may_step):
+            self._report(time.monotonic())
+        # In a group the other members would wait for a measurement here.
+        if self._engine.is_alone and self._measuring.advance(is_busy=self._may_step):
             self._report(time.monotonic())
 
     def _tell_rest(self) -> None:
@@ -227,36 +215,22 @@ class EngineThread:
             self._report(time.monotonic())
 
     def _step(self) -> None:
-        self._is_told = False
+        engine, before = self._engine, self._engine.num_steps
         self._step_began = began = time.monotonic()
-        results = self._engine.step(is_paused=self._is_paused)
+        results = engine.step(is_paused=self._is_paused)
         ended = time.monotonic()
-        self._busy_s += ended - began
         self._step_began = None
+        if not results and engine.num_steps == before:
+            return
+        self._is_told = False
+        self._busy_s += ended - began
         self._num_steps += 1
         if results:
             self._on_results(self._epoch, results)
-        if results and not self._engine.has_work:
-            self._engine.check_integrity()
+        if results and not engine.has_work:
+            engine.check_integrity()
             self._report(ended)
         elif ended >= self._snapshot_due:
-            self._report(ended)
-
-    def _step_in_group(self, grouping: Grouping, party: Party) -> None:
-        before, instance = party.step, party.place.instance
-        self._step_began = began = time.monotonic()
-        outputs = grouping.tick(may_plan=not self._is_paused)
-        ended = time.monotonic()
-        self._step_began = None
-        self._must_look_again = (party.step != before or party.has_news) and not party.is_over
-        if party.step != before:
-            self._busy_s += ended - began
-            self._num_steps += 1
-        if party.is_over:  # the morph that waits for it is due, and nobody else wakes an idle engine
-            self._inbox.put(lambda: None)
-        if outputs:
-            self._on_results(self._epoch, [result_of(instance, outputs)])
-        if party.step != before and (party.is_over or ended >= self._snapshot_due or not instance.has_work):
             self._report(ended)
 
     def _wake(self) -> None:

@@ -11,8 +11,8 @@ from bus.client import Bus, BusFull, BusUnavailable, GroupReader, StreamReader
 from bus.deployments import Measure
 from bus.messages import Cancel, CancelMorph, Command, Deploy, Drain, Resize, Retire, Submit, Swap, Transform
 from bus.names import consumer
-from worker.core import Request
 from worker.distributed.messages import Peer
+from worker.engine.sequence import Request
 from worker.service.engine_thread import EngineThread
 from worker.service.ledger import Ledger, Ticket, log_ids
 from worker.service.outbox import Outbox

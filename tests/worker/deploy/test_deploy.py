@@ -72,7 +72,7 @@ def test_a_model_can_come_in_fewer_bits_and_go_back_to_full(
 ) -> None:
     end = place.end_of(place.deploy("second", folders["second"], precision=precision))
     assert end.state == "applied"
-    assert place.engine.instances["second@w0"].fingerprint == f"tp1-{precision}x3"
+    assert place.engine.instances["second@w0"].shape_id == f"tp1-{precision}x3"
     for name, prompt in PROMPTS.items():
         place.submit(name, "second", prompt, 20)
     place.run()

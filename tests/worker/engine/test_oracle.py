@@ -16,10 +16,10 @@ import torch
 from bench.common.oracles import FAMILIES, make_oracle
 from tests.support.engine_toys import Client, request, run
 from tests.support.paths import DEMO_MODEL
-from worker.core import Limits
 from worker.engine.build import fill_caches, make_cache, make_instance, make_pool, run_canary
+from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
-from worker.engine.instance import Instance
+from worker.engine.sequence import Limits
 from worker.memory import PagePool
 from worker.model import Model, ModelError, load_model
 
@@ -62,7 +62,7 @@ class Case:
         fill_caches(self.pool, [(self.cache, self.model, self.limits)])
         if num_blocks:
             self.cache.allocator.truncate(num_blocks)
-        self.instance: Instance = make_instance("m@w0", self.model, self.cache, self.limits)
+        self.instance: EngineCore = make_instance("m@w0", self.model, self.cache, self.limits)
         self.engine = Engine(DEVICE)
         self.engine.add_instance(self.instance)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
 from tests.support.engine_toys import ToyBlocks
-from worker.core import Limits, Request, Sequence, StepPlan
-from worker.engine.scheduler import Scheduler
+from worker.engine.scheduler import Scheduler, SchedulerOutput
+from worker.engine.sequence import Limits, Request, Sequence
 
 
 def make(capacity: int, num_seqs: int = 4, tokens: int = 16, block_tokens: int = 4) -> Scheduler:
@@ -21,11 +21,11 @@ def sequence(name: str, prompt: int, max_tokens: int = 8) -> Sequence:
     return Sequence(Request(id=name, prompt_token_ids=list(range(prompt)), sampling=sampling))
 
 
-def step(scheduler: Scheduler) -> tuple[StepPlan, list[Sequence]]:
+def step(scheduler: Scheduler) -> tuple[SchedulerOutput, list[Sequence]]:
     """Plan, run and finish what is due, the way the engine does."""
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     sampling = [chunk.seq for chunk in plan.chunks if chunk.samples]
-    scheduler.commit(plan)
+    scheduler.commit(plan.chunks)
     done = []
     for seq in sampling:
         seq.token_ids.append(1000 + seq.num_output)
@@ -36,7 +36,7 @@ def step(scheduler: Scheduler) -> tuple[StepPlan, list[Sequence]]:
     return plan, done
 
 
-def names(plan: StepPlan) -> dict[str, int]:
+def names(plan: SchedulerOutput) -> dict[str, int]:
     return {chunk.seq.request.id: chunk.num_tokens for chunk in plan.chunks}
 
 
@@ -47,8 +47,8 @@ def test_planners_that_share_a_step_let_their_sequences_decode_in_turn() -> None
     step(scheduler)
     ran = []
     for _ in range(3):
-        plan = scheduler.plan(2)
-        scheduler.commit(plan)
+        plan = scheduler.schedule(2)
+        scheduler.commit(plan.chunks)
         for chunk in plan.chunks:
             chunk.seq.token_ids.append(1)
         ran.append("".join(names(plan)))
@@ -94,7 +94,7 @@ def test_the_youngest_is_preempted_and_recomputed_first_when_blocks_run_out() ->
 def test_a_sequence_too_long_for_the_cache_even_alone_leaves_with_the_numbers() -> None:
     scheduler = make(capacity=3)
     scheduler.add(sequence("prompt", 13))
-    ((_, reason),) = scheduler.plan().rejected
+    ((_, reason),) = scheduler.schedule().rejected
     assert "13 tokens need 4 KV blocks of 4 tokens and this instance has 3" in reason
     scheduler.add(sequence("grows", 11, max_tokens=100))
     rejected = [item for _ in range(5) for item in step(scheduler)[0].rejected]
@@ -137,7 +137,7 @@ def test_any_history_leaks_no_block_keeps_fifo_and_ends(
     first_admissions: list[Sequence] = []
 
     def one_step() -> None:
-        decoding = [seq for seq in scheduler.running if seq.num_remaining == 1]
+        decoding = [seq for seq in scheduler.running if seq.num_uncomputed_tokens == 1]
         plan, done = step(scheduler)
         for seq in plan.admitted:
             if seq not in first_admissions:

@@ -19,9 +19,9 @@ from bus.precisions import Precision
 from tests.support.engine_toys import Client, request, run
 from tests.support.paths import DEMO_MODEL
 from tests.worker.engine.test_oracle import DEVICE, generate
-from worker.core import Limits
 from worker.engine.build import fill_caches, make_cache, make_instance, make_pool, useful_pages
 from worker.engine.engine import Engine
+from worker.engine.sequence import Limits
 from worker.memory import VirtualRange
 from worker.model import load_model
 from worker.morph.executor import MorphExecutor
@@ -192,7 +192,7 @@ def test_the_tokens_before_a_swap_equal_the_oracles_and_the_stream_goes_on(
         tokens = morphing.client.tokens[str(i)]
         assert tokens[: exact[str(i)]] == expected[: exact[str(i)]]
         assert len(tokens) == NUM_NEW
-    assert morphing.instance.fingerprint == f"tp1-int3x{morphing.num_layers}"
+    assert morphing.instance.shape_id == f"tp1-int3x{morphing.num_layers}"
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "int3"])
@@ -246,5 +246,5 @@ def test_weights_that_were_damaged_on_the_way_are_found_and_never_serve(
     morphing.finish()
     assert morphing.ends[name].state == "failed" and "WrongVariant" in morphing.ends[name].reason
     assert morphing.client.tokens["0"] == oracle.expected[0]
-    assert morphing.instance.fingerprint == "tp1-full"
+    assert morphing.instance.shape_id == "tp1-full"
     run(morphing.engine, morphing.client)

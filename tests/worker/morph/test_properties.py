@@ -17,7 +17,7 @@ from bus.messages import PARTS, MorphReport, Resize, Swap
 from bus.precisions import PRECISIONS
 from tests.support.engine_toys import VOCAB, Client, continuation, request
 from tests.support.morph_toys import Rig
-from worker.core import StepPlan
+from worker.engine.scheduler import SchedulerOutput
 from worker.memory import MappingFailed
 from worker.morph import resizer
 
@@ -169,7 +169,7 @@ class History:
         self._begin(Swap, precision="full", layers=[0, 1, 2], parts=list(PARTS), wait_s=0.0)
         (last,) = rig.settle()
         assert last.state == "applied", last
-        assert rig.instance.fingerprint == "tp1-full" and rig.cache.allocator.num_used == 0
+        assert rig.instance.shape_id == "tp1-full" and rig.cache.allocator.num_used == 0
         rig.check_integrity()
         self._check_streams()
         self._check_reports(rig.reports)
@@ -196,14 +196,14 @@ class History:
         self.rig.executor.begin(kind(id=self.morphs[-1], epoch=self.epoch, instance="toy@w0", **fields))
 
     def _watch_admissions(self) -> None:
-        plan = self.rig.instance.scheduler.plan
+        schedule = self.rig.instance.scheduler.schedule
 
-        def watched(max_tokens: int | None = None, max_decodes: int | None = None) -> StepPlan:
-            made = plan(max_tokens, max_decodes)
+        def watched(max_tokens: int | None = None, max_decodes: int | None = None) -> SchedulerOutput:
+            made = schedule(max_tokens, max_decodes)
             self.started += [seq.request.id for seq in made.admitted]
             return made
 
-        self.rig.instance.scheduler.plan = watched  # type: ignore[method-assign]
+        self.rig.instance.scheduler.schedule = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("seed", range(25))

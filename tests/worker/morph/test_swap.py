@@ -13,7 +13,7 @@ from bus.messages import CancelMorph, LayerShape, MorphReport, Swap
 from bus.precisions import Precision
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import PAGE, Rig
-from worker.core import Sequence
+from worker.engine.sequence import Sequence
 from worker.morph.run import halves_text
 
 LOW = LayerShape(attention="int4", ffn="int4")
@@ -69,7 +69,7 @@ def test_a_layer_goes_down_and_its_pages_become_blocks(rig: Rig) -> None:
     report = ended(rig)
     assert (report.state, report.reason, report.kind, report.target) == ("applied", "", "swap", "toy@w0")
     assert rig.instance.shape == [FULL, LOW]
-    assert (rig.instance.fingerprint, rig.instance.layers_below_full) == ("tp1-int4x1", 1)
+    assert (rig.instance.shape_id, rig.instance.layers_below_full) == ("tp1-int4x1", 1)
     freed, after = (6 + 2) - (2 + 1), rig.pool.counts()
     assert after.weights == pages.weights - freed
     assert after.kv == pages.kv + freed // 2 * 2 and after.free >= rig.reserve
@@ -85,9 +85,9 @@ def test_a_layer_goes_down_and_its_pages_become_blocks(rig: Rig) -> None:
 def test_either_half_goes_on_its_own_and_a_half_counts_half(rig: Rig) -> None:
     applied(rig, "int8", layers=[0], parts=["ffn"])
     assert rig.instance.shape == [LayerShape(ffn="int8"), FULL]
-    assert (rig.instance.fingerprint, rig.instance.layers_below_full) == ("tp1-int8x0.5", 1)
+    assert (rig.instance.shape_id, rig.instance.layers_below_full) == ("tp1-int8x0.5", 1)
     applied(rig, "int3", layers=[0], parts=["attention"])
-    assert rig.instance.fingerprint == "tp1-int8x0.5-int3x0.5"
+    assert rig.instance.shape_id == "tp1-int8x0.5-int3x0.5"
 
 
 def test_a_layer_goes_between_any_two_precisions(rig: Rig) -> None:
@@ -97,7 +97,7 @@ def test_a_layer_goes_between_any_two_precisions(rig: Rig) -> None:
         assert {layer.ffn for layer in rig.instance.shape} == {precision}
         rig.check_integrity()
     assert rig.pool.counts().weights == weights
-    assert rig.instance.fingerprint == "tp1-full"
+    assert rig.instance.shape_id == "tp1-full"
 
 
 def test_all_layers_go_down_through_a_reserve_of_one() -> None:
@@ -291,7 +291,7 @@ def test_a_failure_at_any_stage_leaves_the_old_variant_serving(rig: Rig, stage: 
 
 def test_halves_that_were_done_before_a_failure_stay(rig: Rig) -> None:
     swap(rig, "int4", layers=[0, 1])
-    while rig.instance.fingerprint == "tp1-full":
+    while rig.instance.shape_id == "tp1-full":
         rig.advance()
         time.sleep(0.001)
     rig.variants.fail_on = {"check"}
@@ -345,7 +345,7 @@ def test_a_new_epoch_gives_up_what_the_old_one_began(rig: Rig) -> None:
     rig.executor.fence(7)
     report = ended(rig)
     assert (report.state, report.epoch) == ("failed", 0) and "lease" in report.reason
-    assert rig.instance.fingerprint == "tp1-full"
+    assert rig.instance.shape_id == "tp1-full"
     rig.variants.hold.set()
     swap(rig, "int4", "old", count=1)
     stale = ended(rig)
@@ -375,7 +375,7 @@ def test_what_the_instance_does_not_have_is_refused_by_name(
     swap(rig, fields.pop("precision", "int4"), **fields)
     report = ended(rig)
     assert report.state == "failed" and says in report.reason
-    assert rig.instance.fingerprint == "tp1-full"
+    assert rig.instance.shape_id == "tp1-full"
 
 
 def test_two_swaps_of_one_half_conflict_and_of_others_do_not(rig: Rig) -> None:
@@ -446,7 +446,7 @@ def test_a_floor_that_comes_while_a_layer_is_copied_is_kept(rig: Rig) -> None:
         client.take(rig.engine.step())
     report = rig.reports[-1]
     assert report.state == "deferred" and "held by 1" in report.reason
-    assert client.ends == {"a": "length"} and rig.instance.fingerprint == "tp1-full"
+    assert client.ends == {"a": "length"} and rig.instance.shape_id == "tp1-full"
 
 
 def test_a_request_below_whose_floor_the_shape_is_may_go_elsewhere(rig: Rig) -> None:

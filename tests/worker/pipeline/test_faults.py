@@ -16,9 +16,9 @@ from bench.common.oracles import make_oracle
 from bench.common.service import wait_for
 from bus.messages import RejectReason, SamplingParams
 from tests.support.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
-from worker.core import Request
 from worker.distributed.transport import Link
-from worker.engine.instance import Output
+from worker.engine.core import Output
+from worker.engine.sequence import Request
 from worker.model import ModelError
 from worker.pipeline.build import start_leading
 from worker.pipeline.pipeline import PipelineLost, RemoteStage
@@ -111,7 +111,7 @@ def test_a_rank_that_fails_in_a_step_leaves_no_other_in_its_sums(folder: Path, w
         let_go(line)
         names = busy(line)
         worker = line.workers[which]
-        model = worker.stages.runners[0].stage.model if which else line.instance.part
+        model = worker.stages.runners[0].stage.model if which else line.model
 
         def poison(*args: Any) -> torch.Tensor:
             raise RuntimeError("a bad kernel")
@@ -124,9 +124,9 @@ def test_a_rank_that_fails_in_a_step_leaves_no_other_in_its_sums(folder: Path, w
 def test_a_leader_of_ranks_that_dies_leaves_no_page_anywhere(folder: Path) -> None:
     with Line(folder, [0, 1, 4], tp=2) as line:
         busy(line)
-        for link in line.instance.pipeline._links:
+        for link in line.executor.pipeline._links:
             hang_up(link)
-        line.instance.ranks.close()
+        line.executor.ranks.close()
         line.leader.thread.stop()
         wait_empty(*line.workers[1:])
 
@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_holds_the_others_no_longer_than_the_timeout(folder: P
 def test_a_leader_that_dies_leaves_no_page_at_any_stage(folder: Path) -> None:
     with Line(folder, [0, 1, 3, 4]) as line:
         busy(line)
-        for link in line.instance.pipeline._links:
+        for link in line.executor.pipeline._links:
             hang_up(link)
         line.leader.thread.stop()
         wait_empty(*line.workers[1:])
@@ -194,15 +194,15 @@ def test_a_step_that_fails_at_a_stage_says_why(folder: Path) -> None:
 def test_an_end_that_came_back_is_told_though_the_pipeline_is_lost_right_behind_it(folder: Path) -> None:
     with Line(folder, [0, 2, 4]) as line:
         let_go(line)
-        instance, finish = line.instance, line.instance._finish
+        instance, publish = line.instance, line.instance._publish
 
-        def finish_and_lose(*args: Any) -> list[Output]:
-            outputs = finish(*args)
+        def publish_and_lose(*args: Any) -> list[Output]:
+            outputs = publish(*args)
             if any(output.delta.finish_reason for output in outputs):
-                instance.pipeline._lost = "stage 1 is gone"
+                line.executor.pipeline._lost = "stage 1 is gone"
             return outputs
 
-        line.leader.call(lambda: setattr(instance, "_finish", finish_and_lose))
+        line.leader.call(lambda: setattr(instance, "_publish", publish_and_lose))
         line.submit("short", [1, 2, 3], 3)
         line.submit("long", [4, 5, 6], 200)
         line.leader.wait_ends("short", "long")
@@ -219,7 +219,7 @@ def test_each_that_comes_to_a_lost_pipeline_is_told_once(folder: Path) -> None:
             instance.lost = "stage 1 is gone"
             for name in "abc":
                 instance.submit(Request(id=name, prompt_token_ids=[1], sampling=params))
-            return [output.request.id for output in instance.take_unsent()]
+            return [output.request.id for output in instance.take_outputs()]
 
         assert line.leader.call(come) == ["a", "b", "c"]
 

@@ -99,7 +99,7 @@ def test_blocks_that_move_at_the_leader_move_at_every_stage_behind_what_is_on_it
     folder: Path, prompts: list[list[int]], expected: list[list[int]], tp: int
 ) -> None:
     with Line(folder, [0, 1, 4, 5], tp=tp) as line:
-        resizer = KVResizer(line.instance, line.instance.cache, reserve_pages=0, useful_pages=10_000)
+        resizer = KVResizer(line.instance, line.cache, reserve_pages=0, useful_pages=10_000)
         for i, prompt in enumerate(prompts):
             line.submit(str(i), prompt, NUM_NEW)
             line.submit(f"first {i}", prompt, 1)  # it ends soon and leaves a hole below
@@ -148,7 +148,13 @@ def test_a_place_is_free_for_each_stage_and_no_sequence_is_on_its_way_twice(fold
         for i in range(6):
             line.submit(str(i), [i + 1] * 3, 40)
         while len(line.leader.ends) < 6:
-            batches = line.leader.call(lambda: [on.exits.keys() for on in line.instance._on_their_way])
+            batches = line.leader.call(
+                lambda: [{id(chunk.seq) for chunk in batch.chunks} for batch in line.executor._in_flight]
+            )
             most = max(most, len(batches))
             assert sum(map(len, batches)) == len(set().union(*batches))
         assert most == 3
+
+
+def _in_flight(line: Line) -> list[set[int]]:
+    return [{id(chunk.seq) for chunk in batch.chunks} for batch in line.executor._in_flight]

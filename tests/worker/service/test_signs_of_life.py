@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.engine_toys import Client, continuation, request, run, toy_engine
-from worker.engine.instance import SIGN_OF_LIFE_S
+from worker.engine.core import SIGN_OF_LIFE_S
 
 
 class Clock:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from bus.messages import Number, SamplingParams
 from tests.support.group_workers import BLOCK_TOKENS, model_fixtures, resize, transform, workers
 from tests.worker.tensor_parallel.test_workers import oracle, prompt
-from worker.core import Request
 from worker.distributed.messages import Census, Prepare, Ready, Show, Vote
-from worker.engine.snapshot import instance_telemetry
+from worker.engine.engine import instance_telemetry
+from worker.engine.sequence import Request
 from worker.memory import OutOfBlocks
 from worker.morph.outcome import NotApplied
 from worker.parallel import resize as resizing
-from worker.parallel.chair import Chair
+from worker.parallel.coordinator import StepCoordinator
 from worker.parallel.formation import Formation
 from worker.parallel.gathering import Gathering
 from worker.parallel.share import BlockShare, NoRoom, homes, in_parts, loans, moves_below
@@ -46,22 +46,22 @@ def ready(rank: int, step: int, *, num_used: int = 0) -> Ready:
     )
 
 
-def say(chair: Chair, *readies: Ready) -> None:
+def say(coordinator: StepCoordinator, *readies: Ready) -> None:
     for each in readies:
-        chair.take(each)
+        coordinator.take(each)
 
 
 def test_after_a_count_that_nobody_wants_any_more_all_plan_again() -> None:
-    chair = Chair("g", 2)
-    chair.add(Census())
-    say(chair, ready(0, 0), ready(1, 0))
-    assert chair.call()
-    say(chair, ready(0, 1), ready(1, 1))
-    assert chair.call() is None
-    chair.give_up_census()
-    assert chair.call()
-    say(chair, ready(0, 2), ready(1, 2))
-    assert chair.call() is None
+    coordinator = StepCoordinator("g", 2)
+    coordinator.add(Census())
+    say(coordinator, ready(0, 0), ready(1, 0))
+    assert coordinator.call()
+    say(coordinator, ready(0, 1), ready(1, 1))
+    assert coordinator.call() is None
+    coordinator.give_up_census()
+    assert coordinator.call()
+    say(coordinator, ready(0, 2), ready(1, 2))
+    assert coordinator.call() is None
 
 
 def test_a_block_that_is_given_back_as_blocks_move_is_not_lost() -> None:
@@ -111,14 +111,14 @@ def test_parts_of_moves_are_short_but_for_cycles() -> None:
 
 
 def test_that_the_last_request_has_ended_is_told_to_all_once() -> None:
-    chair = Chair("g", 2)
-    chair.add(Show())
+    coordinator = StepCoordinator("g", 2)
+    coordinator.add(Show())
     for step, num_used in enumerate((5, 0)):
-        say(chair, ready(0, step), ready(1, step, num_used=num_used))
-        called = chair.call()
+        say(coordinator, ready(0, step), ready(1, step, num_used=num_used))
+        called = coordinator.call()
         assert called and called.num_used == [0, num_used]
-    say(chair, ready(0, 2), ready(1, 2))
-    assert chair.call() is None
+    say(coordinator, ready(0, 2), ready(1, 2))
+    assert coordinator.call() is None
 
 
 @given(

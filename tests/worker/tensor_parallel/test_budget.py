@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.common.oracles import make_oracle
 from tests.support.group_workers import transform, workers
-from worker.engine.work import Work
+from worker.engine.input_batch import ModelInput
 from worker.parallel.budget import SHORT_SHARE, Need, allowances, even
 from worker.parallel.canary import TOKENS
 from worker.parallel.merged import MergedStep
@@ -73,7 +73,7 @@ def test_no_step_of_a_group_has_more_tokens_than_one_worker_has_memory_for(
     steps: list[int] = []
     plain = MergedStep.forward
 
-    def forward(self: MergedStep, works: list[Work]) -> Any:
+    def forward(self: MergedStep, works: list[ModelInput]) -> Any:
         steps.append(sum(work.num_tokens for work in works))
         return plain(self, works)
 

@@ -180,12 +180,12 @@ def test_taking_all_weights_back_is_no_hang_however_long_it_takes(folder: Path) 
 
             return job
 
-        def fails(may_plan: bool) -> None:
+        def fails() -> None:
             raise PeerLost("w1 is gone")
 
         def break_it() -> None:
             weights.fill = slow  # type: ignore[method-assign,assignment]
-            each[0].grouping.party.tick = fails  # type: ignore[method-assign,union-attr]
+            each[0].grouping.party.collect = fails  # type: ignore[method-assign,union-attr]
 
         each[0].call(break_it)
         each[0].wait(lambda: each[0].grouping.party is None and len(since_progress) == 8, "its group's end")

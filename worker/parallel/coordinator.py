@@ -1,4 +1,4 @@
-"""The leader's part of a step: who is ready, what is to be done after it, and when it is called. Pure."""
+"""Decide when a group's step is called, and what follows it: the leader's part. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from worker.parallel.budget import Need, allowances, even
 from worker.parallel.share import loans
 
 
-class Chair:
+class StepCoordinator:
     """A step is called when all members are ready for it and one of them has news, or there is something to
     do after it. So an idle group costs nothing, and nobody waits inside of a step for one that has not come.
     """

@@ -1,0 +1,457 @@
+"""The engine core: one model being served, its queue, its batch, its KV cache and its numbers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from bus.messages import Delta, FinishReason, RejectReason, TokenLogprobs, layers_below_full
+from bus.precisions import PRECISIONS, Precision, is_below
+from worker.engine.admission import refusal, why_finished
+from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
+from worker.engine.input_batch import InputBatch, ScheduledBatch
+from worker.engine.logprobs import token_logprobs
+from worker.engine.sampler import Sampled, Sampler
+from worker.engine.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
+from worker.engine.sequence import BlockPool, Limits, Request, Sequence
+from worker.engine.shape import below_floor, shape_id
+from worker.engine.stats import Stats
+
+log = logging.getLogger(__name__)
+
+# A silence longer than this is broken: a gateway that hears nothing for long takes a request for lost.
+SIGN_OF_LIFE_S = 5.0
+
+
+class Cache(Protocol):
+    """What the engine needs of `worker.memory.KVCache`; the model reads the rest."""
+
+    @property
+    def allocator(self) -> BlockPool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step made for one request."""
+
+    request: Request
+    delta: Delta
+
+
+class EngineCore:
+    """Serves one instance; `step` is the whole of it.
+
+    The executor says how a batch runs: on this device, by a tensor-parallel group, or through a pipeline. It
+    changes when the worker joins or leaves a group; the queue, the sequences and the sampler stay.
+    """
+
+    def __init__(
+        self,
+        instance_id: str,
+        model: RunnableModel,
+        kv: Cache,
+        limits: Limits,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        executor: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """executor: None for one that runs `model` on this device."""
+        self.id, self.model, self.kv, self.limits = instance_id, model, kv, limits
+        self.vocab_size, self.device = vocab_size, device
+        self.local_executor = LocalExecutor(model, kv, limits.block_tokens, device)
+        self.executor: Executor = executor or self.local_executor
+        self.scheduler = Scheduler(limits, kv.allocator)
+        self.batch = InputBatch(limits)
+        self.sampler = Sampler(limits.max_num_seqs, vocab_size, device)
+        self.stats = Stats()
+        self.num_steps = 0
+        self.step_s = 0.0  # that the last step took
+        self.lost = ""  # why this instance serves no more
+        self.on_lost: Callable[[str], None] = lambda reason: None  # called once, between two steps
+        self._clock = clock
+        self._sequences: dict[str, Sequence] = {}
+        self._looked_at = 0.0  # when silent sequences were last looked for
+        self._may_schedule = True  # something has changed since there was nothing to schedule
+        self._outputs: list[Output] = []  # to be published by the next `step`
+        self.reshaped()
+
+    # ----------------------------------------------------------------------------- the step
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is here or an output is unpublished."""
+        return bool(self._sequences or self._outputs)
+
+    @property
+    def can_step(self) -> bool:
+        """True if `step` has something to do now; what has work may wait for other devices."""
+        if self._outputs or self.lost:
+            return bool(self._outputs)
+        executor = self.executor
+        if executor.has_news or executor.has_peers:
+            return executor.has_news
+        if executor.num_in_flight == 0:
+            return bool(self._sequences)
+        return self._may_schedule and executor.has_room and bool(self._sequences)
+
+    def step(self, *, may_schedule: bool = True) -> list[Output]:
+        """Schedule, execute, update, publish.
+
+        With may_schedule False only batches in flight are finished.
+        """
+        if self.lost:
+            return self.take_outputs()
+        executor = self.executor
+        try:
+            if may_schedule and (batch := self._schedule()):
+                self._execute(batch)
+            for finished in executor.collect():
+                self._update(finished)
+            executor.complete()
+        except ExecutorLost as error:
+            self._lose(str(error))
+        except Exception as error:
+            if not executor.recover(error):
+                raise
+        return self.take_outputs()
+
+    def _schedule(self) -> ScheduledBatch | None:
+        """Make the next batch, if there is room for one more in flight and something to run.
+
+        A batch that is not executed may be forgotten: the next one is as if it had not been made.
+        """
+        if not (self._sequences and self.executor.has_room):
+            return None
+        began, executor = self._clock(), self.executor
+        max_decodes = None
+        if executor.max_concurrent_batches > 1:  # spread over the batches in flight
+            decoding = sum(seq.num_uncomputed_tokens <= 1 for seq in self.scheduler.running)
+            max_decodes = -(-decoding // executor.max_concurrent_batches)
+        scheduled = self.scheduler.schedule(executor.max_tokens, max_decodes)
+        self._settle(scheduled)
+        self._may_schedule = bool(scheduled.chunks)
+        if not scheduled.chunks:
+            return None
+        batch = self.batch.build(scheduled)
+        batch.began = began
+        return batch
+
+    def _execute(self, batch: ScheduledBatch) -> None:
+        """Run `batch`; where others may follow before it ends, its tokens count as computed from now on."""
+        self.executor.execute(batch)
+        if self.executor.max_concurrent_batches > 1:
+            self._commit(batch)
+
+    def _commit(self, batch: ScheduledBatch) -> None:
+        if not batch.is_committed:
+            self.scheduler.commit(batch.chunks)
+            batch.is_committed = True
+
+    def _update(self, finished: FinishedBatch) -> None:
+        """Take the tokens of a finished batch; sequences that left since it was scheduled get none."""
+        batch, logits = finished.batch, finished.logits
+        self._may_schedule = True
+        generations = {id(chunk.seq): chunk.generation for chunk in batch.chunks}
+
+        def counts(seq: Sequence) -> bool:
+            return self._is_here(seq) and seq.generation == generations[id(seq)]
+
+        if not all(counts(chunk.seq) for chunk in batch.chunks):
+            batch, logits = batch.only(logits, counts)
+        self._commit(batch)
+        sampled = self._sample(batch, logits)
+        self._outputs += self._publish(batch, sampled)
+        self.num_steps += 1
+        self.step_s = self._clock() - batch.began
+        self.stats.step.observe(self.step_s)
+
+    def take_outputs(self) -> list[Output]:
+        """Return what was made since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # ----------------------------------------------------------------------------- requests
+
+    def submit(self, request: Request, arrived: float | None = None) -> None:
+        """Queue a request. `arrived`: the clock when the worker got it, if not now.
+
+        Raises ValueError for an id that runs already; any other problem becomes an `error` Delta.
+        """
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id} is already running")
+        seq = Sequence(request, self._clock() if arrived is None else arrived)
+        self._may_schedule = True
+        if self.lost:
+            self._outputs.append(self._end(seq, "error", self._elsewhere, RejectReason.RETIRED))
+        elif error := refusal(request, self.limits, self.vocab_size):
+            self._outputs.append(self._end(seq, "error", error))
+        elif error := self._below_floor(request):
+            self._outputs.append(self._end(seq, "error", error, RejectReason.PRECISION_FLOOR))
+        elif request.sent_token_ids and (finished := why_finished(seq, self.limits)):
+            self._outputs.append(self._end(seq, finished))
+        else:
+            if request.sampling.prompt_logprobs is not None and not request.sent_token_ids:
+                seq.prompt_logprobs.append(None)
+            self._sequences[request.id] = seq
+            self.scheduler.add(seq)
+
+    def cancel(self, request_ids: Iterable[str]) -> int:
+        """Stop these requests and free their blocks. Returns how many were here."""
+        found = [self._sequences[id] for id in request_ids if id in self._sequences]
+        for seq in found:
+            self._drop(seq)
+            self.stats.finished["cancelled"] += 1
+        self._may_schedule = True  # blocks are free
+        return len(found)
+
+    def fail(self, error: str, reject_reason: RejectReason | None = None) -> list[Output]:
+        """End everything that runs with an error, or the whole queue if nothing runs."""
+        victims = list(self.scheduler.running) or list(self.scheduler.waiting)
+        for seq in victims:
+            self._drop(seq)
+        return self.take_outputs() + [self._end(seq, "error", error, reject_reason) for seq in victims]
+
+    def reset(self) -> None:
+        """Forget all requests and all numbers."""
+        self._outputs.clear()
+        self.cancel(list(self._sequences))
+        self.scheduler.num_preemptions = self.scheduler.num_recomputed = 0
+        self.stats = Stats()
+
+    def close(self) -> None:
+        """Serve no more; the other devices of this instance hear it."""
+        self.executor.close(self.lost or "the instance has ended")
+
+    def _lose(self, reason: str) -> None:
+        """End all requests after the executor was lost: they go on elsewhere, with the tokens they have."""
+        self.lost = reason
+        self.close()
+        while self._sequences:
+            self._outputs = self.fail(self._elsewhere, RejectReason.RETIRED)
+        self.on_lost(reason)
+
+    @property
+    def _elsewhere(self) -> str:
+        return f"{self.id}: {self.lost}"
+
+    # ----------------------------------------------------------------------------- changes of shape
+
+    def reshaped(self) -> None:
+        """Read the shape again, since a layer or the degree has changed."""
+        self.tp = self.executor.tp
+        self.shape = self.executor.shape()
+        self.shape_id = shape_id(self.shape, self.tp)
+        self.layers_below_full = layers_below_full(self.shape)
+
+    def use(self, executor: Executor) -> None:
+        """Run on `executor` from the next step on; nothing is in flight."""
+        self.executor = executor
+        self._may_schedule = True
+        self.reshaped()
+
+    def highest_floor(self) -> Precision | Literal[""]:
+        """Return the highest precision that a request here insists on; "" for none."""
+        floors = {seq.request.min_precision for seq in self._sequences.values()} - {""}
+        return next((precision for precision in PRECISIONS if precision in floors), "")
+
+    def num_held_above(self, precision: Precision) -> int:
+        """Count the requests that must not run in `precision`."""
+        floors = (seq.request.min_precision for seq in self._sequences.values())
+        return sum(floor != "" and is_below(precision, floor) for floor in floors)
+
+    def renumber_blocks(self, moved: Mapping[int, int]) -> None:
+        """Rename KV blocks that were moved on this device (old id -> new id), and move them elsewhere."""
+        self.executor.move_blocks(moved)
+        for seq in self.scheduler.renumber(moved):
+            self.batch.reread_blocks(seq)
+
+    def renumber_all_blocks(self, number: Callable[[int], int]) -> None:
+        """Give all KV blocks their new numbers; their contents stay where they are."""
+        self.scheduler.renumber_all(number)
+        for seq in self.scheduler.running:
+            self.batch.reread_blocks(seq)
+
+    def recompute_all(self, blocks: BlockPool) -> None:
+        """Start over on empty `blocks` after the KV cache was lost; every sequence keeps its tokens."""
+        for seq in self.scheduler.restart(blocks):
+            self.batch.release(seq)
+
+    # ----------------------------------------------------------------------------- numbers
+
+    def oldest_wait_seconds(self) -> float:
+        """Return how long the head of the queue has been here; 0.0 without a queue."""
+        waiting = self.scheduler.waiting
+        return self._clock() - waiting[0].arrived if waiting else 0.0
+
+    def wanting_seconds(self) -> float:
+        """Return how long the oldest sequence that misses KV blocks has been here; 0.0 for none."""
+        first = self.scheduler.first_in_want
+        return self._clock() - first.arrived if first else 0.0
+
+    def longest_tokens(self) -> int:
+        """Return the length, prompt and output, that the longest request here may come to; 0 for none.
+
+        Any new shape must hold its KV.
+        """
+        return max(map(self._most_tokens, self._sequences.values()), default=0)
+
+    def most_uncomputed(self, above: int) -> int:
+        """Return the most tokens left to compute of a running sequence that may exceed `above` tokens.
+
+        1 if all such sequences decode, 0 if there is none.
+        """
+        seqs = (seq for seq in self.scheduler.running if self._most_tokens(seq) > above)
+        return max((seq.num_uncomputed_tokens for seq in seqs), default=0)
+
+    def _most_tokens(self, seq: Sequence) -> int:
+        return min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a block or a sequence is lost or owned twice."""
+        self.scheduler.check_integrity()
+        assert len(self._sequences) == len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    # ----------------------------------------------------------------------------- parts of the step
+
+    def _below_floor(self, request: Request) -> str | None:
+        return below_floor(self.shape, request.min_precision) if request.min_precision else None
+
+    def _settle(self, scheduled: SchedulerOutput) -> None:
+        """Give rows to sequences that were admitted and take them from those that left."""
+        for seq in scheduled.preempted:
+            self.batch.release(seq)
+        for seq, error in scheduled.rejected:
+            self.batch.release(seq)
+            del self._sequences[seq.request.id]
+            self._outputs.append(self._end(seq, "error", error, RejectReason.KV_CAPACITY))
+        for seq in scheduled.admitted:
+            row = self.batch.admit(seq)
+            self.sampler.set_row(row, seq.request.sampling, seq.token_ids[seq.num_prompt :])
+
+    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> Sampled:
+        num_sampling = len(batch.sampling)
+        self._collect_prompt_logprobs(batch, logits[num_sampling:])
+        if not num_sampling:
+            return Sampled(np.empty(0, np.int64), {})
+        sampled = self.sampler.sample(logits[:num_sampling], batch.sampling_rows, batch.output_positions)
+        lengths = np.fromiter((len(chunk.seq.token_ids) for chunk in batch.sampling), np.int64, num_sampling)
+        self.batch.append(batch.sampling_rows, lengths, sampled.token_ids)
+        return sampled
+
+    def _collect_prompt_logprobs(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
+        at = 0
+        for seq, first, end in batch.prompt_ranges:
+            targets = np.asarray(seq.token_ids[first + 1 : end + 1], np.int64)
+            num_top = np.full(end - first, seq.request.sampling.prompt_logprobs, np.int64)
+            seq.prompt_logprobs += token_logprobs(logits[at : at + end - first], targets, num_top)
+            at += end - first
+
+    def _publish(self, batch: ScheduledBatch, sampled: Sampled) -> list[Output]:
+        now = self._clock()
+        outputs = [output for chunk in batch.chunks if (output := self._started(chunk, now))]
+        for i, (chunk, token) in enumerate(zip(batch.sampling, sampled.token_ids.tolist(), strict=True)):
+            outputs.append(self._add_token(chunk.seq, token, sampled.logprobs.get(i), now))
+        return outputs + self._signs_of_life(now)
+
+    def _signs_of_life(self, now: float) -> list[Output]:
+        """Make empty deltas for started sequences that have been silent for long.
+
+        A prefill of many chunks and a preempted sequence are silent; a gateway could not tell them from lost
+        ones.
+        """
+        if now - self._looked_at < SIGN_OF_LIFE_S:
+            return []
+        self._looked_at, since = now, now - SIGN_OF_LIFE_S
+        return [
+            Output(seq.request, self._delta(seq, seq.num_output, []))
+            for seq in self._sequences.values()
+            if seq.started_at and max(seq.started_at, seq.last_token_at) <= since
+        ]
+
+    def _started(self, chunk: ScheduledChunk, now: float) -> Output | None:
+        """Note that a request's first chunk has run; return an empty delta unless a token follows."""
+        seq = chunk.seq
+        if (counted := min(seq.num_computed_tokens, seq.num_prompt)) > seq.num_prompt_counted:
+            self.stats.prompt_tokens += counted - seq.num_prompt_counted
+            seq.num_prompt_counted = counted
+        if seq.started_at:
+            return None
+        seq.started_at = now
+        self.stats.queue.observe(now - seq.arrived)
+        if seq.num_uncomputed_tokens == 0:
+            return None
+        return Output(seq.request, self._delta(seq, seq.num_output, []))
+
+    def _add_token(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Output:
+        if seq.num_output >= seq.request.sampling.max_tokens:  # max_tokens 0: only the prompt was of interest
+            self._drop(seq)
+            return self._end(seq, "length")
+        index = seq.num_output
+        seq.token_ids.append(token)
+        self._time_token(seq, now)
+        finished = why_finished(seq, self.limits)
+        if finished:
+            self._drop(seq)
+            self.stats.finished[finished] += 1
+        return Output(seq.request, self._delta(seq, index, [token], finished, logprobs))
+
+    def _time_token(self, seq: Sequence, now: float) -> None:
+        self.stats.generation_tokens += 1
+        if seq.last_token_at:
+            self.stats.time_per_output_token.observe(now - seq.last_token_at)
+        else:
+            self.stats.time_to_first_token.observe(now - seq.arrived)
+        seq.last_token_at = now
+
+    def _is_here(self, seq: Sequence) -> bool:
+        return self._sequences.get(seq.request.id) is seq
+
+    def _drop(self, seq: Sequence) -> None:
+        self.scheduler.remove(seq)
+        self.batch.release(seq)
+        del self._sequences[seq.request.id]
+
+    def _end(
+        self,
+        seq: Sequence,
+        finished: FinishReason,
+        error: str | None = None,
+        reject_reason: RejectReason | None = None,
+    ) -> Output:
+        """End `seq` without a token."""
+        self.stats.finished[finished] += 1
+        delta = self._delta(seq, seq.num_output, [], finished, error=error, reject_reason=reject_reason)
+        return Output(seq.request, delta)
+
+    def _delta(
+        self,
+        seq: Sequence,
+        index: int,
+        token_ids: list[int],
+        finished: FinishReason | None = None,
+        logprobs: TokenLogprobs | None = None,
+        error: str | None = None,
+        reject_reason: RejectReason | None = None,
+    ) -> Delta:
+        prompt_logprobs = None
+        if seq.prompt_logprobs and (token_ids or finished) and finished != "error":
+            prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
+        return Delta(
+            request_id=seq.request.id,
+            attempt=seq.request.attempt,
+            index=index,
+            token_ids=token_ids,
+            finish_reason=finished,
+            error=error,
+            logprobs=[logprobs] if logprobs else None,
+            prompt_logprobs=prompt_logprobs,
+            reject_reason=reject_reason,
+        )

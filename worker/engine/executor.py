@@ -1,0 +1,125 @@
+"""How a scheduled batch is run, whichever devices run it.
+
+One interface and three implementations: `LocalExecutor` (this device alone),
+`worker.parallel.TensorParallelExecutor` (all members of a group run one merged batch) and
+`worker.pipeline.PipelineExecutor` (stages run layers one after the other, several batches in flight).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from bus.messages import LayerShape
+from kernels.plan import AttentionPlan
+from worker.engine.input_batch import ScheduledBatch, attention_plan, to_tensor
+
+
+class ExecutorLost(Exception):
+    """The devices behind an executor are gone: no batch in flight will come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedBatch:
+    """A batch that has run, and its logits: float32 [R + P, vocab]."""
+
+    batch: ScheduledBatch
+    logits: torch.Tensor
+
+
+class Executor(ABC):
+    """Runs batches in the order in which they are executed. Only the engine's thread calls it."""
+
+    max_concurrent_batches = 1
+    num_in_flight = 0  # batches that were executed and not collected
+    num_steps = 0  # batches run, since this executor was made
+    tp = 1  # degree of tensor parallelism; while that changes, the old one
+    has_peers = False  # other members call steps: `collect` is due whenever something was heard of them
+
+    @abstractmethod
+    def execute(self, batch: ScheduledBatch) -> None:
+        """Start `batch`; it may run on after this returns. Raises ExecutorLost."""
+
+    @abstractmethod
+    def collect(self) -> list[FinishedBatch]:
+        """Return the batches that have finished since the last call. Raises ExecutorLost."""
+
+    @abstractmethod
+    def shape(self) -> list[LayerShape]:
+        """Return the precision of each layer's halves, now."""
+
+    @property
+    def has_news(self) -> bool:
+        """True if `collect` has something to return or to raise."""
+        return False
+
+    @property
+    def has_room(self) -> bool:
+        """True if one more batch may be executed now."""
+        return self.num_in_flight < self.max_concurrent_batches
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The token budget of the next batch; None: that of the instance."""
+        return None
+
+    @property
+    def num_blocks_used_elsewhere(self) -> int:
+        """KV blocks in use by other schedulers on the same cache."""
+        return 0
+
+    def complete(self) -> None:  # noqa: B027 an optional step
+        """Carry out the changes that are due after the batches just collected and before the next."""
+
+    def recover(self, error: Exception) -> bool:
+        """Go on after a step failed. Returns False if the error is the caller's to handle."""
+        return False
+
+    def move_blocks(self, moved: Mapping[int, int]) -> None:  # noqa: B027 an optional step
+        """Move KV blocks (old id -> new id) on the other devices, behind every batch in flight."""
+
+    def close(self, reason: str) -> None:  # noqa: B027 an optional step
+        """Tell the other devices that no batch follows."""
+
+
+class RunnableModel(Protocol):
+    """What `LocalExecutor` needs of `worker.model.Model`."""
+
+    def forward(
+        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: Any, logit_rows: torch.Tensor
+    ) -> torch.Tensor: ...
+
+    def shape(self) -> list[LayerShape]: ...
+
+
+class LocalExecutor(Executor):
+    """Runs each batch on this device at once."""
+
+    def __init__(self, model: RunnableModel, kv: Any, block_tokens: int, device: torch.device) -> None:
+        self._model, self._kv, self._block_tokens, self._device = model, kv, block_tokens, device
+        self._finished: list[FinishedBatch] = []
+
+    def execute(self, batch: ScheduledBatch) -> None:
+        """Run `batch`. Raises whatever the model's step raises."""
+        given = batch.input
+        logits = self._model.forward(
+            to_tensor(given.token_ids, self._device),
+            attention_plan(given, self._block_tokens, self._device),
+            self._kv,
+            to_tensor(given.logit_rows, self._device),
+        )
+        self._finished.append(FinishedBatch(batch, logits))
+        self.num_steps += 1
+
+    def collect(self) -> list[FinishedBatch]:
+        """Return the batch that was executed last."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def shape(self) -> list[LayerShape]:
+        """Return the model's own shape."""
+        return self._model.shape()

@@ -1,0 +1,130 @@
+"""The state of one request in the engine. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from bus.messages import SamplingParams, TokenLogprobs
+from bus.precisions import Precision
+
+
+class BlockPool(Protocol):
+    """KV blocks from which one scheduler allocates: a cache's own, or a share of a group's."""
+
+    @property
+    def num_free(self) -> int: ...
+
+    @property
+    def num_used(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """The most blocks that one sequence could ever have."""
+
+    def allocate(self, n: int, /) -> list[int]: ...
+
+    def free(self, blocks: Seq[int], /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One continuation of one prompt. `sent_token_ids` are outputs that the client already has."""
+
+    id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    sent_token_ids: list[int] = field(default_factory=list)
+    attempt: int = 1
+    min_precision: Precision | Literal[""] = ""  # no layer may be below it while this runs; "": no floor
+    gateway: str = ""  # opaque to the engine: returned with the results
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one instance: tokens and sequences in one step, and the length of a sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+class Sequence:
+    """A request being served: its tokens, how many of them are in the KV cache, and in which blocks.
+
+    ::
+
+        token_ids: | prompt ............ | sent ...... | generated .... |
+                   0        num_computed_tokens ^ (anywhere)            len(token_ids)
+
+    The scheduler writes `num_computed_tokens` and `block_ids`, the engine core `token_ids`, and the input
+    batch `row` (-1 while waiting) and `generation`. Where several batches may be in flight a token counts as
+    computed as soon as its batch is executed, so a sequence whose next token is in flight has nothing left to
+    compute.
+    """
+
+    __slots__ = (
+        "arrived",
+        "block_ids",
+        "generation",
+        "last_token_at",
+        "num_computed_tokens",
+        "num_prompt",
+        "num_prompt_counted",
+        "prompt_logprobs",
+        "request",
+        "row",
+        "started_at",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, arrived: float = 0.0) -> None:
+        self.request = request
+        self.token_ids: list[int] = [*request.prompt_token_ids, *request.sent_token_ids]
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.block_ids: list[int] = []
+        self.row = -1
+        self.generation = 0  # times it has lost its row: batches scheduled before that are void for it
+        self.arrived = arrived  # monotonic seconds, as the next two; 0.0: not yet
+        self.started_at = 0.0
+        self.last_token_at = 0.0
+        self.num_prompt_counted = 0  # prompt tokens in the statistics: a recomputed one counts once
+        # Collected while prefilling and sent with the first token; [0] is None. Empty if not asked for.
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far, those sent in earlier attempts included: the next token's index."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens that are not in the KV cache.
+
+        1 while decoding, more while prefilling, and 0 while the next token is in flight.
+        """
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def num_blocks_needed(self, block_tokens: int) -> int:
+        """KV blocks that hold all known tokens."""
+        return -(-len(self.token_ids) // block_tokens)
+
+    def advance(self, num_tokens: int, block_tokens: int) -> None:
+        """Count `num_tokens` more as computed. The one place where the invariant is asserted."""
+        self.num_computed_tokens += num_tokens
+        assert 0 < self.num_computed_tokens <= len(self.token_ids), (
+            self.request.id,
+            self.num_computed_tokens,
+        )
+        assert self.num_computed_tokens <= len(self.block_ids) * block_tokens, (
+            self.request.id,
+            self.block_ids,
+        )

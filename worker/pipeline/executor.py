@@ -1,0 +1,111 @@
+"""Run batches through the stages of a pipeline, led by the worker of the first stage.
+
+As many batches as there are stages are in flight, so that each stage has one. Every stage takes the batches
+in the same order and finds in its KV what the ones before have written, so the next chunk of a long prompt
+may follow at once. Blocks that are freed meanwhile are written again by a later batch, behind all that read
+them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+
+from bus.messages import LayerShape
+from worker.distributed.communicator import PeerLost
+from worker.engine.engine import DEVICE_ERRORS
+from worker.engine.executor import Executor, FinishedBatch
+from worker.engine.input_batch import ScheduledBatch, attention_plan, to_tensor
+from worker.memory import KVCache
+from worker.model import Model
+from worker.pipeline.pipeline import Pipeline, PipelineLost
+from worker.pipeline.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+class PipelineExecutor(Executor):
+    """Embeds and runs the first layers here, sends the rest on, and computes the logits of what comes back.
+
+    `model` has the first layers, or rank 0's share of them, and `cache` their KV, with as many blocks as the
+    other stages have.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, pipeline: Pipeline, ranks: Ranks) -> None:
+        self.pipeline, self.ranks = pipeline, ranks
+        self.max_concurrent_batches, self.tp = pipeline.num_stages, pipeline.tp
+        # Called once, when the worker of a stage is to leave.
+        self.on_going: Callable[[str], None] = lambda reason: None
+        self._model, self._cache = model, cache
+        self._device = cache.pool.backend.device
+        self._is_going = False
+        self._in_flight: deque[ScheduledBatch] = deque()
+
+    @property
+    def num_in_flight(self) -> int:  # type: ignore[override]
+        """Batches that have not come back."""
+        return len(self._in_flight)
+
+    @property
+    def has_news(self) -> bool:
+        """True if a batch has come back, or a stage is gone or overdue."""
+        return self.pipeline.has_news
+
+    def execute(self, batch: ScheduledBatch) -> None:
+        """Run this stage's layers and send the residual on. Raises PipelineLost.
+
+        Any error in a stage of several ranks ends the pipeline: the other ranks wait in sums of this step.
+        """
+        try:
+            residual = self._run(batch)
+        except DEVICE_ERRORS:
+            raise
+        except PeerLost as error:
+            raise PipelineLost(f"another rank of stage 0 is gone: {error}") from error
+        except Exception as error:
+            if self.ranks.group is None:
+                raise
+            log.exception("a step of %s failed", self.pipeline.id)
+            raise PipelineLost(f"its step failed: {type(error).__name__}: {error}") from error
+        self.pipeline.send(batch.input, residual)
+        self._in_flight.append(batch)
+        self.num_steps += 1
+
+    def _run(self, batch: ScheduledBatch) -> torch.Tensor:
+        attention = attention_plan(batch.input, self._cache.block_tokens, self._device)
+        residual = self._model.embed(to_tensor(batch.input.token_ids, self._device))
+        self.pipeline.share(batch.input, residual)
+        return self._model.run(residual, attention, self._cache, group=self.ranks.group)
+
+    def collect(self) -> list[FinishedBatch]:
+        """Return the batches that came back, oldest first. Raises PipelineLost when there is none of them."""
+        finished = []
+        try:
+            while (payload := self.pipeline.take_done()) is not None:
+                rows = payload.view(self._model.dtype).view(-1, self._model.config.hidden_size)
+                logits = self._model.logits(rows.to(self._device, non_blocking=True))
+                finished.append(FinishedBatch(self._in_flight.popleft(), logits))
+        except PipelineLost:
+            if not finished:  # what has come back counts; the next call raises
+                self._in_flight.clear()
+                raise
+        if self.pipeline.going and not self._is_going:
+            self._is_going = True
+            self.on_going(self.pipeline.going)
+        return finished
+
+    def shape(self) -> list[LayerShape]:
+        """Return the shape of all stages' layers."""
+        return self._model.shape() + self.pipeline.shape
+
+    def move_blocks(self, moved: Mapping[int, int]) -> None:
+        """Move KV blocks at the later stages, behind all batches in flight."""
+        self.pipeline.move(moved)
+
+    def close(self, reason: str) -> None:
+        """Let the other stages give their pages back."""
+        self.pipeline.close(reason)
+        self.ranks.close()
