@@ -455,6 +455,4 @@ def test_a_request_below_whose_floor_the_shape_is_may_go_elsewhere(rig: Rig) -> 
     rig.engine.submit("toy@w0", request("yes", [1, 2, 3], 5, min_precision="int4"))
     client = run(rig.engine, Client())
     assert client.ends == {"no": "error", "yes": "length"}
-    assert client.errors["no"] == (
-        "precision_floor: ffn of layer 1 is in int4; the request takes no less than int8"
-    )
+    assert client.errors["no"] == ("ffn of layer 1 is in int4; the request takes no less than int8")
