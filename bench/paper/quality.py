@@ -23,6 +23,7 @@ from bench.paper.pyramid import PyramidDecoder, budgets
 from bench.paper.text import f1, mean_and_error, rouge_l
 from bench.quality.perplexity import Evaluator, Losses, Text, difference, perplexity, swapped
 from bench.quality.setup import held_out, open_demo
+from bus.precisions import QUANTIZED
 from worker.offline.calibration import read_calibration
 
 LOW: Final = "int4"  # what the modes swap to
@@ -59,8 +60,8 @@ def measure(order: Sequence[int], plans: Mapping[str, Sequence[str]], *, is_quic
     each has the bits that the default mode's ceiling has."""
     kernels.configure(2)
     num_layers = len(order)
-    layers, ends = _every_precision()
-    evaluator = Evaluator(ends, layers)
+    layers, model = _every_precision()
+    evaluator = Evaluator(model, layers)
     sensitivities = sensitivity(evaluator, num_windows=2 if is_quick else 16)
     mean_bits = ceiling_bits(num_layers, num_layers // 2, LOW)
     chosen = {
@@ -89,19 +90,19 @@ def measure(order: Sequence[int], plans: Mapping[str, Sequence[str]], *, is_quic
 
 def _every_precision() -> tuple[list[dict[str, Any]], Any]:
     """Of each layer its weights by precision, by the method that workers use when they are not told another;
-    and the ends of the model."""
-    models = [open_demo(DEMO, name, method="", name=name) for name in BITS if name != "full"]
+    and the model that runs them."""
+    models = [open_demo(DEMO, name, method="", name=name) for name in QUANTIZED]
     merged: list[dict[str, Any]] = [{} for _ in models[0].layers]
     for model in models:
         for layer, weights in zip(merged, model.layers, strict=True):
             layer.update(weights)
-    return merged, models[0].ends
+    return merged, models[0].whole
 
 
 def sensitivity(evaluator: Evaluator, num_windows: int) -> list[dict[str, float]]:
     """[layer][precision]: nats per token that this layer alone adds, on text of the training, as a plan made
     before serving would know it. What seems to gain is noise, and counts as 0."""
-    tokens = read_calibration(evaluator.ends.config, None, num_windows, CALIBRATION_TOKENS).tokens
+    tokens = read_calibration(evaluator.model.config, None, num_windows, CALIBRATION_TOKENS).tokens
     num_layers = len(evaluator.layers)
     full: Plan = ("full",) * num_layers
     alone = {

@@ -26,6 +26,7 @@ import torch
 
 from bench.quality.perplexity import Evaluator, Shape, Text, difference, perplexity, swapped
 from bench.quality.setup import Model, held_out, make_missing_sets, open_demo
+from bus.precisions import Precision
 from worker.shape.layer_order import load_order, plain_order
 
 RANDOM_SEEDS = (1, 2, 3)
@@ -60,7 +61,7 @@ def by_order(model: Model, text: Text, name: str) -> dict[str, Any]:
     """
     orders, counts = orders_of(model), counts_of(model.config.num_layers)
     shapes = {swapped(order, count, name) for same in orders.values() for order in same for count in counts}
-    losses = Evaluator(model.ends, model.layers).losses(text, sorted(shapes))
+    losses = Evaluator(model.whole, model.layers).losses(text, sorted(shapes))
     curves: dict[str, list[list[float]]] = {  # at each count, the mean loss of each window
         order_name: [_mean([losses[swapped(order, count, name)] for order in same]) for count in counts]
         for order_name, same in orders.items()
@@ -77,7 +78,7 @@ def by_order(model: Model, text: Text, name: str) -> dict[str, Any]:
     }
 
 
-def perplexities(order: Sequence[int], precision: str, num_windows: int) -> list[float]:
+def perplexities(order: Sequence[int], precision: Precision, num_windows: int) -> list[float]:
     """Return the perplexity with the first 0, 1, ... all layers of `order` in `precision`.
 
     The method is the default one. Windows have 512 tokens, the longest sequence that the morph benchmark's
@@ -86,7 +87,7 @@ def perplexities(order: Sequence[int], precision: str, num_windows: int) -> list
     kernels.configure(2)
     model = open_demo(DEMO, precision, method="", name=precision)
     shapes = [swapped(order, count, precision) for count in range(len(order) + 1)]
-    losses = Evaluator(model.ends, model.layers).losses(Text(held_out(512, num_windows)), shapes)
+    losses = Evaluator(model.whole, model.layers).losses(Text(held_out(512, num_windows)), shapes)
     return [perplexity(losses[shape]) for shape in shapes]
 
 
@@ -124,7 +125,7 @@ def over_time(model: Model, text: Text, name: str) -> dict[str, Any]:
     """Return the perplexity of each row, and whether it lies between the bounds within its standard error."""
     num_layers = model.config.num_layers
     low, full = (name,) * num_layers, ("full",) * num_layers
-    evaluator = Evaluator(model.ends, model.layers)
+    evaluator = Evaluator(model.whole, model.layers)
     losses = {row: evaluator.mixed_losses(text, pieces) for row, pieces in mixtures(low, full).items()}
     rows = {}
     for row, values in losses.items():

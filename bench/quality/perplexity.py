@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from worker.offline.decoder import Ends, Span, Tensors, run_layer
+from worker.model.layer import Layer
+from worker.offline.layerwise import LayerwiseModel
 
 Shape = tuple[str, ...]  # the name of each layer's weights
 Losses = dict[Shape, list[float]]  # nats per scored token, for each window
@@ -33,17 +34,17 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Computes losses of shapes; layers[i][name] are the weights that layer i can have."""
+    """Computes losses of shapes; layers[i][name] is layer i with the weights of that name."""
 
-    ends: Ends
-    layers: Sequence[dict[str, Tensors]]
+    model: LayerwiseModel
+    layers: Sequence[dict[str, Layer]]
 
     def losses(self, text: Text, shapes: Sequence[Shape]) -> Losses:
         """Return the loss of each window, for each shape."""
         found: Losses = {shape: [] for shape in shapes}
         with torch.inference_mode():
             for window in text.windows:
-                x = self.ends.embed(window[None, :-1])
+                x = self.model.embed(window[:-1])
                 for shape, loss in self._walk(x, sorted(found), 0, window, text.scored_from):
                     found[shape].append(loss)
         return found
@@ -57,13 +58,13 @@ class Evaluator:
         stops = [start for start, _ in pieces[1:]] + [text.windows.shape[1] - 1]
         with torch.inference_mode():
             for window in text.windows:
-                x = self.ends.embed(window[None, :-1])
-                for layer, weights in enumerate(self.layers):
-                    spans = [
-                        Span(start, stop, weights[shape[layer]])
+                x = self.model.embed(window[:-1])
+                for layer, variants in enumerate(self.layers):
+                    made = [
+                        self.model.run(variants[shape[layer]], x[start:stop], start)
                         for (start, shape), stop in zip(pieces, stops, strict=True)
                     ]
-                    x = run_layer(self.ends, layer, x, spans)
+                    x = torch.cat(made)
                 found.append(self._loss(x, window, text.scored_from))
         return found
 
@@ -78,12 +79,12 @@ class Evaluator:
             yield shapes[0], self._loss(x, window, scored_from)
             return
         for name in sorted({shape[layer] for shape in shapes}):
-            y = run_layer(self.ends, layer, x, [Span(0, x.shape[1], self.layers[layer][name])])
+            y = self.model.run(self.layers[layer][name], x)
             alike = [shape for shape in shapes if shape[layer] == name]
             yield from self._walk(y, alike, layer + 1, window, scored_from)
 
     def _loss(self, x: torch.Tensor, window: torch.Tensor, scored_from: int) -> float:
-        logits = self.ends.logits(x[0, scored_from:])
+        logits = self.model.logits(x[scored_from:])
         return float(F.cross_entropy(logits, window[scored_from + 1 :]))
 
 

@@ -11,13 +11,15 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.common.results import DEMO, ROOT
-from bus.precisions import BITS
+from bus.precisions import BITS, Precision
 from worker.model.config import ModelConfig, read_config
+from worker.model.layer import Layer
 from worker.model.quantized_sets import find_set, set_path
-from worker.model.sources import CheckpointWeights, checkpoint_digest
+from worker.model.sources import CheckpointWeights
 from worker.offline.calibration import read_calibration
-from worker.offline.decoder import Ends, Tensors, load_ends, load_layer
-from worker.offline.quantizer import Maker, QuantizedLayers
+from worker.offline.layerwise import LayerwiseModel
+from worker.offline.quantizer import Maker
+from worker.shape.host_images import find_matrices
 
 MODELS = ROOT / "models"
 CPU = torch.device("cpu")
@@ -29,8 +31,8 @@ class Model:
     """A model; layers[i] has full weights under "full" and quantised ones under the name that was given."""
 
     config: ModelConfig
-    ends: Ends
-    layers: list[dict[str, Tensors]]
+    whole: LayerwiseModel
+    layers: list[dict[str, Layer]]
 
 
 def held_out(tokens: int, count: int) -> torch.Tensor:
@@ -66,20 +68,19 @@ def make_missing_sets(folder: Path, methods: Sequence[str], precisions: Sequence
     assert all(set_path(folder, p, "awq").is_file() for p in precisions if "awq" in methods)
 
 
-def open_demo(folder: Path, precision: str, method: str, name: str) -> Model:
-    """Open the model in float32; `name` is that of the quantised weights."""
+def open_demo(folder: Path, precision: Precision, method: str, name: str) -> Model:
+    """Open the demo model in float32, with its quantised layers under `name`."""
     config, checkpoint = read_config(folder), CheckpointWeights(folder)
-    quantised = QuantizedLayers(
+    matrices = find_matrices(config, checkpoint, precision, method)
+    whole = LayerwiseModel(
         config,
         checkpoint,
-        precision=precision,
-        method=method,
-        model=checkpoint_digest(config, checkpoint),
         dtype=torch.float32,
         device=CPU,
+        window_tokens=config.max_position_embeddings,
     )
-    layers = []
-    for i in range(config.num_layers):
-        full = load_layer(config, checkpoint, i, torch.float32, CPU)
-        layers.append({"full": full, name: {**full, **quantised(i)}})
-    return Model(config, load_ends(config, checkpoint, torch.float32, CPU), layers)
+    layers = [
+        {"full": whole.layer(i), name: whole.quantized_layer(i, precision, matrices)}
+        for i in range(config.num_layers)
+    ]
+    return Model(config, whole, layers)

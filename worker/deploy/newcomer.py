@@ -115,7 +115,7 @@ class Newcomer:
         """Of the variants below full."""
         wanted = [name for name in PRECISIONS if name in self.settings.variants]
         self._matrices = {
-            name: find_matrices(self.model, name, self.settings.quantization)
+            name: find_matrices(self.model.config, self.model.source, name, self.settings.quantization)
             for name in wanted
             if may_go_on()
         }

@@ -6,8 +6,10 @@ A dense matrix is a tensor of its own name. A quantised one has `.codes`, `.scal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,15 +18,16 @@ from kernels import AttentionPlan, QuantizedWeight, paged_attention, rms_norm, r
 from kernels.quantized import Split
 from worker.model.config import ModelConfig
 from worker.model.linear import (
-    DenseProduct,
-    Product,
-    QuantizedProduct,
-    StackedProduct,
-    TransposedProduct,
+    DenseLinear,
+    Linear,
+    ObservedLinear,
+    QuantizedLinear,
+    StackedLinear,
+    TransposedLinear,
     inputs_of,
     outputs_of,
 )
-from worker.model.shard import Shard
+from worker.model.shard import ALONE, Shard
 
 
 class Attention:
@@ -34,8 +37,8 @@ class Attention:
         self,
         config: ModelConfig,
         norms: Mapping[str, torch.Tensor],
-        qkv: Sequence[Product],
-        o: Product,
+        qkv: Sequence[Linear],
+        o: Linear,
         *,
         num_heads: int,
         num_kv_heads: int,
@@ -53,7 +56,7 @@ class Attention:
         self.q_norm, self.k_norm = norms.get("q_norm"), norms.get("k_norm")
 
     @property
-    def products(self) -> list[Product]:
+    def linears(self) -> list[Linear]:
         return [*self.qkv, self.o]
 
     def __call__(
@@ -87,8 +90,8 @@ class FeedForward:
 
     def __init__(
         self,
-        gate_up: Product,
-        down: Product,
+        gate_up: Linear,
+        down: Linear,
         *,
         size: int,
         units: int = 1,
@@ -101,7 +104,7 @@ class FeedForward:
         self._size, self._units = size, units
 
     @property
-    def products(self) -> list[Product]:
+    def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,9 +121,38 @@ class Layer:
     feed_forward: FeedForward
     shard: Shard
 
+    def observed(self, observe: Callable[[str, torch.Tensor], None]) -> Layer:
+        """Return this layer with the inputs of its linear maps reported to observe(name, [T, K]).
+
+        The names are "qkv", "o", "gate_up" and "down".
+        """
+        attention, feed_forward = copy(self.attention), copy(self.feed_forward)
+        attention.qkv = [ObservedLinear(each, partial(observe, "qkv")) for each in attention.qkv]
+        attention.o = ObservedLinear(attention.o, partial(observe, "o"))
+        feed_forward.gate_up = ObservedLinear(feed_forward.gate_up, partial(observe, "gate_up"))
+        feed_forward.down = ObservedLinear(feed_forward.down, partial(observe, "down"))
+        return Layer(attention, feed_forward, self.shard)
+
 
 LayerHalf = Attention | FeedForward
 Tensors = Mapping[str, torch.Tensor]
+
+
+def build_layer(
+    config: ModelConfig,
+    index: int,
+    attention: Tensors,
+    feed_forward: Tensors,
+    *,
+    precision: Precision = "full",
+    shard: Shard = ALONE,
+) -> Layer:
+    """Build layer `index` of the model for one rank. The FFN's tensors are the rank's part already."""
+    return Layer(
+        build_attention(config, attention, shard, config.sliding_windows[index], precision),
+        build_feed_forward(config, feed_forward, precision),
+        shard,
+    )
 
 
 def build_attention(
@@ -149,8 +181,8 @@ def build_feed_forward(config: ModelConfig, tensors: Tensors, precision: Precisi
         return _dense_feed_forward(config, tensors)
     down = _quantized(tensors, "down", "inputs", precision)
     return FeedForward(
-        QuantizedProduct(_quantized(tensors, "gate_up", "outputs", precision)),
-        QuantizedProduct(down),
+        QuantizedLinear(_quantized(tensors, "gate_up", "outputs", precision)),
+        QuantizedLinear(down),
         size=down.unit_inputs,
         units=down.num_units,
         precision=precision,
@@ -161,13 +193,13 @@ def _dense_feed_forward(config: ModelConfig, tensors: Tensors) -> FeedForward:
     size = min(tensors["down"].shape[0], config.intermediate_size)  # nothing needs the padding
     gate_up, down = tensors["gate_up"][:, :size], tensors["down"][:size]
     lies_together = gate_up.stride(0) == size * gate_up.stride(1)
-    both: Product = DenseProduct(gate_up.flatten(0, 1)) if lies_together else StackedProduct(gate_up)
-    return FeedForward(both, TransposedProduct(down), size=size)
+    both: Linear = DenseLinear(gate_up.flatten(0, 1)) if lies_together else StackedLinear(gate_up)
+    return FeedForward(both, TransposedLinear(down), size=size)
 
 
 def _qkv(
     config: ModelConfig, tensors: Tensors, heads: slice, kv_heads: slice, precision: Precision
-) -> list[Product]:
+) -> list[Linear]:
     """One product for a rank that has all heads; else three, as its rows do not lie together."""
     if heads.stop - heads.start == config.num_heads:
         return [_rows(tensors, slice(None), precision)]
@@ -179,19 +211,19 @@ def _qkv(
     return [_rows(tensors, each, precision) for each in rows]
 
 
-def _rows(tensors: Tensors, rows: slice, precision: Precision) -> Product:
+def _rows(tensors: Tensors, rows: slice, precision: Precision) -> Linear:
     bias = tensors.get("qkv_bias")
     bias = None if bias is None else bias[rows]
     if "qkv" in tensors:
-        return DenseProduct(tensors["qkv"][rows], bias)
-    return QuantizedProduct(outputs_of(_quantized(tensors, "qkv", "outputs", precision), rows), bias)
+        return DenseLinear(tensors["qkv"][rows], bias)
+    return QuantizedLinear(outputs_of(_quantized(tensors, "qkv", "outputs", precision), rows), bias)
 
 
-def _o(tensors: Tensors, columns: slice | None, bias: torch.Tensor | None, precision: Precision) -> Product:
+def _o(tensors: Tensors, columns: slice | None, bias: torch.Tensor | None, precision: Precision) -> Linear:
     if "o" in tensors:
-        return DenseProduct(tensors["o"] if columns is None else tensors["o"][:, columns], bias)
+        return DenseLinear(tensors["o"] if columns is None else tensors["o"][:, columns], bias)
     whole = _quantized(tensors, "o", "inputs", precision)
-    return QuantizedProduct(whole if columns is None else inputs_of(whole, columns), bias)
+    return QuantizedLinear(whole if columns is None else inputs_of(whole, columns), bias)
 
 
 def _quantized(tensors: Tensors, name: str, split: Split, precision: Precision) -> QuantizedWeight:

@@ -1,12 +1,9 @@
-"""What a layer multiplies by: a dense matrix or a quantised one, behind one call.
-
-A product takes x [T, K] to [T, N]. Which kind it is, only who made it knows.
-"""
+"""The linear maps of a layer: dense or quantised, behind one call."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,119 +11,84 @@ import torch.nn.functional as F
 from kernels import QuantizedWeight, linear, linear_t, quantized_linear, stacked_linear
 
 
-class Product(Protocol):
-    """x [T, num_inputs] times a matrix, plus a bias if it has one: [T, num_outputs], which may be dimensions
-    of their own."""
+class Linear:
+    """x [T, num_inputs] times a matrix, plus a bias if there is one.
 
-    @property
-    def num_inputs(self) -> int: ...
+    The result is [T, num_outputs], whose outputs may be dimensions of their own.
+    """
 
-    @property
-    def num_outputs(self) -> int: ...
+    def __init__(self, num_inputs: int, num_outputs: int, device: torch.device) -> None:
+        self.num_inputs, self.num_outputs, self.device = num_inputs, num_outputs, device
 
-    @property
-    def device(self) -> torch.device: ...
-
-    def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
 
-class DenseProduct:
-    """Times weight [N, K] transposed, plus bias [N]."""
+class DenseLinear(Linear):
+    """x times weight [N, K] transposed, plus bias [N]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], weight.device)
         self.weight, self.bias = weight, bias
-
-    @property
-    def num_inputs(self) -> int:
-        return int(self.weight.shape[1])
-
-    @property
-    def num_outputs(self) -> int:
-        return int(self.weight.shape[0])
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
 
-class StackedProduct:
-    """Times each of weights [M, N, K] transposed, whatever lies between them: [T, M, N]."""
+class StackedLinear(Linear):
+    """x times each of weights [M, N, K] transposed, at any stride between the matrices: [T, M, N]."""
 
     def __init__(self, weights: torch.Tensor) -> None:
+        super().__init__(weights.shape[2], weights.shape[0] * weights.shape[1], weights.device)
         self.weights = weights
-
-    @property
-    def num_inputs(self) -> int:
-        return int(self.weights.shape[2])
-
-    @property
-    def num_outputs(self) -> int:
-        return int(self.weights.shape[0] * self.weights.shape[1])
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return stacked_linear(x, self.weights)
 
 
-class TransposedProduct:
-    """Times weight [K, N]."""
+class TransposedLinear(Linear):
+    """x times weight [K, N]."""
 
     def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], weight.device)
         self.weight = weight
-
-    @property
-    def num_inputs(self) -> int:
-        return int(self.weight.shape[0])
-
-    @property
-    def num_outputs(self) -> int:
-        return int(self.weight.shape[1])
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear_t(x, self.weight)
 
 
-class QuantizedProduct:
-    """Times a quantised weight, plus bias [N]. Where the weight's inputs were padded to whole tiles, x is."""
+class QuantizedLinear(Linear):
+    """x times a quantised weight, plus bias [N]; x is padded to the weight's whole tiles of inputs."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight.num_inputs, weight.num_outputs, weight.codes.device)
         self.weight, self.bias = weight, bias
 
-    @property
-    def num_inputs(self) -> int:
-        return self.weight.num_inputs
-
-    @property
-    def num_outputs(self) -> int:
-        return self.weight.num_outputs
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.codes.device
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        missing = self.weight.num_inputs - x.shape[1]
+        missing = self.num_inputs - x.shape[1]
         return quantized_linear(F.pad(x, (0, missing)) if missing else x, self.weight, self.bias)
 
 
+class ObservedLinear(Linear):
+    """Another linear map, whose inputs go to `observe` first."""
+
+    def __init__(self, inner: Linear, observe: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(inner.num_inputs, inner.num_outputs, inner.device)
+        self._inner, self._observe = inner, observe
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._observe(x)
+        return self._inner(x)
+
+
 def outputs_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    """These outputs of every unit."""
+    """Return these outputs of every unit."""
     codes, scales, zeros = weight.codes[:, rows], weight.scales[:, rows], weight.zeros[:, rows]
     return replace(weight, codes=codes, scales=scales, zeros=zeros)
 
 
 def inputs_of(weight: QuantizedWeight, columns: slice) -> QuantizedWeight:
-    """These inputs of every unit; they must be whole tiles and groups."""
+    """Return these inputs of every unit; they must be whole tiles and groups."""
     of_codes = slice(columns.start * weight.bits // 8, columns.stop * weight.bits // 8)
     of_groups = slice(columns.start // weight.group, columns.stop // weight.group)
     return replace(

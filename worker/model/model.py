@@ -12,7 +12,7 @@ from bus.messages import LayerShape
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool, VirtualRange
 from worker.model.config import ModelConfig, ModelError, read_config
-from worker.model.layer import Attention, Layer, LayerHalf, build_attention, build_feed_forward
+from worker.model.layer import Attention, Layer, LayerHalf, build_layer
 from worker.model.layout import ModelPlan, RangePlan, plan_model
 from worker.model.shard import ALONE, ReduceGroup, Shard
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
@@ -50,11 +50,7 @@ class Model:
         self._transformer = Transformer(
             config,
             [
-                Layer(
-                    build_attention(config, layer.attention.tensors, shard, config.sliding_windows[i]),
-                    build_feed_forward(config, layer.feed_forward.tensors),
-                    shard,
-                )
+                build_layer(config, i, layer.attention.tensors, layer.feed_forward.tensors, shard=shard)
                 for i, layer in enumerate(weights.layers)
             ],
             ends=_ends(weights),

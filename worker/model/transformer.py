@@ -67,7 +67,7 @@ class Transformer:
     ) -> None:
         """ends: None for a later stage of a pipeline."""
         self.layers, self.eps, self._ends = layers, config.rms_norm_eps, ends
-        device = layers[0].attention.input_norm.device
+        device = (ends.norm if ends else layers[0].attention.input_norm).device
         self.cos_sin = config.rope.table(config.max_position_embeddings, device)
 
     def forward(

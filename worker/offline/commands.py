@@ -16,11 +16,12 @@ from worker.model.config import ModelError, read_config
 from worker.model.quantized_sets import Method
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.calibration import read_calibration
-from worker.offline.decoder import load_ends, load_layer
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights
+from worker.offline.layerwise import LayerwiseModel
 from worker.offline.progress import ProgressLine, say
-from worker.offline.quantizer import Maker, QuantizedLayers
+from worker.offline.quantizer import Maker
 from worker.offline.ready_checkpoint import take_over
+from worker.shape.host_images import find_matrices
 from worker.shape.layer_order import OrderProfile, profile_path, read_profile, write_profile
 
 
@@ -65,18 +66,10 @@ def profile(args: argparse.Namespace) -> None:
     calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
     fingerprint = checkpoint_digest(config, checkpoint)
     dtype = torch.float32 if device.type == "cpu" else config.dtype
-    quantised = QuantizedLayers(
-        config,
-        checkpoint,
-        precision=args.precision,
-        method=args.method,
-        model=fingerprint,
-        dtype=dtype,
-        device=device,
-    )
+    matrices = find_matrices(config, checkpoint, args.precision, args.method)
     num_windows, num_tokens = calibration.tokens.shape
     say(
-        f"{args.precision} {quantised.method}; calibration: {num_windows} windows of {num_tokens} tokens of"
+        f"{args.precision} {matrices.method}; calibration: {num_windows} windows of {num_tokens} tokens of"
         f" {calibration.source}"
     )
     progress: ProgressLine | None = None
@@ -90,7 +83,7 @@ def profile(args: argparse.Namespace) -> None:
     wished = OrderProfile(
         model=fingerprint,
         precision=args.precision,
-        method=quantised.method,
+        method=matrices.method,
         metric=metric,
         weights=list(args.weights),
         calibration=calibration.digest,
@@ -100,10 +93,12 @@ def profile(args: argparse.Namespace) -> None:
         seconds=0.0,
     )
     with torch.inference_mode():
+        model = LayerwiseModel(config, checkpoint, dtype=dtype, device=device, window_tokens=num_tokens)
+        layers = range(config.num_layers)
         profiler = LayerRanking(
-            load_ends(config, checkpoint, dtype, device),
-            [load_layer(config, checkpoint, i, dtype, device) for i in range(config.num_layers)],
-            quantised,
+            model,
+            [model.layer(i) for i in layers],
+            [model.quantized_layer(i, args.precision, matrices) for i in layers],
             calibration.tokens.to(device),
             metric,
         )

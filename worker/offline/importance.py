@@ -27,7 +27,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from worker.offline.decoder import Ends, Span, Tensors, run_layer
+from worker.model.layer import Layer
+from worker.offline.layerwise import LayerwiseModel
 
 Metric = Literal["cosine", "l2"]
 
@@ -65,27 +66,25 @@ class Scores:
 
 
 class LayerRanking:
-    """Layers as they are swapped one after the other.
-
-    layers: the full weights of each, replaced here as layers join Q. quantised: a layer's matrices in few
-    bits, made when asked for. windows int64 [W, T].
-    """
+    """The layers of a model, swapped one after the other."""
 
     def __init__(
         self,
-        ends: Ends,
-        layers: list[Tensors],
-        quantised: Callable[[int], Tensors],
+        model: LayerwiseModel,
+        layers: Sequence[Layer],
+        quantised: Sequence[Layer],
         windows: torch.Tensor,
         metric: Metric,
     ) -> None:
-        self._ends, self._layers, self._quantised = ends, layers, quantised
+        """layers: in full precision. quantised: the same in fewer bits. windows: int64 [W, T]."""
+        self._model, self._quantised = model, quantised
+        self._layers = list(layers)  # for the current Q
         self._metric, self._windows = metric, windows
         # entries[w][j]: window w at the entry of layer j for the current Q; [L] is what the head reads.
-        self._entries = [[ends.embed(window[None])] for window in windows]
+        self._entries = [[model.embed(window)] for window in windows]
         for entries in self._entries:
-            for layer in range(len(layers)):
-                entries.append(self._run(layer, entries[layer], layers[layer]))
+            for layer in self._layers:
+                entries.append(model.run(layer, entries[-1]))
         self.perplexity = [self._perplexity()]  # of the windows, by how many layers are swapped
 
     def sequence(self, weights: ScoreWeights, advance: Callable[[], None]) -> tuple[list[int], Scores]:
@@ -117,12 +116,12 @@ class LayerRanking:
         """LTS and LRS of every layer, in the full model."""
         scores = Scores()
         for layer in range(len(self._layers)):
-            swapped = self._swapped(layer)
             kept, replaced = [], []
             for entries in self._entries:
                 before, after = entries[layer], entries[layer + 1]
                 kept.append(similarity(before, after, self._metric))
-                replaced.append(similarity(after, self._run(layer, before, swapped), self._metric))
+                swapped = self._model.run(self._quantised[layer], before)
+                replaced.append(similarity(after, swapped, self._metric))
             scores.lts.append(_mean(kept))
             scores.lrs.append(_mean(replaced))
         return scores
@@ -131,36 +130,30 @@ class LayerRanking:
         """MDS of each."""
         found: dict[int, list[float]] = {j: [] for j in candidates}
         for entries in self._entries:
-            reference = self._ends.logits(entries[-1])
+            reference = self._model.logits(entries[-1])
             for j in candidates:
-                x = self._run(j, entries[j], self._swapped(j))
-                for layer in range(j + 1, len(self._layers)):
-                    x = self._run(layer, x, self._layers[layer])
-                found[j].append(similarity(reference, self._ends.logits(x), self._metric))
+                x = self._model.run(self._quantised[j], entries[j])
+                for layer in self._layers[j + 1 :]:
+                    x = self._model.run(layer, x)
+                found[j].append(similarity(reference, self._model.logits(x), self._metric))
                 advance()
         return {j: _mean(values) for j, values in found.items()}
 
     def _swap(self, layer: int) -> None:
         """The layer joins Q for good."""
-        self._layers[layer] = self._swapped(layer)
+        self._layers[layer] = self._quantised[layer]
         for entries in self._entries:
             for later in range(layer, len(self._layers)):
-                entries[later + 1] = self._run(later, entries[later], self._layers[later])
+                entries[later + 1] = self._model.run(self._layers[later], entries[later])
         self.perplexity.append(self._perplexity())
 
     def _perplexity(self) -> float:
         """Of every window's tokens behind its first."""
         nats = [
-            float(F.cross_entropy(self._ends.logits(entries[-1])[0, :-1].float(), window[1:]))
+            float(F.cross_entropy(self._model.logits(entries[-1])[:-1], window[1:]))
             for entries, window in zip(self._entries, self._windows, strict=True)
         ]
         return math.exp(_mean(nats))
-
-    def _swapped(self, layer: int) -> Tensors:
-        return {**self._layers[layer], **self._quantised(layer)}
-
-    def _run(self, layer: int, x: torch.Tensor, weights: Tensors) -> torch.Tensor:
-        return run_layer(self._ends, layer, x, [Span(0, x.shape[1], weights)])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -9,35 +9,35 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bus.precisions import BITS, ENTRIES, precision_of_bits
+from bus.precisions import ENTRIES, precision_of_bits
 from worker.model.config import ModelConfig, ModelError
+from worker.model.layer import Layer, build_layer
 from worker.model.quantized_sets import (
     FOLDER,
     INPUTS,
-    MATRICES,
     Method,
     QuantizedMatrix,
     QuantizedSet,
     SetInfo,
-    find_set,
     matrix_name,
     round_to_nearest,
     set_path,
     write_set,
 )
 from worker.model.sources import CheckpointWeights, checkpoint_digest
+from worker.model.weights import Tensors
 from worker.offline.awq import Moments, activation_aware
 from worker.offline.calibration import Calibration
-from worker.offline.decoder import Ends, Span, Tensors, load_ends, load_layer, run_layer
+from worker.offline.layerwise import LayerwiseModel
 from worker.offline.progress import ProgressLine, say
+from worker.shape.host_images import dense_matrices
 
 LayerMatrices = dict[str, QuantizedMatrix]  # by the names of MATRICES
-WINDOWS_AT_ONCE = 1  # of the forward pass: 2,048 tokens keep any device busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,28 +117,39 @@ class Maker:
         return made
 
     def make(self, targets: Sequence[SetTarget]) -> None:
-        """Layer by layer, all targets of a layer at once, so that the calibration text runs through each
-        layer of the full model only once. Raises ModelError, OSError."""
+        """Make all targets layer by layer: the calibration text runs through each layer once.
+
+        Raises ModelError, OSError.
+        """
         progress = ProgressLine(", ".join(t.name for t in targets), self.config.num_layers, "layers")
-        ends = load_ends(self.config, self._checkpoint, self._dtype, self._device)
-        windows = self._windows(ends) if any(t.method == "awq" for t in targets) else []
-        for layer in range(self.config.num_layers):
-            weights = load_layer(self.config, self._checkpoint, layer, self._dtype, self._device)
-            missing = [t for t in targets if t.unfinished(self.config, layer) is None]
-            moments = _observe(ends, layer, weights, windows, any(t.method == "awq" for t in missing))
+        tokens = self._calibration_tokens(targets)
+        model = LayerwiseModel(
+            self.config,
+            self._checkpoint,
+            dtype=self._dtype,
+            device=self._device,
+            window_tokens=tokens.shape[1],
+        )
+        windows = [model.embed(window) for window in tokens]
+        for index in range(self.config.num_layers):
+            tensors = model.tensors(index)
+            missing = [t for t in targets if t.unfinished(self.config, index) is None]
+            is_observed = any(t.method == "awq" for t in missing)
+            moments = _run_windows(model, build_layer(self.config, index, *tensors), windows, is_observed)
             for target in missing:
-                matrices = quantise_layer(weights, moments if target.method == "awq" else {}, target.info)
-                _write(target.part(layer), target.info, [(layer, matrices)])
+                matrices = quantise_layer(
+                    self.config, tensors, moments if target.method == "awq" else {}, target.info
+                )
+                _write(target.part(index), target.info, [(index, matrices)])
             progress.advance()
         for target in targets:
             self._join(target)
 
-    def _windows(self, ends: Ends) -> list[torch.Tensor]:
-        """The calibration text at the entry of layer 0."""
-        if self._calibration is None:
-            return []
-        tokens = self._calibration.tokens.to(self._device)
-        return [ends.embed(part) for part in tokens.split(WINDOWS_AT_ONCE)]
+    def _calibration_tokens(self, targets: Sequence[SetTarget]) -> torch.Tensor:
+        """Return int64 [windows, T]; no window where no target needs calibration."""
+        if self._calibration is None or all(t.method != "awq" for t in targets):
+            return torch.empty(0, 0, dtype=torch.int64)
+        return self._calibration.tokens
 
     def _join(self, target: SetTarget) -> None:
         def layers() -> Iterator[tuple[int, LayerMatrices]]:
@@ -155,28 +166,33 @@ class Maker:
         say(f"{target.path}: {target.path.stat().st_size / 1e6:.1f} MB")
 
 
-def quantise_layer(weights: Tensors, moments: dict[str, Moments], info: SetInfo) -> LayerMatrices:
-    """With moments by activation-aware scales, else to nearest."""
+def quantise_layer(
+    config: ModelConfig, tensors: Sequence[Tensors], moments: dict[str, Moments], info: SetInfo
+) -> LayerMatrices:
+    """Quantise a layer, whose tensors are those of its attention and its FFN.
+
+    moments: of what each of `INPUTS` reads, for activation-aware scales; empty for round-to-nearest.
+    """
+    full = {name: tensor for half in tensors for name, tensor in half.items()}
     made: LayerMatrices = {}
-    for reads, names in INPUTS.items():
-        matrices = {name: weights[f"{name}.weight"] for name in names}
+    for product, names in INPUTS.items():
+        matrices = dict(zip(names, dense_matrices(config, product, full), strict=True))
         if moments:
-            made |= activation_aware(matrices, moments[reads], info.bits, info.group)
+            made |= activation_aware(matrices, moments[product], info.bits, info.group)
         else:
             made |= {name: round_to_nearest(w, info.bits, info.group) for name, w in matrices.items()}
     return made
 
 
-def _observe(
-    ends: Ends, layer: int, weights: Tensors, windows: list[torch.Tensor], is_wanted: bool
+def _run_windows(
+    model: LayerwiseModel, layer: Layer, windows: list[torch.Tensor], is_observed: bool
 ) -> dict[str, Moments]:
-    """Run the windows through the layer, in place; what its products read, if that is wanted."""
-    moments = {reads: Moments() for reads in INPUTS} if is_wanted else {}
+    """Run the windows through a layer, in place. Return the moments of its inputs if `is_observed`."""
+    moments = {product: Moments() for product in INPUTS} if is_observed else {}
+    if is_observed:
+        layer = layer.observed(lambda product, x: moments[product].add(x))
     for i, x in enumerate(windows):
-        spans = [Span(0, x.shape[1], weights)]
-        windows[i] = run_layer(
-            ends, layer, x, spans, (lambda r, seen: moments[r].add(seen)) if moments else None
-        )
+        windows[i] = model.run(layer, x)
     return moments
 
 
@@ -185,57 +201,3 @@ def _write(path: Path, info: SetInfo, layers: Iterable[tuple[int, LayerMatrices]
         (matrix_name(layer, name), matrix) for layer, matrices in layers for name, matrix in matrices.items()
     )
     write_set(path, info, named)
-
-
-class QuantizedLayers:
-    """Kept as codes on the device; the dense weights of the same products exist while they are used."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: CheckpointWeights,
-        *,
-        precision: str,
-        method: str,
-        model: str,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """method "": the best set there is, else round-to-nearest. model: the fingerprint.
-
-        Raises ModelError: a set that cannot be used, or none of the method asked for.
-        """
-        self._dtype, self._device = dtype, device
-        path = find_set(config.folder, precision, method)
-        if path is None and method not in ("", "rtn"):
-            raise ModelError(
-                f"{config.folder}: no {precision} set by {method}: make it with"
-                f" `instar quantize {config.folder} --method {method} --bits {BITS[precision]}`"
-            )
-        self.method = "rtn"
-        if path is None:
-            layers = (_rounded(config, checkpoint, layer, precision) for layer in range(config.num_layers))
-        else:
-            stored = QuantizedSet(path, model=model)
-            self.method = stored.info.method
-            layers = (stored.layer(config, layer) for layer in range(config.num_layers))
-        self._layers = [{name: _to(matrix, device) for name, matrix in layer.items()} for layer in layers]
-
-    def __call__(self, layer: int) -> Tensors:
-        """MATRICES as dense weights, "{name}.weight"."""
-        return {
-            f"{name}.weight": matrix.dense().to(self._dtype) for name, matrix in self._layers[layer].items()
-        }
-
-
-def _rounded(
-    config: ModelConfig, checkpoint: CheckpointWeights, layer: int, precision: str
-) -> dict[str, QuantizedMatrix]:
-    weights = load_layer(config, checkpoint, layer, torch.float32, torch.device("cpu"))
-    bits, group = BITS[precision], ENTRIES[precision].group
-    return {name: round_to_nearest(weights[f"{name}.weight"], bits, group) for name in MATRICES}
-
-
-def _to(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
-    moved = {ending: part.to(device) for ending, part in matrix.tensors().items()}
-    return replace(matrix, **moved)

@@ -10,25 +10,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 import kernels
 from bus.messages import PARTS, LayerShape, Part
 from bus.precisions import BITS, Precision
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool, VirtualRange
-from worker.model import Model, ModelConfig, ModelError, Segment
+from worker.model import Model, ModelConfig, Segment
 from worker.model.layer import Attention, FeedForward, Layer, LayerHalf
 from worker.model.layout import CheckpointTensor, RangePlan, degrees, plan_model
 from worker.model.quantized_layout import plan_quantized
-from worker.model.quantized_sets import QuantizedSet, find_set
 from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.weights import LayerWeights, LoadedRange, ModelWeights, WeightBytes, tensors_of
-from worker.shape.host_images import MatrixSource, Pieces, RoundedMatrices, SetMatrices, writing_half
+from worker.shape.host_images import MatrixSource, Pieces, find_matrices, writing_half
 from worker.shape.ranges import VariantRanges
 
 DEPTHS = (1, 2)
@@ -67,7 +64,7 @@ class CutPlan:
             RandomWeights() if load_format == "dummy" else CheckpointWeights(config.folder)
         )
         self.matrices: dict[Precision, MatrixSource] = {
-            name: _matrices(config, name, method, self.source) for name in self.precisions
+            name: find_matrices(config, self.source, name, method) for name in self.precisions
         }
         self.quantized: dict[tuple[Part, Precision], RangePlan] = {}
         for name, matrices in self.matrices.items():
@@ -293,40 +290,12 @@ def _layer_of(halves: Mapping[Part, LayerHalf], tp: int) -> Layer:
     return Layer(attention, feed_forward, Shard(0, tp))
 
 
-def _matrices(config: ModelConfig, precision: Precision, method: str, source: WeightSource) -> MatrixSource:
-    """As a worker would serve them. Whether a set is of this very model is for those to see who serve it: to
-    know it takes rows of every layer."""
-    if isinstance(source, CheckpointWeights) and (path := find_set(config.folder, precision, method)):
-        return SetMatrices(config, QuantizedSet(path, model=_model_of(path)))
-    return RoundedMatrices(config, precision)
-
-
-def _model_of(path: Path) -> str:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return str((file.metadata() or {}).get("model", ""))
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: damaged or truncated: {error}") from error
-
-
 @dataclass(slots=True)
 class SilentGroup:
-    """A `Communicator` whose calls do nothing, so that steps take what rank 0's own work takes."""
+    """A group of `size` ranks of which only this one is here: a step takes the time of its own work."""
 
     size: int
     rank: int = 0
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """x stays what this rank has made."""
-
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-    ) -> None:
-        """`received` stays as it is."""
-
-    def close(self) -> None:
-        """Nobody is left alone."""

@@ -14,7 +14,7 @@ import torch
 import kernels
 from worker.memory import VirtualRange
 from worker.model.layer import LayerHalf
-from worker.model.linear import Product, QuantizedProduct, outputs_of
+from worker.model.linear import Linear, QuantizedLinear, outputs_of
 
 ROW_BYTES = 4096
 
@@ -74,20 +74,20 @@ class WrongVariant(RuntimeError):
 
 def probe(half: LayerHalf, dtype: torch.dtype) -> list[torch.Tensor]:
     """What each of its products makes of the fixed input: float32 [4, N] each."""
-    return [product(_input(product.num_inputs, dtype, product.device)).float() for product in half.products]
+    return [product(_input(product.num_inputs, dtype, product.device)).float() for product in half.linears]
 
 
 def expected_outputs(half: LayerHalf, dtype: torch.dtype) -> torch.Tensor:
     """The same by the plain reference: float32 [num_outputs], flat."""
-    inputs = (_input(product.num_inputs, dtype, product.device) for product in half.products)
-    made = [_reference(product, x) for product, x in zip(half.products, inputs, strict=True)]
+    inputs = (_input(product.num_inputs, dtype, product.device) for product in half.linears)
+    made = [_reference(product, x) for product, x in zip(half.linears, inputs, strict=True)]
     return torch.cat([each.float().flatten() for each in made])
 
 
-def _reference(product: Product, x: torch.Tensor) -> torch.Tensor:
+def _reference(product: Linear, x: torch.Tensor) -> torch.Tensor:
     """Some outputs of every unit at a time: the whole matrix in float32 would leave the caches."""
     with kernels.use_face("reference"):
-        if not isinstance(product, QuantizedProduct):
+        if not isinstance(product, QuantizedLinear):
             return product(x)
         weight, made = product.weight, []
         rows = max(1, _REFERENCE_ELEMENTS // (weight.num_units * weight.unit_inputs))
@@ -100,7 +100,7 @@ def _reference(product: Product, x: torch.Tensor) -> torch.Tensor:
 
 def num_outputs(half: LayerHalf) -> int:
     """Floats in all of `probe`."""
-    return sum(_TOKENS * product.num_outputs for product in half.products)
+    return sum(_TOKENS * product.num_outputs for product in half.linears)
 
 
 def check_outputs(what: str, half: LayerHalf, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -116,7 +116,7 @@ def check_outputs(what: str, half: LayerHalf, expected: torch.Tensor, dtype: tor
         most, most_overall = _LIMITS[dtype]
         if not (worst <= most and overall <= most_overall):  # NaN is wrong, too
             raise WrongVariant(
-                f"{what}: product {i + 1} of {len(half.products)} is off by {worst:.2g} at worst and"
+                f"{what}: product {i + 1} of {len(half.linears)} is off by {worst:.2g} at worst and"
                 f" {overall:.2g} overall (of {most:g} and {most_overall:g} that rounding may be)"
             )
 

@@ -17,7 +17,6 @@ from safetensors import safe_open
 
 from bus.precisions import BITS, ENTRIES, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
-from worker.model.model import Model
 from worker.model.quantized_sets import (
     INPUTS,
     QuantizedMatrix,
@@ -28,7 +27,7 @@ from worker.model.quantized_sets import (
     round_to_nearest,
     set_path,
 )
-from worker.model.sources import CheckpointWeights, checkpoint_digest
+from worker.model.sources import CheckpointWeights, WeightSource, checkpoint_digest
 from worker.model.weights import Tensors
 
 # Rows are rounded so many elements at a time: temporaries then stay in caches (measured on two cores: 8 ns an
@@ -43,6 +42,7 @@ class MatrixSource(Protocol):
     """Where the quantised matrices of one variant come from."""
 
     name: str  # tells it from every other source, contents included
+    method: str
     group: int
     has_input_scale: bool
 
@@ -59,7 +59,7 @@ class SetMatrices:
             contents = sorted((file.metadata() or {}).items())  # checksums of all matrices among them
             tensors: list[str] = list(file.keys())
             self.has_input_scale = any(tensor.endswith(".input_scale") for tensor in tensors)
-        self.group = stored.info.group
+        self.method, self.group = stored.info.method, stored.info.group
         self.name = f"{stored.path.name} {hashlib.sha256(repr(contents).encode()).hexdigest()}"
 
     def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
@@ -76,25 +76,14 @@ class RoundedMatrices:
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
         self._config, self._bits = config, BITS[precision]
-        self.group, self.has_input_scale = ENTRIES[precision].group, False
+        self.method, self.group, self.has_input_scale = "rtn", ENTRIES[precision].group, False
         self.name = f"rounded to {self._bits} bits in groups of {self.group}"
 
     def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
         made = []
-        for matrix in self._dense(product, full):
+        for matrix in dense_matrices(self._config, product, full):
             made.append((yield from self._round(matrix)))
         return made
-
-    def _dense(self, product: str, full: Tensors) -> list[torch.Tensor]:
-        """[N, K] each."""
-        config = self._config
-        if product == "gate_up":
-            return list(full["gate_up"][:, : config.intermediate_size])
-        if product == "down":
-            return [full["down"][: config.intermediate_size].T]
-        if product == "qkv":
-            return list(full["qkv"].split([config.q_size, config.kv_size, config.kv_size]))
-        return [full["o"]]
 
     def _round(self, matrix: torch.Tensor) -> Pieces[QuantizedMatrix]:
         rows = max(1, _ROUNDED_ELEMENTS // matrix.shape[1])
@@ -113,19 +102,34 @@ class RoundedMatrices:
         )
 
 
-def find_matrices(model: Model, precision: Precision, method: str) -> MatrixSource:
-    """The set in the model's folder; without one, or for a model without a checkpoint, what was loaded is
-    rounded to the nearest. method: "awq", "gptq", "rtn", or "" for the best that there is. Raises ModelError
-    for a set that is damaged, of another model, or missing though it was asked for."""
-    config = model.config
-    if isinstance(model.source, CheckpointWeights):
+def dense_matrices(config: ModelConfig, product: str, full: Tensors) -> list[torch.Tensor]:
+    """Return the matrices [N, K] of one of `INPUTS`, in its order, out of a half in full precision."""
+    if product == "gate_up":
+        return list(full["gate_up"][:, : config.intermediate_size])
+    if product == "down":
+        return [full["down"][: config.intermediate_size].T]
+    if product == "qkv":
+        return list(full["qkv"].split([config.q_size, config.kv_size, config.kv_size]))
+    return [full["o"]]
+
+
+def find_matrices(
+    config: ModelConfig, source: WeightSource, precision: Precision, method: str
+) -> MatrixSource:
+    """Open the quantised set in the model's folder, or round the loaded weights to nearest without one.
+
+    config: of the model or of some of its layers. method: "awq", "gptq", "rtn", or "" for the best set there
+    is. Raises ModelError for a set that is damaged, of another model, or asked for and missing.
+    """
+    if isinstance(source, CheckpointWeights):
         if path := find_set(config.folder, precision, method):
-            whole = read_config(config.folder)  # of which these may be some layers
-            return SetMatrices(config, QuantizedSet(path, model=checkpoint_digest(whole, model.source)))
+            whole = read_config(config.folder)
+            return SetMatrices(config, QuantizedSet(path, model=checkpoint_digest(whole, source)))
         if method not in ("", "rtn"):
             raise ModelError(
                 f"{set_path(config.folder, precision, method)} is missing and worker.quantization is"
-                f" {method!r}; make it with `instar quantize`, or leave worker.quantization empty"
+                f" {method!r}; make it with `instar quantize {config.folder} --method {method} --bits"
+                f" {BITS[precision]}`, or leave the method empty"
             )
     return RoundedMatrices(config, precision)
 

@@ -57,7 +57,9 @@ class LayerVariants:
         self._proven: set[VariantKey] = set()  # the products of these were right once
         self._is_filled = matrices is None
         if matrices is None:
-            matrices = {name: find_matrices(model, name, method) for name in self.precisions[1:]}
+            matrices = {
+                name: find_matrices(model.config, model.source, name, method) for name in self.precisions[1:]
+            }
         self._matrices = matrices
         self._opened: HostStore[ImageKey] | None = None
         self.ranges = VariantRanges(model, pool, self._lay_out())

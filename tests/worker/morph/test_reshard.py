@@ -22,7 +22,7 @@ from tests.support.variant_models import Morphing
 from worker.memory import MappingFailed, OutOfPages
 from worker.model import Shard, read_config
 from worker.model.layout import RangePlan, plan_model
-from worker.model.linear import StackedProduct, TransposedProduct
+from worker.model.linear import StackedLinear, TransposedLinear
 from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import round_to_nearest
 from worker.morph.reshard import Resharder, make_resharder
@@ -134,10 +134,10 @@ def test_a_narrower_layer_frees_the_pages_it_says_and_copies_nothing(resharding:
         assert model.layers[1].attention.qkv[0].num_outputs == model.config.q_size // shard.size
         pool.check_integrity()
         assert weights.narrow(1, shard) == 0  # once more is harmless
-    gate_up, down = model.layers[1].feed_forward.products
+    gate_up, down = model.layers[1].feed_forward.linears
     rows = Shard(2, 4).part(model.plan.layers[1][1].params["down"].shape[0], "rows")
     part = kept.view(torch.float32).view(3, -1, TINY["hidden_size"])[:, rows]
-    assert isinstance(gate_up, StackedProduct) and isinstance(down, TransposedProduct)
+    assert isinstance(gate_up, StackedLinear) and isinstance(down, TransposedLinear)
     assert gate_up.weights.equal(part[:2]) and down.weight.equal(part[2])
 
 

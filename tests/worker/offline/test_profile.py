@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from bench.common.oracles import make_oracle
+from bus.precisions import Precision
+from tests.support.dense_layers import build_dense, open_layerwise, read_named
 from tests.support.tiny_model import byte_level
 from worker.model import ModelError, read_config
-from worker.model.sources import CheckpointWeights, checkpoint_digest
+from worker.model.quantized_sets import MATRICES
+from worker.model.sources import CheckpointWeights
 from worker.offline.__main__ import main
 from worker.offline.calibration import read_calibration
-from worker.offline.decoder import Ends, Span, Tensors, load_ends, load_layer, run_layer
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights, similarity
-from worker.offline.quantizer import QuantizedLayers
+from worker.shape.host_images import find_matrices
 from worker.shape.layer_order import load_order, losses, profile_path
 
 CPU = torch.device("cpu")
@@ -55,34 +57,23 @@ def profile(folder: Path, text: Path, *more: str) -> int:
 class Parts:
     """A model in pieces, ready to be profiled."""
 
-    def __init__(self, folder: Path, precision: str = "int3") -> None:
+    def __init__(self, folder: Path, precision: Precision = "int3") -> None:
         config, checkpoint = read_config(folder), CheckpointWeights(folder)
-        self.ends: Ends = load_ends(config, checkpoint, torch.float32, CPU)
-        self.layers = [load_layer(config, checkpoint, i, torch.float32, CPU) for i in range(LAYERS)]
-        self.quantised = QuantizedLayers(
-            config,
-            checkpoint,
-            precision=precision,
-            method="",
-            model=checkpoint_digest(config, checkpoint),
-            dtype=torch.float32,
-            device=CPU,
-        )
+        self.model = open_layerwise(folder)
+        self.layers = [self.model.layer(i) for i in range(LAYERS)]
+        matrices = find_matrices(config, checkpoint, precision, "")
+        self.quantised = [self.model.quantized_layer(i, precision, matrices) for i in range(LAYERS)]
         self.windows = torch.randint(0, 400, (2, 40), generator=torch.Generator().manual_seed(0))
-
-    def swapped(self, layer: int) -> Tensors:
-        return {**self.layers[layer], **self.quantised(layer)}
 
     def hidden(self, window: torch.Tensor, swapped: set[int]) -> list[torch.Tensor]:
         """At every layer's entry, and at the head's."""
-        states = [self.ends.embed(window[None])]
+        states = [self.model.embed(window)]
         for i in range(LAYERS):
-            weights = self.swapped(i) if i in swapped else self.layers[i]
-            states.append(run_layer(self.ends, i, states[-1], [Span(0, 40, weights)]))
+            states.append(self.model.run(self.quantised[i] if i in swapped else self.layers[i], states[-1]))
         return states
 
     def output(self, window: torch.Tensor, swapped: set[int]) -> torch.Tensor:
-        return self.ends.logits(self.hidden(window, swapped)[-1])
+        return self.model.logits(self.hidden(window, swapped)[-1])
 
 
 def algorithm_1(parts: Parts, weights: ScoreWeights, metric: Metric) -> tuple[list[int], list[float]]:
@@ -95,7 +86,7 @@ def algorithm_1(parts: Parts, weights: ScoreWeights, metric: Metric) -> tuple[li
     for i in range(LAYERS):
         states = [parts.hidden(window, set()) for window in parts.windows]
         lts.append(mean([similarity(s[i], s[i + 1], metric) for s in states]))
-        made = [run_layer(parts.ends, i, s[i], [Span(0, 40, parts.swapped(i))]) for s in states]
+        made = [parts.model.run(parts.quantised[i], s[i]) for s in states]
         lrs.append(mean([similarity(s[i + 1], q, metric) for s, q in zip(states, made, strict=True)]))
     order, scores = list[int](), []
     while len(order) < LAYERS:
@@ -118,7 +109,7 @@ def test_keeping_hidden_states_changes_nothing_in_algorithm_1(
 ) -> None:
     parts = Parts(saved)
     expected, lis = algorithm_1(parts, weights, metric)
-    profiler = LayerRanking(parts.ends, list(parts.layers), parts.quantised, parts.windows, metric)
+    profiler = LayerRanking(parts.model, parts.layers, parts.quantised, parts.windows, metric)
     trials: list[int] = []
     order, scores = profiler.sequence(weights, lambda: trials.append(1))
     assert order == expected
@@ -128,17 +119,14 @@ def test_keeping_hidden_states_changes_nothing_in_algorithm_1(
 
 def test_the_layer_that_quantisation_spares_goes_first_and_the_one_it_breaks_last(saved: Path) -> None:
     parts = Parts(saved)
-    full = [dict(layer) for layer in parts.layers]
-
-    def quantised(layer: int) -> Tensors:
-        if layer == 2:
-            return {}
-        made = parts.quantised(layer)
-        return {name: 3 * weight for name, weight in made.items()} if layer == 1 else made
-
-    order, _ = LayerRanking(parts.ends, full, quantised, parts.windows, "cosine").sequence(
-        ScoreWeights(0, 0, 1), lambda: None
-    )
+    broken = {
+        name: 3 * tensor if name.removesuffix(".weight") in MATRICES else tensor
+        for name, tensor in read_named(saved, 1).items()
+    }
+    quantised = list(parts.quantised)
+    quantised[1], quantised[2] = build_dense(parts.model.config, 1, broken), parts.layers[2]
+    ranking = LayerRanking(parts.model, parts.layers, quantised, parts.windows, "cosine")
+    order, _ = ranking.sequence(ScoreWeights(0, 0, 1), lambda: None)
     assert order[0] == 2
     assert order[-1] == 1
 
@@ -173,7 +161,7 @@ def test_perplexities_are_kept_for_every_number_of_swapped_layers(folder: Path, 
     windows = read_calibration(read_config(folder), text, 2, 48).tokens
     for count, perplexity in enumerate(found["perplexity"]):
         swapped = set(found["sequence"][:count])
-        outputs = [parts.output(window, swapped)[0, :-1] for window in windows]
+        outputs = [parts.output(window, swapped)[:-1] for window in windows]
         nats = [F.cross_entropy(out, window[1:]) for out, window in zip(outputs, windows, strict=True)]
         assert math.log(perplexity) == pytest.approx(float(sum(nats) / 2), abs=1e-4)
     assert len(found["perplexity"]) == LAYERS + 1

@@ -15,6 +15,7 @@ import torch
 from bench.common.oracles import FAMILIES, make_oracle
 from instar.commands.offline import run_offline
 from kernels import quantize_rtn
+from tests.support.dense_layers import open_layerwise
 from tests.support.model_folders import Runner
 from tests.support.paths import MODELS
 from tests.support.tiny_model import byte_level
@@ -33,7 +34,6 @@ from worker.offline import quantizer
 from worker.offline.__main__ import main
 from worker.offline.awq import Moments, activation_aware
 from worker.offline.calibration import is_held_out, read_calibration
-from worker.offline.decoder import Span, load_ends, load_layer, run_layer
 
 CPU = torch.device("cpu")
 
@@ -71,33 +71,48 @@ def opened(folder: Path, precision: str = "int4", method: str = "awq") -> Quanti
     return QuantizedSet(set_path(folder, precision, method), model=fingerprint)
 
 
-# --------------------------------------------------------------------------- the plain forward pass
+# --------------------------------------------------------------------------- layer by layer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_plain_forward_pass_gives_the_logits_that_serving_gives(family: str, tmp_path: Path) -> None:
+def test_layer_by_layer_gives_the_logits_that_serving_gives(family: str, tmp_path: Path) -> None:
     make_oracle(family).save_pretrained(tmp_path)
-    config, checkpoint = read_config(tmp_path), CheckpointWeights(tmp_path)
     tokens = torch.randint(0, 211, (2, 37), generator=torch.Generator().manual_seed(0))
-    ends = load_ends(config, checkpoint, torch.float32, CPU)
-    x = ends.embed(tokens)
-    for layer in range(config.num_layers):
-        weights = load_layer(config, checkpoint, layer, torch.float32, CPU)
-        x = run_layer(ends, layer, x, [Span(0, 37, weights)])
+    model = open_layerwise(tmp_path)
+    states = [model.embed(window) for window in tokens]
+    for index in range(model.config.num_layers):
+        layer = model.layer(index)
+        states = [model.run(layer, x) for x in states]
     runner = Runner(tmp_path)
     served = [runner.step({row: tokens[row].tolist()}) for row in range(2)]
     runner.close()
-    torch.testing.assert_close(ends.logits(x), torch.stack(served), rtol=1e-4, atol=1e-4)
+    logits = torch.stack([model.logits(x) for x in states])
+    torch.testing.assert_close(logits, torch.stack(served), rtol=1e-4, atol=1e-4)
 
 
-def test_spans_of_the_same_weights_change_nothing(saved: Path) -> None:
-    config, checkpoint = read_config(saved), CheckpointWeights(saved)
-    ends = load_ends(config, checkpoint, torch.float32, CPU)
-    weights = load_layer(config, checkpoint, 0, torch.float32, CPU)
-    x = torch.randn(2, 30, 64, generator=torch.Generator().manual_seed(0))
-    whole = run_layer(ends, 0, x, [Span(0, 30, weights)])
-    parts = run_layer(ends, 0, x, [Span(0, 7, weights), Span(7, 8, weights), Span(8, 30, weights)])
-    torch.testing.assert_close(parts, whole)
+def test_a_window_in_pieces_of_the_same_weights_changes_nothing(saved: Path) -> None:
+    model = open_layerwise(saved)
+    layer = model.layer(0)
+    x = torch.randn(30, 64, generator=torch.Generator().manual_seed(0))
+    whole = model.run(layer, x)
+    parts = [model.run(layer, x[start:stop], start) for start, stop in ((0, 7), (7, 8), (8, 30))]
+    torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_an_observed_layer_reports_what_its_products_read_and_computes_the_same(saved: Path) -> None:
+    model = open_layerwise(saved)
+    layer, seen = model.layer(1), dict[str, torch.Tensor]()
+    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(0))
+    observed = model.run(layer.observed(lambda name, inputs: seen.update({name: inputs.clone()})), x)
+    assert torch.equal(observed, model.run(layer, x))
+    assert {name: tuple(inputs.shape) for name, inputs in seen.items()} == {
+        "qkv": (12, 64),
+        "o": (12, 64),
+        "gate_up": (12, 64),
+        "down": (12, 172),
+    }
+    normed = torch.nn.functional.rms_norm(x, (64,), layer.attention.input_norm, model.config.rms_norm_eps)
+    torch.testing.assert_close(seen["qkv"], normed)
 
 
 # --------------------------------------------------------------------------- values

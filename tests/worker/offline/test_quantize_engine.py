@@ -52,7 +52,7 @@ def test_swapped_layers_lose_in_the_engine_what_they_lose_in_the_benchmark(
 ) -> None:
     text = Text(held_out(TOKENS, 1))
     window = text.windows[0]
-    losses = Evaluator(demo.ends, demo.layers).losses(text, [shape("full"), shape(LOW)])
+    losses = Evaluator(demo.whole, demo.layers).losses(text, [shape("full"), shape(LOW)])
     for sequence, precision in enumerate(("full", LOW)):
         swap(morphing, precision)
         logits = morphing.runner.step({sequence: window[:-1].tolist()})
@@ -66,7 +66,7 @@ def test_precision_that_changes_on_the_way_is_the_engines_too(demo: Model, morph
     text = Text(held_out(TOKENS, 1))
     window = text.windows[0]
     pieces = [(0, "full"), (70, LOW), (71, "full"), (120, LOW)]
-    (mixed,) = Evaluator(demo.ends, demo.layers).mixed_losses(text, [(at, shape(p)) for at, p in pieces])
+    (mixed,) = Evaluator(demo.whole, demo.layers).mixed_losses(text, [(at, shape(p)) for at, p in pieces])
     stops = [at for at, _ in pieces[1:]] + [TOKENS]
     made = []
     for (start, precision), stop in zip(pieces, stops, strict=True):
@@ -78,7 +78,7 @@ def test_precision_that_changes_on_the_way_is_the_engines_too(demo: Model, morph
 
 def test_shapes_that_share_layers_are_scored_as_if_alone(demo: Model) -> None:
     text = Text(held_out(64, 2), scored_from=10)
-    evaluator = Evaluator(demo.ends, demo.layers)
+    evaluator = Evaluator(demo.whole, demo.layers)
     shapes = [tuple(LOW if layer < count else "full" for layer in range(8)) for count in (0, 1, 5, 8)]
     together = evaluator.losses(text, shapes)
     for one in shapes:

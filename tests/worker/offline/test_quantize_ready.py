@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from bench.common.oracles import make_oracle
 from kernels import quantize_rtn
+from tests.support.dense_layers import Named, build_dense, open_layerwise, read_named
 from tests.support.tiny_model import byte_level
 from worker.model import read_config
 from worker.model.quantized_sets import MATRICES, QuantizedMatrix, QuantizedSet, set_path
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.__main__ import main
-from worker.offline.decoder import Span, Tensors, load_ends, load_layer, run_layer
 
 CPU = torch.device("cpu")
 GROUP = 32
@@ -51,7 +51,7 @@ class Ready:
     """A ready checkpoint as it is built: the tensors of its file."""
 
     folder: Path
-    tensors: Tensors
+    tensors: Named
     config: dict[str, Any]
 
     def write(self) -> Path:
@@ -75,14 +75,14 @@ class Ready:
             self.tensors[f"{name}.g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
 
 
-def awq(full: Path) -> tuple[Ready, list[Tensors]]:
+def awq(full: Path) -> tuple[Ready, list[Named]]:
     """With scales folded into norms, v and up, as AutoAWQ does; and the dense layers that it stands for."""
-    config, checkpoint = read_config(full), CheckpointWeights(full)
+    config = read_config(full)
     generator = torch.Generator().manual_seed(0)
     said = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
     ready = Ready(full.parent / "awq", {}, said)
     for i in range(config.num_layers):
-        w = load_layer(config, checkpoint, i, torch.float32, CPU)
+        w = read_named(full, i)
 
         def scale(n: int) -> torch.Tensor:
             return torch.rand(n, generator=generator) * 2 + 0.5
@@ -108,11 +108,11 @@ def awq(full: Path) -> tuple[Ready, list[Tensors]]:
 
 
 def gptq(full: Path) -> Ready:
-    config, checkpoint = read_config(full), CheckpointWeights(full)
+    config = read_config(full)
     said = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
     ready = Ready(full.parent / "gptq", {}, said)
     for i in range(config.num_layers):
-        for name, tensor in load_layer(config, checkpoint, i, torch.float32, CPU).items():
+        for name, tensor in read_named(full, i).items():
             if name.removesuffix(".weight") in MATRICES:
                 ready.add(f"model.layers.{i}.{name.removesuffix('.weight')}", tensor, "gptq")
             else:
@@ -120,10 +120,10 @@ def gptq(full: Path) -> Ready:
     return ready
 
 
-def dense_layer(ready: Ready, layer: int) -> Tensors:
+def dense_layer(ready: Ready, layer: int) -> Named:
     """What the checkpoint computes with, unpacked the slow and obvious way (AWQ)."""
     prefix = f"model.layers.{layer}."
-    found: Tensors = {}
+    found: Named = {}
     for name in MATRICES:
         packed, zero_words = (ready.tensors[f"{prefix}{name}.{end}"] for end in ("qweight", "qzeros"))
         scales = ready.tensors[f"{prefix}{name}.scales"].float()
@@ -149,10 +149,10 @@ def take(full: Path, ready: Path, *more: str) -> int:
     return main(["quantize", str(full), "--from", str(ready), *more])
 
 
-def layer_of(full: Path, made: QuantizedSet, layer: int) -> Tensors:
+def layer_of(full: Path, made: QuantizedSet, layer: int) -> Named:
     """The full model's norms, the set's matrices."""
     config = read_config(full)
-    weights = load_layer(config, CheckpointWeights(full), layer, torch.float32, CPU)
+    weights = read_named(full, layer)
     return {**weights, **{f"{n}.weight": m.dense() for n, m in made.layer(config, layer).items()}}
 
 
@@ -160,11 +160,11 @@ def test_a_ready_awq_checkpoint_computes_the_same_between_the_full_models_norms(
     ready, expected = awq(full)
     assert take(full, ready.write()) == 0
     config, made = read_config(full), taken(full, "awq")
-    ends = load_ends(config, CheckpointWeights(full), torch.float32, CPU)
-    x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(1))
+    model = open_layerwise(full)
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
     for layer in range(config.num_layers):
         ours, theirs = (
-            run_layer(ends, layer, x, [Span(0, 20, w)])
+            model.run(build_dense(config, layer, w), x)
             for w in (layer_of(full, made, layer), expected[layer])
         )
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)  # scales of v are rounded once more
@@ -176,7 +176,7 @@ def test_values_in_the_cache_stay_the_full_models(full: Path) -> None:
     assert take(full, ready.write()) == 0
     config = read_config(full)
     matrices = taken(full, "awq").layer(config, 0)
-    weights = load_layer(config, CheckpointWeights(full), 0, torch.float32, CPU)
+    weights = read_named(full, 0)
     for name in ("k", "v"):
         matrix, original = (
             matrices[f"self_attn.{name}_proj"].dense(),
@@ -193,7 +193,7 @@ def test_a_ready_gptq_checkpoint_becomes_a_set(full: Path) -> None:
     ready = gptq(full)
     assert take(full, ready.write()) == 0
     config, made = read_config(full), taken(full, "gptq")
-    weights = load_layer(config, CheckpointWeights(full), 1, torch.float32, CPU)
+    weights = read_named(full, 1)
     for name, matrix in made.layer(config, 1).items():
         codes, scales, zeros = quantize_rtn(weights[f"{name}.weight"], 4, GROUP)
         expected = (
