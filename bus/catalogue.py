@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from bus.codec import DecodeError, decode, encode
 from bus.deployments import Answer, Deployment, ModelCard, Order, Profile
 from bus.errors import BusUnavailable
-from bus.link import Link
+from bus.link import RedisLink
 from bus.names import Names
 
 log = logging.getLogger("bus")
@@ -84,7 +84,7 @@ class Contents:
 class Catalogue:
     """`bus.catalogue`. Every method raises BusUnavailable, BusFull (where it writes) and RedisProblem."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RedisLink) -> None:
         self._link = link
         self._names: Final[Names] = link.names
 

@@ -50,7 +50,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def digest_of(folder: Path) -> str:
+def folder_digest(folder: Path) -> str:
     """Raises BadCheckpoint."""
     return read_checkpoint(folder).digest
 

@@ -22,30 +22,30 @@ from bus.errors import (
     RedisProblem,
     RedisTooOld,
 )
-from bus.link import Link, Restart
+from bus.link import RedisLink, Restart
 from bus.messages import Event, Number
 from bus.names import GROUP, Names
 from bus.readers import GroupReader, StreamReader
-from bus.registry import LiveWorker, Member, Registry
+from bus.registry import LiveWorker, RegisteredWorker, Registry
 from bus.settings import RedisSettings
 
 __all__ = [
     "BadRedisUrl",
-    "Batch",
     "Bus",
     "BusFull",
     "BusUnavailable",
     "GroupReader",
     "LiveWorker",
-    "Member",
     "NotRedis",
     "RedisForbidden",
     "RedisNotThere",
     "RedisPassword",
     "RedisProblem",
     "RedisTooOld",
+    "RegisteredWorker",
     "Restart",
     "StreamReader",
+    "WriteBatch",
     "connect",
 ]
 
@@ -57,7 +57,7 @@ BATCH_ENTRIES = 128  # most entries of one read
 def connect(settings: RedisSettings, *, source: str = "") -> Bus:
     """A Bus that is not started yet. `source` names the service in its events. Raises BadRedisUrl."""
     names = Names(settings.prefix)
-    link = Link(
+    link = RedisLink(
         settings.url,
         names,
         source=source,
@@ -67,11 +67,11 @@ def connect(settings: RedisSettings, *, source: str = "") -> Bus:
     return Bus(link, block_ms=settings.block_ms)
 
 
-class Batch:
+class WriteBatch:
     """Writes that go out in one round trip, and in one MULTI where they publish: all of them or none.
     Acknowledgements alone need no MULTI, which Redis refuses at maxmemory."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RedisLink) -> None:
         self._link = link
         self._steps: list[Callable[[Pipeline], object]] = []
         self._publishes = False
@@ -119,9 +119,9 @@ class Batch:
 
 
 class Bus(Registry):
-    """Streams, registry and catalogue over one `Link`. Start it in a running loop; close it at the end."""
+    """The streams, the registry and the catalogue over one connection to Redis."""
 
-    def __init__(self, link: Link, *, block_ms: int) -> None:
+    def __init__(self, link: RedisLink, *, block_ms: int) -> None:
         super().__init__(link)
         self.catalogue = Catalogue(link)
         self._block_ms = block_ms
@@ -155,8 +155,8 @@ class Bus(Registry):
 
     # ------------------------------------------------------------------------------------- writing
 
-    def batch(self) -> Batch:
-        return Batch(self.link)
+    def batch(self) -> WriteBatch:
+        return WriteBatch(self.link)
 
     async def publish(self, stream: str, *messages: object, maxlen: int | None = None) -> None:
         """XADD of all messages, or of none. No hidden retries. Raises BusUnavailable, BusFull."""

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from bus.codec import encode
 from bus.errors import BusFull, BusUnavailable
-from bus.link import Link
+from bus.link import RedisLink
 from bus.messages import DeadLetter, Event
 
 log = logging.getLogger("bus")
@@ -25,7 +25,7 @@ QUIET_S = 10.0
 class DeadLetters:
     """The dead letters of one reader."""
 
-    def __init__(self, link: Link, stream: str) -> None:
+    def __init__(self, link: RedisLink, stream: str) -> None:
         self._link = link
         self._stream = stream
         self._untold = 0

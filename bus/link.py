@@ -48,7 +48,7 @@ class _Identity:
     boot: str  # a marker in the data set; "" where it could not be set (no memory)
 
 
-class Link:
+class RedisLink:
     """Short commands with fail-fast while Redis is away. `source`: who speaks, in events.
     `watch_s`: how often a healthy Redis is asked whether it still has its data."""
 

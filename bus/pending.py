@@ -8,7 +8,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from bus.connection import is_group_missing
-from bus.link import Link
+from bus.link import RedisLink
 from bus.names import GROUP
 
 CHUNK = 1000  # pending entries settled in one round trip; Redis serves nobody else for some 5 ms
@@ -59,7 +59,7 @@ async def consumers_of(client: Redis, stream: str) -> list[str]:
     return [consumer["name"].decode() for consumer in found]
 
 
-async def discard_pending(link: Link, stream: str, consumer: str) -> int:
+async def discard_pending(link: RedisLink, stream: str, consumer: str) -> int:
     """Acknowledges and deletes all that is pending with one consumer, then removes the consumer. Returns
     how many entries. Raises BusUnavailable.
 

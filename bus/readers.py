@@ -18,7 +18,7 @@ from bus.codec import DecodeError, decode
 from bus.connection import close, is_group_missing, translated
 from bus.dead_letters import DeadLetters
 from bus.errors import BusUnavailable
-from bus.link import FIRST_RETRY_S, LONGEST_RETRY_S, Link
+from bus.link import FIRST_RETRY_S, LONGEST_RETRY_S, RedisLink
 from bus.messages import DeadLetter
 from bus.names import GROUP
 from bus.pending import as_numbers, consumers_of, discard_pending, drop_stranded, settle
@@ -36,7 +36,7 @@ class _Reader(Generic[M]):
     """What both kinds share: the connection, the limits, decoding."""
 
     def __init__(
-        self, link: Link, stream: str, types: tuple[type[Any], ...], block_ms: int, count: int
+        self, link: RedisLink, stream: str, types: tuple[type[Any], ...], block_ms: int, count: int
     ) -> None:
         self.stream = stream
         self._link = link
@@ -103,7 +103,7 @@ class StreamReader(_Reader[M]):
 
     def __init__(
         self,
-        link: Link,
+        link: RedisLink,
         stream: str,
         types: tuple[type[Any], ...],
         *,
@@ -174,7 +174,7 @@ class GroupReader(_Reader[M]):
 
     def __init__(
         self,
-        link: Link,
+        link: RedisLink,
         stream: str,
         consumer: str,
         types: tuple[type[Any], ...],

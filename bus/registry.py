@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from bus.codec import DecodeError, decode, encode
 from bus.errors import BusUnavailable
-from bus.link import Link
+from bus.link import RedisLink
 from bus.messages import WorkerCard
 from bus.policy import Policy
 
@@ -75,7 +75,7 @@ class LiveWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RegisteredWorker:
     """One id of the set of workers. `lease_epoch` None: no lease. `card` None: no readable card."""
 
     id: str
@@ -88,7 +88,7 @@ class Registry:
     """Leases and cards of workers and gateways. Every method raises BusUnavailable, BusFull (where it
     writes) and RedisProblem."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RedisLink) -> None:
         self.link = link
         self.names: Final = link.names
 
@@ -131,7 +131,7 @@ class Registry:
         keys = [self.names.lease(worker), self.names.card(worker), self.names.workers]
         return bool(await self.link.script(_DROP, keys, [str(epoch), worker]))
 
-    async def members(self) -> list[Member]:
+    async def members(self) -> list[RegisteredWorker]:
         """Every worker that joined and did not leave, dead ones too.
 
         A restart is told (`on_restart`) before the first picture of the restarted server is handed out: the
@@ -212,10 +212,10 @@ def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _member(worker: bytes, lease: bytes | None, lease_ms: int, card: bytes | None) -> Member:
+def _member(worker: bytes, lease: bytes | None, lease_ms: int, card: bytes | None) -> RegisteredWorker:
     name = worker.decode()
     epoch = int(lease) if lease is not None and lease.isdigit() else None
-    return Member(id=name, card=_card(name, card), lease_epoch=epoch, lease_ms=max(0, lease_ms))
+    return RegisteredWorker(id=name, card=_card(name, card), lease_epoch=epoch, lease_ms=max(0, lease_ms))
 
 
 def _card(worker: str, data: bytes | None) -> WorkerCard | None:

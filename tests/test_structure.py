@@ -19,17 +19,13 @@ PRODUCT = ("bus", "gateway", "monitor", "controller", "worker", "kernels", "inst
 
 # Names that more than one class of the product still has. Rename a class, delete its line; add none.
 DUPLICATE_CLASSES = {
-    "Batch",
     "Behind",
-    "Call",
     "CannotServe",
     "Choice",
     "Echo",
     "Ends",
     "Entry",
     "Intake",
-    "Link",
-    "Member",
     "NoRoom",
     "Outbox",
     "Peer",

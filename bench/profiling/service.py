@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.common.service import STEADY, Service, wait_for
-from bus.checkpoints import digest_of
+from bus.checkpoints import folder_digest
 from bus.codec import decode, encode
 from bus.deployments import Measure, Profile
 from bus.messages import CancelMorph, Event, WorkerCard
@@ -58,7 +58,7 @@ class ProfileService(Service):
             epoch=card.epoch,
             model=OTHER,
             path=str(self.folder_of_other),
-            digest=digest_of(self.folder_of_other),
+            digest=folder_digest(self.folder_of_other),
             precisions=list(PRECISIONS),
             prompt_tokens=PROMPT_TOKENS,
             batch_sizes=BATCH_SIZES,

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 
-from bus.client import Bus, BusFull, BusUnavailable, Member, Restart
+from bus.client import Bus, BusFull, BusUnavailable, RegisteredWorker, Restart
 from bus.leftovers import remove_worker
 from bus.settings import ControllerSettings
 from controller.membership.cleanup import Reaper, Sweeper, led_by
@@ -65,7 +65,7 @@ class MembershipWatcher:
         self._is_full = False
         return self._pause(members)
 
-    async def _observe(self) -> list[Member]:
+    async def _observe(self) -> list[RegisteredWorker]:
         began_s = time.monotonic()
         members = await self._bus.members()
         now_s = time.monotonic()
@@ -113,7 +113,7 @@ class MembershipWatcher:
             dead_epoch = change.epoch if change.previous is None else change.previous
             await self._reaper.reap(change.worker, dead_epoch)
 
-    def _pause(self, members: list[Member]) -> float:
+    def _pause(self, members: list[RegisteredWorker]) -> float:
         """The interval, or less where a lease that nobody renewed would run out before that."""
         left_s = [member.lease_ms / 1000 + EXPIRY_MARGIN_S for member in members if member.lease_epoch]
         return min([self._settings.interval_s, *left_s])

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from bus.client import Batch, Bus, BusFull, BusUnavailable
+from bus.client import Bus, BusFull, BusUnavailable, WriteBatch
 from bus.messages import Cancel, Drain, Submit
 from gateway.delivery.inflight import Flight
 
@@ -131,7 +131,7 @@ class Outbox:
                 items.append(item)
         return items
 
-    def _write(self, item: _Submission | _Command, batch: Batch) -> bool:
+    def _write(self, item: _Submission | _Command, batch: WriteBatch) -> bool:
         """False: it cannot be a message; only its own flight fails."""
         stream, message = self._written(item)
         try:

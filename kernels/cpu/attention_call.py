@@ -20,7 +20,7 @@ NEVER = -1e30  # running maximum before the first key; finite, so that a hidden 
 F32 = np.float32
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """Words of one call. Addresses and strides in bytes."""
 
     items: int  # int32 [n, 2]: sequence, first row
@@ -48,13 +48,13 @@ class Call(NamedTuple):
     scale: float
 
 
-LAYOUT = "q" * (len(Call._fields) - 1) + "d"
+LAYOUT = "q" * (len(AttentionCall._fields) - 1) + "d"
 
 
 @compiled
 def unpack(params):
     w = params + 16
-    return Call(
+    return AttentionCall(
         read_i64(w), read_i64(w + 8), read_i64(w + 16), read_i64(w + 24), read_i64(w + 32),
         read_i64(w + 40), read_i64(w + 48), read_i64(w + 56), read_i64(w + 64), read_i64(w + 72),
         read_i64(w + 80), read_i64(w + 88), read_i64(w + 96), read_i64(w + 104), read_i64(w + 112),

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from bench.common.service import EmptyService, wait_for
-from bus.checkpoints import digest_of
+from bus.checkpoints import folder_digest
 from bus.deployments import Configuration
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from tests.faults.load import PROMPT
@@ -173,7 +173,7 @@ def pretend_measured(folder: Path, degrees: tuple[int, ...] = (1, 2)) -> None:
     memory = [one for one in known.memory if one.configuration.tp in degrees]
     profile = replace(
         known,
-        digest=digest_of(folder),
+        digest=folder_digest(folder),
         version=version,
         latency=[*known.latency, *_in_fewest_bits(known.latency)],
         memory=[*memory, *_in_fewest_bits(memory)],

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from bus.client import Batch, Bus, LiveWorker
+from bus.client import Bus, LiveWorker, WriteBatch
 from bus.messages import (
     Cancel,
     Delta,
@@ -39,7 +39,7 @@ class DeafBus:
         return DeafBatch(self)
 
 
-class DeafBatch(Batch):
+class DeafBatch(WriteBatch):
     """Encodes as the real one does."""
 
     def __init__(self, bus: DeafBus) -> None:

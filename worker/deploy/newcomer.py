@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bus.checkpoints import BadCheckpoint, digest_of
+from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.messages import PARTS, Deploy, Part
 from bus.precisions import BITS, PRECISIONS
 from worker.deploy.site import Site
@@ -292,7 +292,7 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
 
 def _digest(folder: Path) -> str:
     try:
-        return digest_of(folder)
+        return folder_digest(folder)
     except BadCheckpoint as error:
         raise NotApplied("failed", str(error)) from error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bus.checkpoints import BadCheckpoint, digest_of
+from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.deployments import LinkSample, Measure, Profile
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
@@ -172,7 +172,7 @@ class Measurer:
 
     def _check_digest(self, command: Measure) -> None:
         try:
-            digest = digest_of(Path(command.path))
+            digest = folder_digest(Path(command.path))
         except BadCheckpoint as error:
             raise CannotMeasure(str(error)) from error
         if digest != command.digest:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bus.catalogue import Contents
-from bus.checkpoints import BadCheckpoint, digest_of, read_checkpoint
+from bus.checkpoints import BadCheckpoint, folder_digest, read_checkpoint
 from bus.client import Bus, BusUnavailable, connect
 from bus.deployments import Answer, Deployment, Intent, ModelCard, Profile, RegisterModel
 from bus.settings import Settings
@@ -129,12 +129,12 @@ def test_a_checkpoint_is_another_when_its_weights_or_its_config_change(tmp_path:
     first = read_checkpoint(folder_of(tmp_path))
     assert first.num_layers == 3
     (tmp_path / "profile.json").write_text("{}")  # what is stored beside it is none of it
-    assert digest_of(tmp_path) == first.digest
+    assert folder_digest(tmp_path) == first.digest
     os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    second = digest_of(tmp_path)
+    second = folder_digest(tmp_path)
     assert second != first.digest
     folder_of(tmp_path, num_hidden_layers=4)
-    assert digest_of(tmp_path) not in (first.digest, second)
+    assert folder_digest(tmp_path) not in (first.digest, second)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bus.checkpoints import digest_of
+from bus.checkpoints import folder_digest
 from bus.messages import Stage, Swap
 from tests.support.deploy_models import Place, settings_for, write_model
 from worker.deploy.newcomer import Newcomer
@@ -139,7 +139,7 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed(
     end = place.end_of(place.deploy("second", folders["second"], **fields))
     assert end.state == state and says in end.reason, end
     assert place.counts() == before and list(place.engine.instances) == ["first@w0"]
-    good = place.deploy("second", folders["second"], digest=digest_of(folders["second"]))
+    good = place.deploy("second", folders["second"], digest=folder_digest(folders["second"]))
     assert place.end_of(good).state == "applied"
 
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_served(
         os.utime(changing / "model.safetensors", ns=(1, 1))
 
     monkeypatch.setattr(Newcomer, "reserve_rest", replaced)
-    for digest in (digest_of(changing), ""):
+    for digest in (folder_digest(changing), ""):
         end = place.end_of(place.deploy("changing", changing, digest=digest))
         assert end.state == "failed" and "is not the checkpoint that was planned with" in end.reason
         os.utime(changing / "model.safetensors", ns=(2, 2))

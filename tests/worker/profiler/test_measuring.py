@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.common.oracles import make_oracle
-from bus.checkpoints import digest_of
+from bus.checkpoints import folder_digest
 from bus.deployments import Measure, ProbePeer, Profile
 from bus.settings import WorkerSettings
 from tests.support.engine_toys import Client, request, run, toy_engine
@@ -152,7 +152,7 @@ def command_of(folder: Path, **changes: Any) -> Measure:
         "epoch": 1,
         "model": "tiny",
         "path": str(folder),
-        "digest": digest_of(folder),
+        "digest": folder_digest(folder),
         "precisions": ["full", "int4"],
         "prompt_tokens": [5, 12],
         "batch_sizes": [2],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bus.checkpoints import digest_of
+from bus.checkpoints import folder_digest
 from bus.client import connect
 from bus.deployments import Measure, Profile
 from bus.messages import CancelMorph, Drain, Event
@@ -39,7 +39,7 @@ class MeasureBench(LoadedBench):
             "epoch": await self.epoch(),
             "model": "second",
             "path": str(path),
-            "digest": digest_of(path),
+            "digest": folder_digest(path),
             "precisions": ["full", "int4"],
             "prompt_tokens": [8],
             "batch_sizes": [1],
