@@ -29,6 +29,7 @@ from gateway.loops import Loops
 from gateway.openai.problems import sentence
 from gateway.operations import admin, deployments, models, morphing, public
 from gateway.operations.feeds import Feeds
+from gateway.operations.sequences import Sequences
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
@@ -56,6 +57,7 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
         try:
             yield
         finally:
+            await sequences.close()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             await loops.stop()
@@ -63,6 +65,7 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.gateway = gateway
     app.state.feeds = feeds
+    app.state.sequences = sequences = Sequences(gateway)
     for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(ApiError, _api_error)

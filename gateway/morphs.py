@@ -30,6 +30,7 @@ from gateway.stats import LATENCY, Distribution
 
 KEPT: Final = 256  # that ended
 CARDS_S: Final = 3.0  # after a transform, at most, the cards of all its members are read
+SILENT_S: Final = 30.0  # the gateway that gives the orders of several steps reports more often
 UNHEARD_S: Final = 90.0  # longer than a worker's watchdog lets a step take: then the order was lost
 # From a swap of one small layer to one of a large model.
 SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, *LATENCY)
@@ -59,6 +60,8 @@ class Entry:
     is_heard: bool = False  # its worker reported
     is_assumed: bool = False  # its end was not reported: its worker is gone
     lost_since: float | None = None  # its worker is not there
+    steps: list[str] = field(default_factory=list)  # ids of the morphs that it consists of
+    heard_at: float = 0.0  # of this process's clock
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -78,7 +81,8 @@ class Entry:
                 await self.has_ended.wait()
 
     def as_json(self) -> dict[str, Any]:
-        return {
+        """`steps` only of a transform that takes several."""
+        shown = {
             "id": self.id,
             "kind": self.kind,
             "target": self.target,
@@ -93,6 +97,7 @@ class Entry:
             "started": self.started,
             "ended": self.ended,
         }
+        return shown | {"steps": self.steps} if self.steps else shown
 
 
 class Morphs:
@@ -119,14 +124,15 @@ class Morphs:
         return [entry for entry in entries if entry.is_running or entry in shown]
 
     def transform_of(self, worker: str) -> Entry | None:
-        """The running one in which this worker takes part."""
-        running = (entry for entry in self._running() if entry.kind == "transform")
+        """The running one in which this worker takes part; of several steps, the present one."""
+        running = (entry for entry in self._running() if entry.kind == "transform" and not entry.steps)
         return next((entry for entry in running if worker in entry.workers), None)
 
     def changing(self, worker: str, tp: int) -> str:
         """ "joining" or "parting" while the worker's card, which says `tp`, is not what a transform makes it:
         on its way, or, just after its end, until the cards of all members are read. Else ""."""
-        entries = [one for one in self._entries.values() if one.kind == "transform" and worker in one.workers]
+        transforms = (one for one in self._entries.values() if one.kind == "transform" and not one.steps)
+        entries = [one for one in transforms if worker in one.workers]
         last = entries[-1] if entries else None
         if last is None or last.state not in ("running", "applied"):
             return ""
@@ -173,7 +179,7 @@ class Morphs:
                 ordered_at=self._clock(),
             )
         )
-        entry.is_heard = True
+        entry.is_heard, entry.heard_at, entry.steps = True, self._clock(), report.steps
         if not entry.is_running and not (entry.is_assumed and report.state != "running"):
             return entry  # it ended before: a report that was written twice, or late
         entry.started, entry.is_assumed = report.started_ms / 1000, False
@@ -181,7 +187,7 @@ class Morphs:
         if report.state != "running":
             ended_ms = report.started_ms if report.ended_ms is None else report.ended_ms
             self._end(entry, ended_ms / 1000)
-            if not is_history:
+            if not is_history and not entry.steps:  # they are counted one by one
                 self._count(entry)
         return entry
 
@@ -216,7 +222,9 @@ class Morphs:
             elif now - entry.lost_since > lost_after_s:
                 self.worker_gone(entry.worker, entry.epoch, "is gone")
                 continue
-            if not entry.is_heard and now - entry.ordered_at > entry.patience_s:
+            if entry.steps and now - entry.heard_at > SILENT_S:
+                self._assume_failed(entry, "the gateway that gave the orders is gone; the steps done stay")
+            elif not entry.is_heard and now - entry.ordered_at > entry.patience_s:
                 self._assume_failed(entry, f"{entry.worker} did not take the order; give it again")
 
     # ------------------------------------------------------------------------------------- the entries

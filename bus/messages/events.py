@@ -36,7 +36,8 @@ class MorphReport:
     """The progress or the outcome of a morph.
 
     A transform reports after every step at which layers changed; its `numbers` have `layers_done` of
-    `layers`, counted from the last layer, and the degrees `tp_before` and `tp_after`.
+    `layers`, counted from the last layer, and the degrees `tp_before` and `tp_after`. A transform of several
+    `steps` is reported by the gateway that orders them; `worker` leads after the last one.
     """
 
     id: str
@@ -53,6 +54,7 @@ class MorphReport:
     )  # bytes, seconds, pages, blocks: taken or missing
     workers: list[str] = field(default_factory=list)  # of the command; empty: `worker` alone
     telemetry: WorkerTelemetry | None = None  # at the end: the monitor's picture may be older
+    steps: list[str] = field(default_factory=list)  # ids of the morphs that this transform consists of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 import uuid
 from dataclasses import asdict
-from typing import Final
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from bus.messages import CancelMorph, Event, Morph
+from bus.messages import CancelMorph
 from bus.policy import describe
 from gateway.errors import ApiError
-from gateway.morphs import CARDS_S, Entry
+from gateway.morphs import Entry
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
 from gateway.operations.admin import Here, allowed
 from gateway.operations.answers import body_of, bus_or_503, json_answer, new_id
+from gateway.operations.sequences import Sequences, send, shown
 from gateway.state import Gateway
 
 WAIT_S: Final = 30.0  # longest answer to ?wait=true; ask again for longer
-POLL_S: Final = 0.05  # between two looks at the cards of a group that has just changed
+
+
+async def sequences_of(request: Request) -> Sequences:
+    sequences: Sequences = request.app.state.sequences
+    return sequences
+
+
+Running = Annotated[Sequences, Depends(sequences_of)]
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 
 
 @router.post("/instances/transform")
-async def transform(request: Request, gateway: Here, wait: bool = False) -> Response:
-    """Serve a model at another degree of tensor parallelism. 404 for a worker there is not, 409 for one that
-    loads or drains, 400 for workers and degrees that make no group."""
+async def transform(request: Request, gateway: Here, sequences: Running, wait: bool = False) -> Response:
+    """Serve a model on these workers in groups of another degree, in as many steps as it takes. 404 for a
+    worker that is not there, 409 for one that loads or drains, 400 for workers and degrees that make no
+    group."""
     body = orders.parse(transforms.TransformBody, await body_of(request, gateway))
-    place, command = transforms.transform(gateway.cluster, body, new_id())
-    entry = await _send(gateway, place, command)
+    model, steps = transforms.plan(gateway.cluster, body)
+    if len(steps) == 1:
+        place, command = transforms.command(gateway.cluster, model, steps[0], body, new_id())
+        entry = await send(gateway, place, command)
+    else:
+        entry = await sequences.start(model, steps, body)
     return await _told(gateway, entry, wait)
 
 
@@ -43,7 +54,7 @@ async def swap(instance: str, request: Request, gateway: Here, wait: bool = Fals
     for an instance whose worker drains."""
     body = orders.parse(orders.SwapBody, await body_of(request, gateway))
     place = orders.find(gateway.cluster, instance)
-    entry = await _send(gateway, place, orders.swap(place, body, new_id()))
+    entry = await send(gateway, place, orders.swap(place, body, new_id()))
     return await _told(gateway, entry, wait)
 
 
@@ -52,7 +63,7 @@ async def resize(instance: str, request: Request, gateway: Here, wait: bool = Fa
     """Have so many KV blocks. 404 for an instance there is not, 409 for one whose worker drains."""
     body = orders.parse(orders.ResizeBody, await body_of(request, gateway))
     place = orders.find(gateway.cluster, instance)
-    entry = await _send(gateway, place, orders.resize(place, body, new_id()))
+    entry = await send(gateway, place, orders.resize(place, body, new_id()))
     return await _told(gateway, entry, wait)
 
 
@@ -62,20 +73,23 @@ async def morph(morph_id: str, gateway: Here, wait: bool = False) -> Response:
     entry = _entry(gateway, morph_id)
     if wait:
         await entry.wait(WAIT_S)
-        await _shown(gateway, entry)
+        await shown(gateway, entry)
     return json_answer(entry.as_json())
 
 
 @router.delete("/morphs/{morph_id}")
-async def cancel(morph_id: str, gateway: Here, wait: bool = False) -> Response:
+async def cancel(morph_id: str, gateway: Here, sequences: Running, wait: bool = False) -> Response:
     """Give it up: the old shape goes on serving. 409 for one that has ended."""
     entry = _entry(gateway, morph_id)
     if not entry.is_running:
         message = f"morph {morph_id} has ended: {entry.state}; to undo it, order the way back"
         raise ApiError(409, message, param="morph", code="morph_ended")
-    command = CancelMorph(id=uuid.uuid4().hex, epoch=entry.epoch, morph_id=entry.id)
-    with bus_or_503():
-        await gateway.bus.publish(gateway.bus.names.control(entry.worker), command)
+    sequences.cancel(entry.id)
+    steps = (gateway.morphs.get(one) for one in entry.steps)
+    for one in [step for step in steps if step and step.is_running] if entry.steps else [entry]:
+        command = CancelMorph(id=uuid.uuid4().hex, epoch=one.epoch, morph_id=one.id)
+        with bus_or_503():
+            await gateway.bus.publish(gateway.bus.names.control(one.worker), command)
     return await _told(gateway, entry, wait)
 
 
@@ -104,45 +118,6 @@ async def put_policy(request: Request, gateway: Here) -> Response:
     return json_answer(asdict(after))
 
 
-async def _send(gateway: Gateway, place: orders.Place, command: Morph) -> Entry:
-    """The order and the event that tells of it, both or neither. Raises ApiError 503."""
-    bus, worker = gateway.bus, place.worker.id
-    decided = f"ordered by hand: {orders.in_words(command)}"
-    entry = gateway.morphs.ordered(command, worker, decided)
-    event = Event(
-        kind="morph_decided",
-        source="gateway",
-        subject=command.instance,
-        reason=decided,
-        at_ms=time.time_ns() // 1_000_000,
-        morph_id=command.id,
-        cause=entry.cause,
-    )
-    batch = bus.batch()
-    batch.publish(bus.names.control(worker), command)
-    batch.publish(bus.names.events, event)
-    try:
-        with bus_or_503():
-            await batch.send()
-    except ApiError:
-        gateway.morphs.unsent(entry)
-        raise
-    return entry
-
-
-async def _shown(gateway: Gateway, entry: Entry) -> None:
-    """Wait until the cards of all members show the degree that a transform made, at most CARDS_S."""
-    deadline = time.monotonic() + CARDS_S
-
-    def is_shown() -> bool:
-        members = [one for one in gateway.cluster.workers.values() if one.id in entry.workers]
-        return not any(gateway.morphs.changing(one.id, card.tp) for one in members for card in one.instances)
-
-    while entry.state == "applied" and not is_shown() and time.monotonic() < deadline:
-        gateway.poll_now.set()
-        await asyncio.sleep(POLL_S)
-
-
 def _entry(gateway: Gateway, morph_id: str) -> Entry:
     entry = gateway.morphs.get(morph_id)
     if entry is None:
@@ -156,5 +131,5 @@ async def _told(gateway: Gateway, entry: Entry, wait: bool) -> Response:
     """202 while it runs. With `wait`, the answer `applied` comes when /admin/state shows the new shape."""
     if wait:
         await entry.wait(WAIT_S)
-        await _shown(gateway, entry)
+        await shown(gateway, entry)
     return json_answer(entry.as_json(), 202 if entry.is_running else 200)

@@ -1,7 +1,7 @@
-"""Orders to change tensor parallelism: which workers take part, in which order, and why not. Pure.
+"""Orders to change tensor parallelism: which workers take part, in which steps, and why not. Pure.
 
-The workers of an order are whole instances of one model: several of one degree that become a group, or one
-group that parts. Every refusal names what was asked and what there is.
+The workers of an order end in groups of one degree, whatever they are in now: several instances, a group, or
+a part of one. Every refusal names what was asked and what there is.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from gateway.errors import ApiError, invalid
 from gateway.morphs import Entry
 from gateway.openai.params import MAX_COUNT, Body, between
 from gateway.operations.orders import Place, Seconds, meant
+from gateway.operations.steps import Step, joined, plan_steps
 
 MAX_DEGREE: Final = 64
-
-Group = Sequence[Place]  # the members of one instance, in the order of their shards
 
 
 class TransformBody(Body):
@@ -34,33 +33,46 @@ class TransformBody(Body):
     wait_s: Seconds = 0.0
 
 
-def transform(cluster: Cluster, body: TransformBody, morph_id: str) -> tuple[Place, Transform]:
-    """The order and whom it goes to: the worker that leads, now if it is a group and then if it becomes one.
-    Its `workers` are in the order of their shards at the higher degree.
+def plan(cluster: Cluster, body: TransformBody) -> tuple[str, list[Step]]:
+    """Return the model and the steps from the groups there are to those of the order.
 
-    Raises ApiError: 404 for a worker that is not there, 409 for one that loads, drains or is changing its
-    group, 400 for workers and degrees that make no group.
+    An order that changes nothing is one step, so that a worker says so. Raises ApiError: 404 for a worker
+    that is not there, 409 for one that loads, drains or is changing its group, 400 for workers and degrees
+    that make no group.
     """
-    members = _members(cluster, body)
-    groups = _whole_instances(members)
-    _check_alike(members)
-    _check_links(groups, body.tp)
-    _check_degree(groups, body.tp)
-    _check_workers(groups, body.tp)
-    # Shards nest: shard s of the n groups' becomes n shards of the larger group, one at each.
-    in_shard_order = [place for shard in zip(*groups, strict=True) for place in shard]
-    leader = in_shard_order[0]
-    command = Transform(
+    named = _members(cluster, body)
+    places, names = list(named.values()), list(named)
+    groups = _groups(cluster, named)
+    _check_alike(named)
+    _check_links([place for place in places if body.tp > len(_group(place))], body.tp)
+    degrees = _check_degree([place.card for place in places], body.tp)
+    _check_count(groups, names, body.tp)
+    steps = plan_steps(groups, names, body.tp, degrees)
+    return places[0].card.model, steps or [Step(joined(groups), body.tp)]
+
+
+def command(
+    cluster: Cluster, model: str, step: Step, body: TransformBody, morph_id: str
+) -> tuple[Place, Transform]:
+    """Return the order of one step and the worker it goes to, the first. Raises ApiError 404 and 409 where
+    a worker is gone, or serves the model no longer, since the steps were planned."""
+    places = [place_of(cluster, name, model) for name in step.workers]
+    leader = places[0]
+    return leader, Transform(
         id=morph_id,
         epoch=leader.worker.epoch,
         instance=leader.card.id,
-        workers=[place.worker.id for place in in_shard_order],
-        epochs={place.worker.id: place.worker.epoch for place in in_shard_order},
-        tp=body.tp,
+        workers=list(step.workers),
+        epochs={place.worker.id: place.worker.epoch for place in places},
+        tp=step.tp,
         layers_per_step=body.layers_per_step or 0,
         wait_s=body.wait_s,
     )
-    return leader, command
+
+
+def place_of(cluster: Cluster, name: str, model: str) -> Place:
+    worker = _worker(cluster, name)
+    return Place(worker, _card(worker, model))
 
 
 def layer_degrees(card: InstanceCard, travelling: Entry | None) -> list[int]:
@@ -130,29 +142,23 @@ def _card(worker: WorkerCard, model: str) -> InstanceCard:
     raise invalid(f"{worker.id} does not serve {model[:200]!r}; {meant(model, served)}", "model")
 
 
-def _whole_instances(members: dict[str, Place]) -> list[Group]:
-    """The instances that they form now, in the order of the body. All of one degree."""
-    groups: dict[tuple[str, ...], Group] = {}
-    for worker, place in members.items():
+def _groups(cluster: Cluster, named: dict[str, Place]) -> list[tuple[str, ...]]:
+    """The groups that the named workers are in, in the order of the body. Raises ApiError 409 where cards of
+    one group differ."""
+    groups: dict[tuple[str, ...], None] = {}
+    for worker, place in named.items():
         names = _group(place)
-        if absent := [name for name in names if name not in members]:
-            raise _wrong_workers(
-                f"{worker} is in the group of {', '.join(names)}, of which {', '.join(absent)} "
-                f"{'is' if len(absent) == 1 else 'are'} not named; a group changes as a whole"
-            )
-        if differs := [name for name in names if _group(members[name]) != names]:
-            raise ApiError(
-                409,
-                f"the cards of {worker} and {differs[0]} tell of different groups: a change of their degree "
-                "is under way; try again when it has ended",
-                param="workers",
-                code="shape_changing",
-            )
-        groups[names] = [members[name] for name in names]
-    if len({len(names) for names in groups}) > 1:
-        shapes = "; ".join(f"{', '.join(names)} at {len(names)}" for names in groups)
-        raise _wrong_workers(f"these instances are of different degrees: {shapes}; first make them equal")
-    return list(groups.values())
+        groups[names] = None
+        for name in names:
+            if _group(place_of(cluster, name, place.card.model)) != names:
+                raise ApiError(
+                    409,
+                    f"the cards of {worker} and {name} show different groups: a change of their degree "
+                    "is under way; try again when it has ended",
+                    param="workers",
+                    code="shape_changing",
+                )
+    return list(groups)
 
 
 def _group(place: Place) -> tuple[str, ...]:
@@ -192,9 +198,9 @@ def _traits(place: Place) -> tuple[str | int, ...]:
     )
 
 
-def _check_links(groups: Sequence[Group], tp: int) -> None:
-    """Who joins no group, and what to do."""
-    for place in (place for group in groups for place in group if tp > len(group)):
+def _check_links(joining: Sequence[Place], tp: int) -> None:
+    """Refuse workers that join no group, and say what to do."""
+    for place in joining:
         worker, model = place.worker, place.card.model
         if worker.link and place.card.degrees != [1]:
             continue
@@ -208,8 +214,8 @@ def _check_links(groups: Sequence[Group], tp: int) -> None:
             raise _wrong_workers(f"{worker.id} joins no group: its worker.group_host is empty")
 
 
-def _check_degree(groups: Sequence[Group], tp: int) -> None:
-    cards = [place.card for group in groups for place in group]
+def _check_degree(cards: Sequence[InstanceCard], tp: int) -> list[int]:
+    """Return the degrees that all cards allow."""
     degrees = sorted(set.intersection(*(set(card.degrees) for card in cards)))
     for card in cards:
         if card.kv_heads and card.kv_heads % tp:
@@ -221,28 +227,25 @@ def _check_degree(groups: Sequence[Group], tp: int) -> None:
             f"tp is {tp}, which the weights were not padded for when they were loaded (worker.max_tp)",
             degrees,
         )
+    return degrees
 
 
 def _wrong_degree(message: str, degrees: Sequence[int]) -> ApiError:
     return invalid(f"{message}; allowed is: {', '.join(map(str, degrees))}", "tp")
 
 
-def _check_workers(groups: Sequence[Group], tp: int) -> None:
-    """Up: as many workers as shards. Down: one group, of a multiple. As they are already: any number."""
-    now, num_workers = len(groups[0]), sum(map(len, groups))
-    if tp > now and num_workers != tp:
-        too = "too few" if num_workers < tp else "too many"
-        raise _wrong_workers(
-            f"a group of degree {tp} takes {tp} workers; {num_workers} are {too}: {_names(groups)}"
+def _check_count(groups: Sequence[tuple[str, ...]], named: Sequence[str], tp: int) -> None:
+    """Refuse a number of workers that makes no whole groups."""
+    if len(named) % tp == 0:
+        return
+    if len(groups) == 1 and len(named) > tp:
+        raise invalid(
+            f"tp is {tp}; the group of {', '.join(groups[0])} cannot be parted into equal groups", "tp"
         )
-    if tp < now and len(groups) > 1:
-        raise _wrong_workers(f"one group parts at a time, and these are {len(groups)}: {_names(groups)}")
-    if tp < now and now % tp:
-        raise invalid(f"tp is {tp}; the group of {_names(groups)} cannot be parted into equal groups", "tp")
-
-
-def _names(groups: Sequence[Group]) -> str:
-    return ", ".join(place.worker.id for group in groups for place in group)
+    too = "too few" if len(named) < tp else "too many"
+    raise _wrong_workers(
+        f"a group of degree {tp} takes {tp} workers; {len(named)} are {too}: {', '.join(named)}"
+    )
 
 
 def _wrong_workers(message: str) -> ApiError:

@@ -85,6 +85,83 @@ async def test_an_order_goes_to_the_worker_that_leads(pair: Gate, http: httpx.As
     )
 
 
+async def regroup(gate: Gate, command: Transform) -> None:
+    """Change the cards as real workers do at the end of a transform."""
+    by_id = {worker.id: worker for worker in gate.workers}
+    num_groups = len(command.workers) // command.tp
+    for group in (command.workers[start::num_groups] for start in range(num_groups)):
+        for name in group:
+            await by_id[name].join(*group)
+
+
+@pytest.fixture
+async def four(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[Gate]:
+    """w0 and w1 in a group, w2 and w3 alone."""
+    async with running(redis_settings, folder, workers=4) as gate:
+        for worker in gate.workers:
+            worker.regroup = lambda command: regroup(gate, command)
+        await join(gate, "w0", "w1")
+        await instances(gate, 3)
+        yield gate
+
+
+async def test_a_transform_takes_as_many_steps_as_its_target_needs(four: Gate) -> None:
+    body = {"workers": ["w0", "w1", "w2", "w3"], "tp": 4, "layers_per_step": 2}
+    async with four.http() as http:
+        answer = await http.post(TRANSFORM, params={"wait": "true"}, json=body)
+        morph = answer.json()
+        assert (answer.status_code, morph["state"], morph["kind"]) == (200, "applied", "transform")
+        assert (morph["target"], sorted(morph["workers"])) == ("demo@w0", ["w0", "w1", "w2", "w3"])
+        assert morph["decided"] == (
+            "ordered by hand: tp 4 on w0, w1, w2, w3, in steps: tp 2 on w2, w3; tp 4 on w0, w2, w1, w3"
+        )
+        assert morph["numbers"] == {"steps": 2, "steps_done": 2}
+        (group,) = (await four.state())["instances"]
+        assert (group["workers"], group["tp"]) == (["w0", "w2", "w1", "w3"], 4)
+        first, second = [(await http.get(f"/admin/morphs/{step}")).json() for step in morph["steps"]]
+        assert first["decided"] == f"step 1 of 2 of morph {morph['id']}: tp 2 on w2, w3"
+        assert [one["state"] for one in (first, second)] == ["applied", "applied"]
+        (command,) = four.workers[0].morphs
+        assert isinstance(command, Transform) and (command.id, command.layers_per_step) == (second["id"], 2)
+        assert (
+            'instar_morphs_total{kind="transform",outcome="applied"} 3.0' in (await http.get("/metrics")).text
+        )
+
+
+async def test_a_part_of_a_group_becomes_a_group_with_others(four: Gate) -> None:
+    async with four.http() as http:
+        morph = (await http.post(f"{TRANSFORM}?wait=true", json={"workers": ["w1", "w2"], "tp": 2})).json()
+        assert (morph["state"], len(morph["steps"])) == ("applied", 2)
+    found = await instances(four, 3)
+    assert [one["workers"] for one in found] == [["w0"], ["w1", "w2"], ["w3"]]
+
+
+async def test_steps_end_with_the_first_that_is_not_applied(four: Gate) -> None:
+    four.workers[0].outcome = "deferred"
+    body = {"workers": ["w0", "w1", "w2", "w3"], "tp": 4}
+    async with four.http() as http:
+        morph = (await http.post(f"{TRANSFORM}?wait=true", json=body)).json()
+    assert (morph["state"], morph["numbers"]) == ("deferred", {"steps": 2, "steps_done": 1})
+    assert morph["reason"] == (
+        "step 2 of 2: tp 4 on w0, w2, w1, w3: the test says deferred; the steps before it stay"
+    )
+
+
+async def test_a_transform_of_several_steps_can_be_given_up(four: Gate) -> None:
+    for worker in four.workers:
+        worker.morph_gate.clear()
+    body = {"workers": ["w0", "w1", "w2", "w3"], "tp": 4}
+    async with four.http() as http:
+        answer = await http.post(TRANSFORM, json=body)
+        morph = answer.json()
+        assert (answer.status_code, morph["reason"]) == (202, "step 1 of 2: tp 2 on w2, w3")
+        await four.until("the first step", lambda: four.workers[2].morphs)
+        found = (await http.delete(f"/admin/morphs/{morph['id']}?wait=true")).json()
+    assert found["state"] == "failed" and found["numbers"]["steps_done"] == 0
+    assert four.workers[2].cancelled_morphs == [morph["steps"][0]]
+    assert not four.workers[0].morphs
+
+
 async def test_what_is_under_way_is_told_layer_by_layer(pair: Gate, http: httpx.AsyncClient) -> None:
     worker = pair.workers[1]
     worker.morph_gate.clear()

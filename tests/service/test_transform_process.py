@@ -27,19 +27,25 @@ PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n    def __init__(self")
 LONG = LONG_STREAM | {"max_tokens": 800}
 
 
+SETTINGS = {
+    "MONITOR__INTERVAL_S": "0.1",
+    "WORKER__TELEMETRY_S": "0.1",
+    "WORKER__LEASE_S": str(4 * LEASE_S),
+    "WORKER__VARIANTS": '["int4"]',
+    "WORKER__QUANTIZATION": "rtn",
+}
+
+
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    settings = {
-        "MONITOR__INTERVAL_S": "0.1",
-        "WORKER__TELEMETRY_S": "0.1",
-        "WORKER__LEASE_S": str(4 * LEASE_S),
-        "WORKER__VARIANTS": '["int4"]',
-        "WORKER__QUANTIZATION": "rtn",
-    }
-    with Service(num_workers=2, settings=settings) as service:
-        answer = httpx.put(service.url() + "/admin/policy", json={"mode": "manual"}, timeout=20)
-        assert answer.status_code == 200
+    with Service(num_workers=2, settings=SETTINGS) as service:
+        be_manual(service)
         yield service
+
+
+def be_manual(service: Service) -> None:
+    answer = httpx.put(service.url() + "/admin/policy", json={"mode": "manual"}, timeout=20)
+    assert answer.status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +113,20 @@ def test_the_command_tells_of_every_layer_and_finds_the_workers_itself(
 
 def test_what_is_so_already_is_applied_at_once(service: Service) -> None:
     assert transform(service, 1, "w0", "w1")["numbers"]["layers_done"] == 0
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_target_that_takes_two_steps_is_reached_while_streams_run(oracle: list[str]) -> None:
+    with Service(num_workers=3, settings=SETTINGS) as three, three.explained():
+        be_manual(three)
+        transform(three, 2, "w0", "w1")
+        streams = [Stream(three, LONG, prompt=prompt).start().wait_chunks(5) for prompt in PROMPTS]
+        morph = transform(three, 2, "w1", "w2")
+        assert morph["numbers"] == {"steps": 2, "steps_done": 2}
+        assert sorted(shape(three)) == [(1, ["w0"]), (2, ["w1", "w2"])]
+        assert [stream.finished().error for stream in streams] == [None] * len(PROMPTS)
+        assert [stream.text for stream in streams] == oracle
 
 
 @pytest.mark.faults

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from bus.client import Bus, BusUnavailable
@@ -45,11 +45,12 @@ Mangle = Callable[[StepOutput], list[StepOutput]]
 
 class FakeWorker:
     """`reply(submit)`: all tokens it would make, cut at max_tokens; a last one from `stop_token_ids` ends
-    with "stop". `gate`: clear it to hold requests before their first step. `token_s`: pause between
-    steps; `stop_at`: no token from this index on (it hangs there). `mangle` changes what is published.
+    with "stop". `gate`: clear it to hold requests before their first step. `token_s`: pause between steps;
+    `stop_at`: no token from this index on (it hangs there). `mangle` changes what is published.
     `reports_shape`: its reports of an end carry its telemetry. `outcome`, with `numbers`: of every morph it
     is told to make, after a report that it runs; None: no word about any. `morph_gate`: clear it to hold
-    morphs before their end. Requests whose floor its `shape` does not keep are refused."""
+    morphs before their end; `regroup` changes the cards of all who take part in a transform. Requests whose
+    floor its `shape` does not keep are refused."""
 
     def __init__(
         self, bus: Bus, folder: Path, reply: Reply, *, worker: str = "w0", model: str = "demo"
@@ -90,6 +91,7 @@ class FakeWorker:
         self.reports_shape = False
         self.morphs: list[Morph] = []
         self.cancelled_morphs: list[str] = []
+        self.regroup: Callable[[Transform], Awaitable[None]] | None = None
 
     async def start(self, state: str = "serving") -> FakeWorker:
         await self.bus.wait_up()
@@ -244,6 +246,8 @@ class FakeWorker:
             outcome = "failed"
         if outcome == "applied":
             self.shape.apply(command)
+            if isinstance(command, Transform) and self.regroup:
+                await self.regroup(command)
         await self.report(command, outcome, **self.numbers)
 
     async def report(self, command: Morph, state: MorphOutcome, **numbers: float) -> None:

@@ -1,0 +1,179 @@
+"""Orders on their way to workers: one morph, or a transform of several steps, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Final
+
+from bus.client import BusFull, BusUnavailable
+from bus.messages import Event, Morph, MorphOutcome, MorphReport
+from gateway.errors import ApiError
+from gateway.morphs import CARDS_S, ORDER, SILENT_S, Entry
+from gateway.operations import orders, transforms
+from gateway.operations.answers import bus_or_503, new_id
+from gateway.operations.steps import Step
+from gateway.state import Gateway
+
+log = logging.getLogger("gateway")
+
+POLL_S: Final = 0.05  # between two looks at the cards of a group that has just changed
+
+
+async def send(gateway: Gateway, place: orders.Place, command: Morph, why: str = "ordered by hand") -> Entry:
+    """Send an order and the event that tells of it, both or neither. Raises ApiError 503."""
+    bus, worker = gateway.bus, place.worker.id
+    decided = f"{why}: {orders.in_words(command)}"
+    entry = gateway.morphs.ordered(command, worker, decided)
+    batch = bus.batch()
+    batch.publish(bus.names.control(worker), command)
+    batch.publish(bus.names.events, _decision(entry, decided))
+    try:
+        with bus_or_503():
+            await batch.send()
+    except ApiError:
+        gateway.morphs.unsent(entry)
+        raise
+    return entry
+
+
+def _decision(entry: Entry, decided: str) -> Event:
+    return Event(
+        kind="morph_decided",
+        source="gateway",
+        subject=entry.target,
+        reason=decided,
+        at_ms=_now_ms(),
+        morph_id=entry.id,
+        cause=ORDER,
+    )
+
+
+async def shown(gateway: Gateway, entry: Entry) -> None:
+    """Wait until the cards of all members show the degree that a transform made, at most CARDS_S."""
+    deadline = time.monotonic() + CARDS_S
+
+    def is_shown() -> bool:
+        members = [one for one in gateway.cluster.workers.values() if one.id in entry.workers]
+        return not any(gateway.morphs.changing(one.id, card.tp) for one in members for card in one.instances)
+
+    while entry.state == "applied" and not is_shown() and time.monotonic() < deadline:
+        gateway.poll_now.set()
+        await asyncio.sleep(POLL_S)
+
+
+class Sequences:
+    """The transforms of several steps that this gateway orders, each a morph of its own beside its steps."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()
+
+    async def start(self, model: str, steps: list[Step], body: transforms.TransformBody) -> Entry:
+        """Return the morph that stands for all steps. Raises ApiError 503."""
+        gateway, last = self._gateway, steps[-1]
+        leader = transforms.place_of(gateway.cluster, last.workers[0], model)
+        report = MorphReport(
+            id=new_id(),
+            kind="transform",
+            target=leader.card.id,
+            worker=leader.worker.id,
+            epoch=leader.worker.epoch,
+            state="running",
+            reason=f"step 1 of {len(steps)}: {steps[0]}",
+            started_ms=_now_ms(),
+            numbers={"steps": len(steps), "steps_done": 0},
+            workers=sorted({name for step in steps for name in step.workers}),
+            steps=[new_id() for _ in steps],
+        )
+        entry = gateway.morphs.on_report(report)
+        planned = "; ".join(map(str, steps))
+        entry.decided = f"ordered by hand: tp {body.tp} on {', '.join(body.workers)}, in steps: {planned}"
+        entry.cause = ORDER
+        batch = gateway.bus.batch()
+        batch.publish(gateway.bus.names.events, _decision(entry, entry.decided))
+        batch.publish(gateway.bus.names.events, report)
+        try:
+            with bus_or_503():
+                await batch.send()
+        except ApiError:
+            gateway.morphs.unsent(entry)
+            raise
+        task = self._tasks[entry.id] = asyncio.create_task(self._run(report, model, steps, body))
+        task.add_done_callback(lambda _: self._tasks.pop(entry.id, None))
+        return entry
+
+    def cancel(self, morph_id: str) -> None:
+        """Order no further step of this morph; for others nothing happens."""
+        if morph_id in self._tasks:
+            self._cancelled.add(morph_id)
+
+    async def close(self) -> None:
+        """Order nothing more. The step that runs goes on at its workers."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(
+        self, report: MorphReport, model: str, steps: list[Step], body: transforms.TransformBody
+    ) -> None:
+        state: MorphOutcome = "applied"
+        reason, num_done = "", 0
+        try:
+            for step, morph_id in zip(steps, report.steps, strict=True):
+                report = replace(
+                    report,
+                    reason=f"step {num_done + 1} of {len(steps)}: {step}",
+                    numbers={"steps": len(steps), "steps_done": num_done},
+                )
+                await self._publish(report)
+                state, reason = await self._step(report, model, step, morph_id, body)
+                if state != "applied":
+                    reason = f"{report.reason}: {reason}; the steps before it stay"
+                    break
+                num_done += 1
+        except Exception as error:
+            log.exception("the steps of morph %s cannot go on", report.id)
+            state, reason = "failed", f"{type(error).__name__}: {error}"
+        finally:
+            self._cancelled.discard(report.id)
+        report = replace(report, numbers={"steps": len(steps), "steps_done": num_done})
+        await self._publish(replace(report, state=state, reason=reason, ended_ms=_now_ms()))
+
+    async def _step(
+        self, report: MorphReport, model: str, step: Step, morph_id: str, body: transforms.TransformBody
+    ) -> tuple[MorphOutcome, str]:
+        """How the step ended, and why."""
+        gateway = self._gateway
+        if report.id in self._cancelled:
+            return "failed", "cancelled"
+        try:
+            place, command = transforms.command(gateway.cluster, model, step, body, morph_id)
+            why = f"{report.reason.partition(':')[0]} of morph {report.id}"
+            entry = await send(gateway, place, command, why)
+        except ApiError as error:
+            return "failed", error.message
+        while entry.is_running:
+            await entry.wait(SILENT_S / 4)
+            await self._publish(report)
+        await shown(gateway, entry)
+        return entry.state, entry.reason
+
+    async def _publish(self, report: MorphReport) -> None:
+        """Tell every gateway, this one included, as soon as Redis takes it."""
+        bus = self._gateway.bus
+        while True:
+            try:
+                return await bus.publish(bus.names.events, report)
+            except BusUnavailable:
+                await bus.wait_up()
+            except BusFull:
+                await asyncio.sleep(SILENT_S / 4)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

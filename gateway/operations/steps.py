@@ -1,0 +1,95 @@
+"""The steps from the groups that workers form to groups of another degree. Pure: names in, steps out.
+
+A worker joins or leaves a group with the whole group: n groups of degree d become one of n * d, or one of
+n * d becomes n of d. Shards nest: shard s of the n groups becomes n shards of the larger group, one at each,
+so a group that parts leaves every n-th of its members together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+Members = tuple[str, ...]  # of one group, in the order of their shards
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of degree. `workers` are in the order of their shards at the higher of both degrees."""
+
+    workers: Members
+    tp: int
+
+    def __str__(self) -> str:
+        return f"tp {self.tp} on {', '.join(self.workers)}"
+
+
+def joined(groups: Sequence[Members]) -> Members:
+    """Return the group that groups of one degree become."""
+    return tuple(chain.from_iterable(zip(*groups, strict=True)))
+
+
+def parted(group: Members, degree: int) -> list[Members]:
+    """Return the groups of `degree` that a group becomes."""
+    num_groups = len(group) // degree
+    return [group[start::num_groups] for start in range(num_groups)]
+
+
+def plan_steps(
+    groups: Iterable[Members], wanted: Sequence[str], tp: int, degrees: Collection[int]
+) -> list[Step]:
+    """Return the fewest steps after which the `wanted` workers form groups of degree `tp`.
+
+    `groups` are those that the wanted workers are in; `tp` divides the number of wanted workers. First parts
+    what must part: groups above `tp` and groups with other workers, which end in the largest groups that this
+    leaves. Then joins the smallest groups first. Where sizes do not fit together, or where it takes fewer
+    steps, every group below `tp` parts to single workers, which join at once. [] if nothing is to be done.
+    """
+    named = set(wanted)
+    parts, left = [], []
+    for group in groups:
+        degree = _largest_part(group, named, tp, degrees)
+        if degree < len(group):
+            parts.append(Step(group, degree))
+        left += [one for one in parted(group, degree) if named.issuperset(one)]
+    finished = {group for group in left if len(group) == tp}
+    singly = [
+        Step(group, 1)
+        for group in groups
+        if len(group) > 1 and not named.isdisjoint(group) and group not in finished
+    ]
+    singles = [(name,) for name in wanted if not any(name in group for group in finished & set(groups))]
+    at_once = singly + (_joins(singles, wanted, tp) or [])
+    joins = _joins(left, wanted, tp)
+    return at_once if joins is None or len(at_once) < len(parts) + len(joins) else parts + joins
+
+
+def _largest_part(group: Members, named: set[str], tp: int, degrees: Collection[int]) -> int:
+    """The highest degree at most `tp` at which no part of the group has both named workers and others."""
+    for degree in range(min(tp, len(group)), 1, -1):
+        is_possible = len(group) % degree == 0 and (degree == len(group) or degree in degrees)
+        if is_possible and not any(_is_mixed(one, named) for one in parted(group, degree)):
+            return degree
+    return 1
+
+
+def _is_mixed(group: Members, named: set[str]) -> bool:
+    return not (named.issuperset(group) or named.isdisjoint(group))
+
+
+def _joins(groups: Iterable[Members], wanted: Sequence[str], tp: int) -> list[Step] | None:
+    """The steps that make groups of degree `tp`; None where the sizes do not fit together."""
+    waiting = sorted(groups, key=lambda group: (len(group), min(map(wanted.index, group))))
+    steps: list[Step] = []
+    while waiting and (size := len(waiting[0])) < tp:
+        same = [group for group in waiting if len(group) == size]
+        larger = [group for group in waiting if len(group) > size]
+        target = len(larger[0]) if larger else tp
+        num = target // size
+        if target % size or len(same) % num:
+            return None
+        made = [joined(same[start : start + num]) for start in range(0, len(same), num)]
+        steps += [Step(group, target) for group in made]
+        waiting = sorted(made + larger, key=lambda group: (len(group), min(map(wanted.index, group))))
+    return steps
