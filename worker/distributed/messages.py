@@ -67,26 +67,26 @@ class Prepare(GroupMessage, frozen=True, kw_only=True, tag=True):
 
 class Vote(GroupMessage, frozen=True, kw_only=True, tag=True):
     """Answer to Prepare. An empty `reason` is a yes: the worker stands by until Commit or Abort. `numbers`:
-    pages and blocks before and after. `meeting`: the rendezvous whose communicator it has kept, if any."""
+    pages and blocks before and after. `rendezvous`: the one whose communicator it has kept, or ""."""
 
     worker: str
     reason: str = ""
-    meeting: str = ""
+    rendezvous: str = ""
     numbers: dict[str, Number] = {}
 
 
 class JoinRendezvous(GroupMessage, frozen=True, kw_only=True, tag=True):
     """The coordinator tells all members to make the communicator in `store` (host:port). Of two communicators
-    of the same members, that with the greater `meeting`, the later one, is kept."""
+    of the same members, that with the greater `rendezvous`, the later one, is kept."""
 
-    meeting: str
+    rendezvous: str
     store: str
 
 
 class RendezvousAhead(GroupMessage, frozen=True, kw_only=True, tag=True):
     """Make the communicator of a group that may form later, and keep it."""
 
-    meeting: str
+    rendezvous: str
     members: list[str]
     peers: dict[str, Peer]
     store: str
@@ -322,7 +322,7 @@ class StartPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
     PipelineStarted or StageFailed."""
 
     blocks: int
-    meeting: str = ""
+    rendezvous: str = ""
     store: str = ""
 
 

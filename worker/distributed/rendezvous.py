@@ -1,7 +1,7 @@
-"""Communicators of groups that are or may be: made beside the steps, kept, thrown away with a member's death.
+"""Communicators of groups that exist or may form: made beside the steps, kept, dropped when a member dies.
 
-Making one takes tens of milliseconds and needs every member to come; a transformation that finds it made
-saves that.
+Making a communicator takes tens of milliseconds and needs every member; a transform that finds it made saves
+that time.
 """
 
 from __future__ import annotations
@@ -9,83 +9,86 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from worker.distributed.communicator import Communicator, PeerLost, connect
-from worker.distributed.messages import Peer
+from worker.distributed.messages import GroupMessage, Peer, RendezvousAhead
+from worker.distributed.transport import Endpoint, Link
 
-MAX_KEPT = 16  # of members that have died since, some of them
+MAX_KEPT = 16  # some of them of members that have died since
 
-OnMet = Callable[[str, str], None]  # meeting, why not ("" : they met); in a thread of its own
+OnDone = Callable[[str, str], None]  # rendezvous, why it failed ("": it succeeded); in a thread of its own
 
 
-def key_of(members: Iterable[str], peers: Mapping[str, Peer]) -> str:
-    """The same members in the same order, and none of them another one since."""
+def members_key(members: Iterable[str], peers: Mapping[str, Peer]) -> str:
+    """Return a key for these members, in this order and with these epochs."""
     return " ".join(f"{name}.{peers[name].epoch}" for name in members)
 
 
-def new_meeting() -> str:
-    """A name for it, greater than those before."""
+def new_rendezvous() -> str:
+    """Return an id for a rendezvous, greater than those made before."""
     return f"{time.time_ns():020d} {uuid.uuid4().hex[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    meeting: str
+class KeptCommunicator:
+    rendezvous: str
     communicator: Communicator
 
 
-class Meetings:
-    """What they make is kept by the members (`key_of`), one for each. The same members may meet twice at the
-    same time, ahead and for an order: whichever ends first on one of them, all keep that of the later
-    meeting. Where one of them failed for some, they have those of different meetings, which is none: so they
-    tell each other which. Calls are the engine's thread's.
+class CommunicatorPool:
+    """Makes communicators and keeps one for each set of members.
+
+    The same members may meet twice at a time, ahead and for a transform: whichever ends first on one of them,
+    all keep the communicator of the later rendezvous. If one of the two failed for some members, they have
+    kept those of different rendezvous, which do not fit together: therefore members tell each other which.
+    The engine's thread makes the calls.
     """
 
-    def __init__(self, host: str, device: str, timeout_s: float, on_met: OnMet) -> None:
-        self._host, self._device, self._timeout_s, self._on_met = host, device, timeout_s, on_met
-        self._made: dict[str, Communicator] = {}  # by meeting, until somebody takes it
-        self._kept: dict[str, Kept] = {}
+    def __init__(self, host: str, device: str, timeout_s: float, on_done: OnDone) -> None:
+        self._host, self._device, self._timeout_s, self._on_done = host, device, timeout_s, on_done
+        self._made: dict[str, Communicator] = {}  # by rendezvous, until it is taken
+        self._kept: dict[str, KeptCommunicator] = {}
         self._lock = threading.Lock()
         self._store: TCPStore | None = None
 
     @property
     def store(self) -> str:
-        """Where groups that this worker leads meet (host:port); begins to listen when first asked for."""
+        """Where groups that this worker coordinates meet (host:port); listens from the first call on."""
         if self._store is None:
             self._store = TCPStore(
                 self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
             )
         return f"{self._host}:{self._store.port}"
 
-    def begin(self, meeting: str, store: str, rank: int, size: int) -> None:
-        """Come to it, in another thread; `on_met` tells."""
+    def start(self, rendezvous: str, store: str, rank: int, size: int) -> None:
+        """Meet the other ranks in `store`, in another thread, which calls `on_done` at the end."""
         threading.Thread(
-            target=self._meet, args=(meeting, store, rank, size), name="group-meeting", daemon=True
+            target=self._meet, args=(rendezvous, store, rank, size), name="rendezvous", daemon=True
         ).start()
 
-    def made(self, meeting: str) -> Communicator:
-        """Its members have met; from here on it is the caller's. KeyError where they have not."""
+    def take_made(self, rendezvous: str) -> Communicator:
+        """Return the communicator and hand it over to the caller. Raises KeyError if it is not made."""
         with self._lock:
-            return self._made.pop(meeting)
+            return self._made.pop(rendezvous)
 
-    def drop(self, meeting: str) -> None:
-        """Nobody waits for it any more, whether its members have met or not."""
+    def drop(self, rendezvous: str) -> None:
+        """Close the communicator of a rendezvous that was given up, if it is made."""
         with self._lock:
-            made = self._made.pop(meeting, None)
+            made = self._made.pop(rendezvous, None)
         if made:
             made.close()
 
-    def keep(self, key: str, meeting: str, communicator: Communicator) -> None:
-        """It is whole, and may be of use again. Of one key that of the latest meeting stays; in all, those
-        that were kept last."""
+    def keep(self, key: str, rendezvous: str, communicator: Communicator) -> None:
+        """Keep a communicator for `take`. Of one key that of the latest rendezvous stays; of all keys the
+        MAX_KEPT latest."""
         before = self._kept.pop(key, None)
-        after = Kept(meeting, communicator)
-        if before and before.meeting > meeting:
+        after = KeptCommunicator(rendezvous, communicator)
+        if before and before.rendezvous > rendezvous:
             before, after = after, before
         if before:
             before.communicator.close()
@@ -94,36 +97,39 @@ class Meetings:
             self._kept.pop(next(iter(self._kept))).communicator.close()
 
     def kept(self, key: str) -> str:
-        """Of which meeting; empty: of none."""
+        """Return the rendezvous whose communicator is kept for these members, or ""."""
         kept = self._kept.get(key)
-        return kept.meeting if kept else ""
+        return kept.rendezvous if kept else ""
 
-    def take(self, key: str, meeting: str) -> Communicator:
-        """What was kept of this meeting. KeyError where that is not there."""
-        if self.kept(key) != meeting:
-            raise KeyError(f"nothing is kept of the meeting of {key}")
+    def take(self, key: str, rendezvous: str) -> Communicator:
+        """Return a kept communicator and hand it over. Raises KeyError if that of this rendezvous is not
+        kept."""
+        if self.kept(key) != rendezvous:
+            raise KeyError(f"no communicator of {key} is kept from this rendezvous")
         return self._kept.pop(key).communicator
 
     def forget(self, key: str) -> None:
+        """Close what is kept for these members."""
         if kept := self._kept.pop(key, None):
             kept.communicator.close()
 
     def close(self) -> None:
+        """Close all communicators and listen no more: ranks that still wait in the store fail."""
         with self._lock:
             made, self._made = list(self._made.values()), {}
         kept, self._kept = [each.communicator for each in self._kept.values()], {}
         for communicator in [*made, *kept]:
             communicator.close()
-        self._store = None  # listens no more: who still waits in it hears so
+        self._store = None
 
     @property
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self._timeout_s)
 
-    def _meet(self, meeting: str, store: str, rank: int, size: int) -> None:
+    def _meet(self, rendezvous: str, store: str, rank: int, size: int) -> None:
         try:
             group = connect(
-                PrefixStore(meeting, self._reach(store)),
+                PrefixStore(rendezvous, self._reach(store)),
                 rank,
                 size,
                 timeout_s=self._timeout_s,
@@ -131,12 +137,57 @@ class Meetings:
                 device=self._device,
             )
         except (PeerLost, RuntimeError, ValueError) as error:
-            self._on_met(meeting, str(error).splitlines()[0])
+            self._on_done(rendezvous, str(error).splitlines()[0])
             return
         with self._lock:
-            self._made[meeting] = group
-        self._on_met(meeting, "")
+            self._made[rendezvous] = group
+        self._on_done(rendezvous, "")
 
     def _reach(self, store: str) -> Store:
         host, _, port = store.rpartition(":")
         return TCPStore(host, int(port), is_master=False, timeout=self._timeout)
+
+
+class AheadRendezvous:
+    """Makes communicators of groups that may form later; `CommunicatorPool` keeps them."""
+
+    def __init__(self, worker: str, links: Endpoint[GroupMessage], pool: CommunicatorPool) -> None:
+        self._worker, self._links, self._pool = worker, links, pool
+        self._keys: dict[str, str] = {}  # by rendezvous under way
+        self._opened: dict[str, list[Link]] = {}  # by rendezvous: the links over which others were asked
+
+    def call(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
+        """Ask the members, of whom this worker is the first, unless their communicator is kept or under
+        way."""
+        key = members_key(members, peers)
+        if self._pool.kept(key) or key in self._keys.values():
+            return
+        order = RendezvousAhead(
+            group="",
+            rendezvous=new_rendezvous(),
+            members=list(members),
+            peers={name: peers[name] for name in members},
+            store=self._pool.store,
+        )
+        others = [peers[name] for name in members if name != self._worker]
+        links = [self._links.connect(peer.address, peer.key) for peer in others]
+        for link in links:
+            link.send(order)
+        self._opened[order.rendezvous] = links
+        self.join(order)
+
+    def join(self, order: RendezvousAhead) -> None:
+        """Meet the other members."""
+        self._keys[order.rendezvous] = members_key(order.members, order.peers)
+        rank = order.members.index(self._worker)
+        self._pool.start(order.rendezvous, order.store, rank, len(order.members))
+
+    def end(self, rendezvous: str, reason: str) -> bool:
+        """Keep what a rendezvous made, unless it failed (`reason`). Returns False for one that is not of
+        these."""
+        for link in self._opened.pop(rendezvous, []):
+            link.close()
+        key = self._keys.pop(rendezvous, "")
+        if key and not reason:
+            self._pool.keep(key, rendezvous, self._pool.take_made(rendezvous))
+        return bool(key)

@@ -1,15 +1,15 @@
-"""The group of this worker: none, one being prepared, or one that it is in. The engine's thread owns it.
+"""The group that this worker is in, if any, and how it comes to be in another. Owned by the engine's thread.
 
-`Assembly` brings workers together, and `TensorParallelExecutor` runs their steps. This module goes from one
-to the other: a worker enters, a group becomes a subgroup of a larger one, or parts into smaller ones. After
-any failure the members serve alone again.
-"""
+`TwoPhaseCommit` decides on a change, `TensorParallelExecutor` runs the steps of a group. Here one follows
+from the other: a worker enters a group, a group becomes a subgroup of a larger one, or splits into smaller
+ones; after any failure its members are alone again."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from worker.distributed.communicator import Communicator
 from worker.distributed.messages import (
@@ -29,27 +29,49 @@ from worker.distributed.messages import (
     Step,
     Vote,
 )
-from worker.distributed.rendezvous import Meetings
+from worker.distributed.rendezvous import AheadRendezvous, CommunicatorPool
 from worker.distributed.transport import Link, Transport
 from worker.memory import OutOfBlocks
-from worker.parallel.ahead import MeetingsAhead
-from worker.parallel.assembly import Assembly, Destination
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
-from worker.parallel.gathering import Gathering
 from worker.parallel.member import Member
 from worker.parallel.place import Place
-from worker.parallel.present import Present
+from worker.parallel.proposal import PeerLinks, Proposal
 from worker.parallel.share import BlockShare
-from worker.parallel.ties import PeerLinks
+from worker.parallel.two_phase_commit import NextGroup, TwoPhaseCommit
 
 log = logging.getLogger(__name__)
 
-MAX_EARLY = 64  # Readies that came before this leader has entered
+MAX_EARLY = 64  # Ready messages that come before this leader has entered
+
+
+@dataclass(slots=True)
+class CurrentGroup:
+    """The group that a worker is in now, and its links."""
+
+    party: TensorParallelExecutor
+    key: str  # of its communicator
+    rendezvous: str  # that made it
+    peers: dict[str, Peer]
+    links: PeerLinks
+    former: list[Link]  # of the groups that became this one
+
+    def tell_end(self, reason: str) -> None:
+        """Tell the other members that this worker leaves the group."""
+        for link in self.links:
+            link.send(GroupEnded(group=self.party.group, reason=reason))
+
+    def close(self) -> None:
+        """Close the links, and those of the groups before: closed earlier, they would look like a loss to a
+        member that has not entered yet, or not made the last step."""
+        self.links.close()
+        for link in self.former:
+            link.close()
+        self.former = []
 
 
 class Grouping:
-    """Links and meetings call back in threads of their own; `post` brings that into the engine's."""
+    """Links and rendezvous call back in threads of their own; `post` brings the calls into the engine's."""
 
     def __init__(
         self,
@@ -62,51 +84,51 @@ class Grouping:
     ) -> None:
         self.worker, self.place = worker, place
         self.post: Callable[[Callable[[], None]], None] = lambda call: call()
-        # Members in the order of their shards, the leader first, or nobody else; and why.
+        # Called with the members in the order of their shards (empty: this worker is alone), and why.
         self.on_regrouped: Callable[[tuple[str, ...], str], None] = lambda members, why: None
-        # A member leaves: the leader should let the group part.
-        self.on_part_please: Callable[[], None] = lambda: None
-        # In the middle of what takes long, and is no hang.
+        # Called at the leader when a member is about to leave: the group should split.
+        self.on_split_requested: Callable[[], None] = lambda: None
+        # Called during long work, which is no hang.
         self.on_progress: Callable[[], None] = lambda: None
-        self.why_not: Callable[[], str] = lambda: ""  # what else would be in the way of a change, if anything
+        self.why_not: Callable[[], str] = lambda: ""  # returns what else forbids a change, or ""
         self._clock = clock
         self._links = transport.endpoint(
             GroupMessage,
             lambda link, message, payload: self.post(lambda: self._take(link, message)),
             lambda link, reason: self.post(lambda: self._lost(link, reason)),
         )
-        self._meetings = Meetings(
+        self._communicators = CommunicatorPool(
             transport.host,
             device,
             transport.timeout_s,
-            lambda meeting, reason: self.post(lambda: self._met(meeting, reason)),
+            lambda rendezvous, reason: self.post(lambda: self._rendezvous_ended(rendezvous, reason)),
         )
-        self._ahead = MeetingsAhead(worker, self._links, self._meetings)
-        self._present: Present | None = None
-        self._assembly = Assembly(
+        self._ahead = AheadRendezvous(worker, self._links, self._communicators)
+        self._current: CurrentGroup | None = None
+        self._change = TwoPhaseCommit(
             worker,
             place,
             self._links,
-            self._meetings,
-            lambda: (self.party, self._present.ties if self._present else PeerLinks()),
+            self._communicators,
+            lambda: (self.party, self._current.links if self._current else PeerLinks()),
             lambda: self.why_not() or self.busy_with,
         )
-        self._early: list[Ready] = []  # of members that have entered before this leader has
-        self._losses: list[tuple[Link, str]] = []  # that came before the group's last step was made here
+        self._early: list[Ready] = []  # of members that entered before this leader
+        self._losses: list[tuple[Link, str]] = []  # seen before this worker made the group's last step
 
     @property
     def party(self) -> TensorParallelExecutor | None:
-        return self._present.party if self._present else None
+        return self._current.party if self._current else None
 
     @property
     def peers(self) -> dict[str, Peer]:
         """Of the group that this worker is in."""
-        return self._present.peers if self._present else {}
+        return self._current.peers if self._current else {}
 
     @property
     def busy_with(self) -> str:
         """Why no other morph may begin here now; empty: it may."""
-        if self._assembly.is_under_way:
+        if self._change.is_under_way:
             return "its degree of tensor parallelism is about to change"
         if self.party and not self.party.formation.is_uniform:
             return "its degree of tensor parallelism is changing"
@@ -115,56 +137,57 @@ class Grouping:
     def close(self) -> None:
         """Leave: the others go on alone."""
         self._links.close()
-        self._meetings.close()
+        self._communicators.close()
 
-    def ask_to_part(self) -> None:
-        """This worker is about to leave. What was asked may be refused, or come too late: ask again."""
-        if self._present and self._present.party.coordinator:
-            self.on_part_please()
-        elif self._present:
-            self._present.ties.tell_leader(RequestSplit(group=self._present.party.group))
+    def request_split(self) -> None:
+        """Ask the leader to split the group, since this worker is about to leave. The request may be refused,
+        or come too late: repeat it."""
+        if self._current and self._current.party.coordinator:
+            self.on_split_requested()
+        elif self._current:
+            self._current.links.tell_leader(RequestSplit(group=self._current.party.group))
 
-    # ----------------------------------------------------------------------------- the leader's verbs
+    # ----------------------------------------------------------------------------- the coordinator
 
-    def gather(self, group: str, formation: Formation, peers: Mapping[str, Peer]) -> Gathering:
-        """Ask all members. Raises KeyError for one that is not among the peers; then nobody was asked. Of one
-        that cannot be reached the gathering tells (`lost`)."""
-        return self._assembly.gather(group, formation, peers)
+    def propose(self, group: str, formation: Formation, peers: Mapping[str, Peer]) -> Proposal:
+        """Ask all members for their votes (`TwoPhaseCommit.propose`). Raises KeyError for a member without a
+        peer."""
+        return self._change.propose(group, formation, peers)
 
-    def meet(self, gathering: Gathering) -> None:
-        """All have answered: make the communicators that are needed, unless all have kept them."""
-        self._assembly.meet(gathering)
+    def call_rendezvous(self, proposal: Proposal) -> None:
+        """Let the members make the communicators that are needed, once all have voted."""
+        self._change.call_rendezvous(proposal)
 
-    def meet_ahead(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
-        """Make the communicator of a group that may form some day, unless it is there."""
+    def prepare_communicator(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
+        """Make the communicator of a group that may form later, unless it is kept already."""
         if not self.party and not self.busy_with:
             self._ahead.call(members, peers)
 
-    def enter(self, gathering: Gathering, blocks: int) -> None:
-        """All have met: from the next boundary of each subgroup on they are one group. `party` is the new one
+    def commit(self, proposal: Proposal, blocks: int) -> None:
+        """Enter the group, and let the others enter, each at its next boundary. `party` is the new one
         then."""
         self._enter(blocks)
         if self.party:  # else it cannot
-            self._assembly.order_to_enter(gathering, blocks)
+            self._change.send_commit(proposal, blocks)
 
-    def dismiss(self, gathering: Gathering, reason: str) -> None:
-        """It does not come about; everybody goes on as before."""
-        self._assembly.dismiss(gathering, reason)
+    def abort(self, proposal: Proposal, reason: str) -> None:
+        """Give the change up; all members go on as before."""
+        self._change.abort(proposal, reason)
 
     def break_up(self, reason: str) -> None:
-        """The group must not go on: its members serve alone."""
+        """End the group: its members serve alone."""
         self._fall_apart(reason)
 
     # ----------------------------------------------------------------------------- at every boundary
 
     def _after_step(self) -> None:
         """Go from one group to the next where the step just made was the last one in it."""
-        present = self._present
-        assert present is not None
-        if present.party.enters_next:
-            self._enter_next(present)
-        elif present.party.is_over:
-            self._part(present)
+        current = self._current
+        assert current is not None
+        if current.party.enters_next:
+            self._enter_next(current)
+        elif current.party.is_over:
+            self._part(current)
         losses, self._losses = self._losses, []
         for link, reason in losses:
             if self._is_of_group(link):
@@ -173,49 +196,49 @@ class Grouping:
     # ----------------------------------------------------------------------------- from one to the next
 
     def _enter(self, blocks: int) -> None:
-        """Now, if it is alone; a group enters when its members are at the same step."""
+        """Enter at once if this worker is alone; a group enters when its members are at the same step."""
         if self.party:
             assert self.party.coordinator
             self.party.coordinator.add(EnterNext(blocks=blocks))
             return
         try:
-            high = self._assembly.communicator()
+            high = self._change.take_communicator()
             pages, share = self.place.cache.pages_per_layer, self.place.enter_with(blocks)
         except (KeyError, OutOfBlocks) as error:
-            self._assembly.decline(f"{self.worker} cannot enter: {error}")
+            self._change.withdraw(f"{self.worker} cannot enter: {error}")
             return
-        self._join(self._assembly.enter(), high, None, share, pages, [])
+        self._join(self._change.finish_entering(), high, None, share, pages, [])
 
-    def _enter_next(self, before: Present) -> None:
-        """The whole of this group has made the same last step. Whoever was to lead may be gone by now, and
-        this group's members may not all know it: they cannot go on as before either."""
+    def _enter_next(self, before: CurrentGroup) -> None:
+        """Enter the larger group: all members of this one have made the same last step. If the coordinator is
+        gone by now, not all members may know it, so this group cannot go on either."""
         try:
-            high = self._assembly.communicator()
+            high = self._change.take_communicator()
         except KeyError:
             self._fall_apart("the larger group does not come about")
             return
-        member, to = before.party.member, self._assembly.enter()
-        still_open = [link for link in before.ties.others.values() if not to.ties.has(link)]
+        member, to = before.party.member, self._change.finish_entering()
+        still_open = [link for link in before.links.others.values() if not to.links.has(link)]
         former = before.former + still_open
         self._join(to, high, member.high, member.share, member.pages_alone, former)
 
-    def _part(self, before: Present) -> None:
-        """Alone, or into a smaller group."""
+    def _part(self, before: CurrentGroup) -> None:
+        """Go on alone, or in a smaller group."""
         member, formation = before.party.member, before.party.formation
-        self._meetings.keep(before.key, before.meeting, member.high)
+        self._communicators.keep(before.key, before.rendezvous, member.high)
         if formation.low == 1:
             self._leave(before)
             self.on_regrouped((), "the group has parted")
             return
         before.close()
         assert member.low
-        to = self._assembly.part()
+        to = self._change.finish_split()
         self._join(to, member.low, None, member.share, member.pages_alone, [])
         self.on_regrouped(to.formation.members, "the group has parted")
 
     def _join(
         self,
-        to: Destination,
+        to: NextGroup,
         high: Communicator,
         low: Communicator | None,
         share: BlockShare,
@@ -228,37 +251,37 @@ class Grouping:
             Member(
                 to.formation, rank, self.place, high, low, share, pages_alone, self._clock, self.on_progress
             ),
-            send=to.ties.tell_leader,
-            broadcast=to.ties.tell_others,
+            send=to.links.tell_leader,
+            broadcast=to.links.tell_others,
             on_settled=lambda: self.on_regrouped(to.formation.members, "all layers have their new degree"),
             after_step=self._after_step,
             on_failed=self._fail,
         )
         self.place.instance.use(party)
         self.post(lambda: None)  # its first step is due
-        self._present = Present(party, to.key, to.meeting, to.peers, to.ties, former)
+        self._current = CurrentGroup(party, to.key, to.rendezvous, to.peers, to.links, former)
         for ready in self._early:
             if party.coordinator and ready.group == to.group:
                 party.coordinator.take(ready)
         self._early = []
-        if to.lost:  # since it was last looked at: nobody would tell again
+        if to.lost:  # since the last look: no other message will say so
             self._fall_apart(f"a member was lost: {to.lost}")
 
     def _fall_apart(self, reason: str) -> None:
-        before = self._present
+        before = self._current
         if before is None:
             return
         log.warning("the group %s falls apart: %s", list(before.party.formation.members), reason)
-        before.say_bye(reason)
-        self._assembly.decline(reason)
+        before.tell_end(reason)
+        self._change.withdraw(reason)
         self._leave(before)
         before.party.fall_apart()
         self.on_regrouped((), f"the group fell apart: {reason}")
 
-    def _leave(self, before: Present) -> None:
+    def _leave(self, before: CurrentGroup) -> None:
         before.close()
-        self._assembly.call_off()
-        self._present = None
+        self._change.cancel()
+        self._current = None
         self.place.instance.use(self.place.instance.local_executor)
         self.post(lambda: None)  # a morph that waits for it is due, and nothing else wakes an idle engine
 
@@ -266,53 +289,56 @@ class Grouping:
         self._losses = []
         self._fall_apart(reason)
 
-    # ----------------------------------------------------------------------------- what others say
+    # ----------------------------------------------------------------------------- messages of other workers
 
     def _take(self, link: Link, message: GroupMessage) -> None:
-        assembly, present = self._assembly, self._present
+        change, current = self._change, self._current
         match message:
             case Prepare():
-                assembly.consider(link, message)
+                change.receive_prepare(link, message)
             case Vote() | RendezvousDone() | JoinRendezvous() | Abort():
-                assembly.take(link, message)
+                change.receive(link, message)
             case RendezvousAhead() if self.worker in message.members:
-                self._ahead.come(message)
-            case Commit() if assembly.is_standing_by(link, message.group):
+                self._ahead.join(message)
+            case Commit() if change.is_prepared(link, message.group):
                 self._enter(message.blocks)
-            case LeadSubgroup() if present:  # it may be here before the invitation
-                assembly.follow(link, message.group)
-            case Ready() if present and present.party.coordinator and present.party.group == message.group:
-                present.party.coordinator.take(message)
+            case LeadSubgroup() if current:  # it may come before Prepare
+                change.receive_subgroup_leader(link, message.group)
+            case Ready() if current and current.party.coordinator and current.party.group == message.group:
+                current.party.coordinator.take(message)
             case Ready():
                 self._early = [*self._early[-MAX_EARLY:], message]
-            case Step() if present and link is present.ties.leader and message.group == present.party.group:
-                present.party.take_step(message)
-            case RequestSplit() if present and present.party.coordinator:
-                self.on_part_please()
+            case Step() if current and link is current.links.leader and message.group == current.party.group:
+                current.party.take_step(message)
+            case RequestSplit() if current and current.party.coordinator:
+                self.on_split_requested()
             case GroupEnded() if self._is_of_group(link):
                 self._lose(link, f"a member left: {message.reason}")
             case GroupEnded():
-                assembly.lose(link, message.reason, said_so=True)
+                change.lose(link, message.reason, said_so=True)
             case _:
-                log.debug("nobody waits for this %s of %s", type(message).__name__, message.group)
+                log.debug("ignored %s of %s, which is out of date", type(message).__name__, message.group)
 
-    def _met(self, meeting: str, reason: str) -> None:
-        if not self._ahead.end(meeting, reason):
-            self._assembly.met(meeting, reason)
+    def _rendezvous_ended(self, rendezvous: str, reason: str) -> None:
+        if not self._ahead.end(rendezvous, reason):
+            self._change.end_rendezvous(rendezvous, reason)
 
     def _lost(self, link: Link, reason: str) -> None:
         if self._is_of_group(link):
             self._lose(link, f"a member was lost: {reason}")
         else:
-            self._assembly.lose(link, reason)
+            self._change.lose(link, reason)
 
     def _lose(self, link: Link, reason: str) -> None:
-        """One of the group; whoever made its last step a moment before this worker is not lost."""
+        """Leave the group, since a member is lost. A member that disconnects after its final step left
+        normally."""
         if self.party and self.party.is_in_last_step:
             self._losses.append((link, reason))
         else:
             self._fall_apart(reason)
 
     def _is_of_group(self, link: Link) -> bool:
-        """Or of the smaller one that it becomes."""
-        return self._present is not None and (self._present.ties.has(link) or self._assembly.has_tie(link))
+        """True if `link` belongs to this group or to the group that it splits into."""
+        return self._current is not None and (
+            self._current.links.has(link) or self._change.has_subgroup_link(link)
+        )

@@ -40,7 +40,7 @@ class GroupMorphs:
         return party.formation.members[0] if party and party.coordinator is None else ""
 
     def attach(self, why_not: Callable[[], str], let_part: Callable[[], None]) -> None:
-        self._grouping.why_not, self._grouping.on_part_please = why_not, let_part
+        self._grouping.why_not, self._grouping.on_split_requested = why_not, let_part
 
     def transform(self, command: Transform, peers: Peers) -> TransformRun:
         return TransformRun(

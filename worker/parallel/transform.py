@@ -19,8 +19,8 @@ from worker.parallel.canary import what_is_wrong
 from worker.parallel.count import counting
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
-from worker.parallel.gathering import Gathering
 from worker.parallel.grouping import Grouping
+from worker.parallel.proposal import Proposal
 from worker.parallel.rows import Choice, choose, row_costs
 from worker.parallel.share import NoRoom, homes
 
@@ -100,31 +100,31 @@ class TransformRun:
 
     def _come_together(self, low: int) -> Generator[bool, None, None]:
         formation = self._formation(low, grows=True)
-        gathering = self._gather(formation)
+        proposal = self._propose(formation)
         is_in = False
         try:
-            yield from self._until_answered(gathering)
-            blocks, pages, blocks_after = self._room(gathering)
-            self._grouping.meet(gathering)
-            yield from self._until_met(gathering)
+            yield from self._until_voted(proposal)
+            blocks, pages, blocks_after = self._room(proposal)
+            self._grouping.call_rendezvous(proposal)
+            yield from self._until_rendezvous(proposal)
             self.is_beyond_return = True
-            self._grouping.enter(gathering, blocks)
-            while (party := self._grouping.party) is None or party.group != gathering.group:
-                self._wait(gathering, "not all members entered")
+            self._grouping.commit(proposal, blocks)
+            while (party := self._grouping.party) is None or party.group != proposal.group:
+                self._wait(proposal, "not all members entered")
                 yield False
             is_in = True
         finally:
             if not is_in:
-                self._grouping.dismiss(gathering, "the transformation does not come about")
+                self._grouping.abort(proposal, "the transformation does not come about")
         self._party = party
         known = yield from self._heard(party)
         yield from self._travel(party)
         is_probed = not party.place.exchanges.bytes_per_s
         yield from self._settle(party, known, Settle(blocks=blocks_after, pages=pages, is_probed=is_probed))
 
-    def _room(self, gathering: Gathering) -> tuple[int, list[int], int]:
+    def _room(self, proposal: Proposal) -> tuple[int, list[int], int]:
         """(low blocks of each, pages of each layer by rank, blocks in all). Raises NotApplied."""
-        answers = [gathering.answers[name].numbers for name in gathering.formation.members]
+        answers = [proposal.votes[name].numbers for name in proposal.formation.members]
         blocks = int(min(each["blocks"] for each in answers))
         used = int(max(each["blocks_used"] for each in answers))
         if used > blocks:
@@ -135,7 +135,7 @@ class TransformRun:
                 blocks=blocks,
             )
         most = int(max(each["blocks"] for each in answers))
-        if gathering.formation.low > 1 and most != blocks:  # alone its blocks are moved, in a group they stay
+        if proposal.formation.low > 1 and most != blocks:  # alone its blocks are moved, in a group they stay
             raise NotApplied(
                 "deferred",
                 f"the groups have {blocks} and {most} KV blocks; resize one of them first",
@@ -144,7 +144,7 @@ class TransformRun:
             )
         pages = [int(each["pages_after"]) for each in answers]
         after = int(min(each["blocks_after"] for each in answers))
-        return blocks, pages, max(after, blocks * gathering.formation.num_subgroups)
+        return blocks, pages, max(after, blocks * proposal.formation.num_subgroups)
 
     def _settle(
         self, party: TensorParallelExecutor, known: torch.Tensor | None, settle: Settle
@@ -180,17 +180,17 @@ class TransformRun:
         party = self._party = self._grouping.party
         assert party and party.coordinator
         formation = self._formation(self._command.tp, grows=False)
-        gathering = self._gather(formation)
+        proposal = self._propose(formation)
         has_begun = False
         try:
-            yield from self._until_answered(gathering)
-            self._grouping.meet(gathering)
-            yield from self._until_met(gathering)
-            yield from self._begin_parting(party, gathering)
+            yield from self._until_voted(proposal)
+            self._grouping.call_rendezvous(proposal)
+            yield from self._until_rendezvous(proposal)
+            yield from self._begin_parting(party, proposal)
             has_begun = True
         finally:
             if not has_begun:
-                self._grouping.dismiss(gathering, "the transformation does not come about")
+                self._grouping.abort(proposal, "the transformation does not come about")
         yield from self._travel(party)
         party.coordinator.add(Parted())
         while not party.is_over:
@@ -198,12 +198,12 @@ class TransformRun:
         party.raise_fallen()
 
     def _begin_parting(
-        self, party: TensorParallelExecutor, gathering: Gathering
+        self, party: TensorParallelExecutor, proposal: Proposal
     ) -> Generator[bool, None, None]:
         """Nobody may take a block between the count and the moves: the step with the moves waits for both."""
         assert party.coordinator
-        formation = gathering.formation
-        answers = [gathering.answers[name].numbers for name in formation.members]
+        formation = proposal.formation
+        answers = [proposal.votes[name].numbers for name in formation.members]
         blocks = int(min(each["blocks_after"] for each in answers))
         with counting(party) as count:
             used = yield from count()
@@ -276,30 +276,30 @@ class TransformRun:
             raise NotApplied("failed", f"{formation.members[0]} leads them, not {self._grouping.worker}")
         return formation
 
-    def _gather(self, formation: Formation) -> Gathering:
+    def _propose(self, formation: Formation) -> Proposal:
         try:
-            return self._grouping.gather(self._command.id, formation, self._peers)
+            return self._grouping.propose(self._command.id, formation, self._peers)
         except KeyError as error:
             raise NotApplied("failed", f"no card of {error.args[0]} is known here") from error
 
-    def _until_answered(self, gathering: Gathering) -> Generator[bool, None, None]:
-        while gathering.silent:
-            self._wait(gathering, f"no answer of {', '.join(gathering.silent)}")
+    def _until_voted(self, proposal: Proposal) -> Generator[bool, None, None]:
+        while proposal.missing_votes:
+            self._wait(proposal, f"no answer of {', '.join(proposal.missing_votes)}")
             yield False
         self._patience.get_on()
-        if gathering.refusals:
-            raise NotApplied("conflict", "; ".join(gathering.refusals))
+        if proposal.refusals:
+            raise NotApplied("conflict", "; ".join(proposal.refusals))
 
-    def _until_met(self, gathering: Gathering) -> Generator[bool, None, None]:
-        while not gathering.has_met:
-            self._wait(gathering, "the members did not meet")
+    def _until_rendezvous(self, proposal: Proposal) -> Generator[bool, None, None]:
+        while not proposal.is_rendezvous_done:
+            self._wait(proposal, "the members did not meet")
             yield False
         self._patience.get_on()
-        if gathering.refusals:
-            raise NotApplied("failed", "; ".join(gathering.refusals))
+        if proposal.refusals:
+            raise NotApplied("failed", "; ".join(proposal.refusals))
 
-    def _wait(self, gathering: Gathering, what: str) -> None:
-        if gathering.lost:
-            raise NotApplied("failed", gathering.lost)
+    def _wait(self, proposal: Proposal, what: str) -> None:
+        if proposal.lost:
+            raise NotApplied("failed", proposal.lost)
         if not self._patience.wait():
             raise NotApplied("deferred", f"{what} within {max(self._command.wait_s, ANSWER_S):g} s")

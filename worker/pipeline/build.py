@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 
 from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import Peer
-from worker.distributed.rendezvous import new_meeting
+from worker.distributed.rendezvous import new_rendezvous
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Limits
 from worker.memory import KVCache
@@ -59,9 +59,9 @@ def start_leading(
                 f" {cache.num_blocks}, the others for {pipeline.num_blocks_possible}"
             )
         cache.limit(fewest)
-        meeting = new_meeting()
-        pipeline.start(fewest, meeting, ranks.store)
-        ranks.meet(meeting, ranks.store)
+        rendezvous = new_rendezvous()
+        pipeline.start(fewest, rendezvous, ranks.store)
+        ranks.meet(rendezvous, ranks.store)
         while not (pipeline.is_started and ranks.have_met):
             yield False
         return EngineCore(

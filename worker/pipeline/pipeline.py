@@ -171,12 +171,14 @@ class Pipeline:
         """Of the layers behind the leader's; all have joined."""
         return [layer for at in self._firsts for layer in self._joined[at].shape]
 
-    def start(self, blocks: int, meeting: str = "", store: str = "") -> None:
+    def start(self, blocks: int, rendezvous: str = "", store: str = "") -> None:
         """Let all have so many blocks, and the ranks of each stage meet; those of the leader's in `store`."""
         stores = [store, *(self._joined[at].store for at in self._firsts)]
         for place, link in zip(self._places, self._links, strict=True):
             link.send(
-                StartPipeline(pipeline=self.id, blocks=blocks, meeting=meeting, store=stores[place.stage])
+                StartPipeline(
+                    pipeline=self.id, blocks=blocks, rendezvous=rendezvous, store=stores[place.stage]
+                )
             )
 
     @property

@@ -239,7 +239,7 @@ class RemoteStageRunner:
         if cache.num_blocks < start.blocks:
             raise _Refused(f"{start.blocks} KV blocks are wanted and it has {cache.num_blocks}")
         cache.limit(start.blocks)
-        self._ranks.meet(start.meeting, start.store)
+        self._ranks.meet(start.rendezvous, start.store)
         self._tell_started()
 
     def _tell_started(self) -> None:

@@ -105,15 +105,15 @@ class EngineThread:
         """Begin or cancel a profile."""
         self._inbox.put(lambda: act(self._measuring))
 
-    def meet_ahead(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
+    def prepare_communicator(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
         """Make the communicator of a group that may form."""
         if grouping := self._grouping:
-            self._inbox.put(lambda: grouping.meet_ahead(members, peers))
+            self._inbox.put(lambda: grouping.prepare_communicator(members, peers))
 
-    def ask_to_part(self) -> None:
+    def request_split(self) -> None:
         """If it is in a group: let that part."""
         if grouping := self._grouping:
-            self._inbox.put(grouping.ask_to_part)
+            self._inbox.put(grouping.request_split)
 
     @property
     def grouping(self) -> Grouping | None:

@@ -27,7 +27,7 @@ async def meet_neighbours(bus: Bus, own: Callable[[], WorkerCard], thread: Engin
         with suppress(BusUnavailable):
             cards = await peers_of(bus, card)
             for members in led_groups(card, cards.values()):
-                thread.meet_ahead(members, {name: as_peer(cards[name]) for name in members})
+                thread.prepare_communicator(members, {name: as_peer(cards[name]) for name in members})
 
 
 async def peers_of(bus: Bus, own: WorkerCard) -> dict[str, WorkerCard]:

@@ -263,7 +263,7 @@ class Serving:
     async def _part(self) -> None:
         """From its group, if it is in one: the others' requests need not be computed anew."""
         while self._thread.is_in_group:
-            self._thread.ask_to_part()
+            self._thread.request_split()
             await asyncio.sleep(PARTING_CHECK_S)
 
     async def _end_stages(self) -> None:

@@ -21,7 +21,7 @@ from worker.morph.outcome import NotApplied
 from worker.parallel import resize as resizing
 from worker.parallel.coordinator import StepCoordinator
 from worker.parallel.formation import Formation
-from worker.parallel.gathering import Gathering
+from worker.parallel.proposal import Proposal
 from worker.parallel.share import BlockShare, NoRoom, homes, in_parts, loans, moves_below
 from worker.parallel.transform import TransformRun
 
@@ -144,7 +144,7 @@ def test_groups_with_caches_of_different_sizes_do_not_become_one() -> None:
     invite = Prepare(
         group="g", leader="w0", model="m", members=members, low=2, grows=True, peers={}, shape=[]
     )
-    gathering = Gathering(invite, Formation(tuple(members), 2, 4), {})
+    proposal = Proposal(invite, Formation(tuple(members), 2, 4), {})
     for name, blocks in zip(members, (50, 60, 50, 60), strict=True):
         numbers: dict[str, Number] = {
             "blocks": blocks,
@@ -152,9 +152,9 @@ def test_groups_with_caches_of_different_sizes_do_not_become_one() -> None:
             "pages_after": 9,
             "blocks_after": 130,
         }
-        gathering.answers[name] = Vote(group="g", worker=name, numbers=numbers)
+        proposal.votes[name] = Vote(group="g", worker=name, numbers=numbers)
     with pytest.raises(NotApplied, match="the groups have 50 and 60 KV blocks"):
-        TransformRun._room(object.__new__(TransformRun), gathering)
+        TransformRun._room(object.__new__(TransformRun), proposal)
 
 
 model, folder = model_fixtures(num_hidden_layers=3)

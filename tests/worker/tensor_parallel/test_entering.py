@@ -18,34 +18,34 @@ from worker.distributed.messages import GroupMessage, Parted, Prepare, Step
 from worker.distributed.transport import Link
 from worker.model.shard import Shard
 from worker.morph.outcome import NotApplied
-from worker.parallel.gathering import Gathering
 from worker.parallel.grouping import Grouping
+from worker.parallel.proposal import Proposal
 from worker.parallel.transform import TransformRun
 
 model, folder = model_fixtures(num_hidden_layers=2)
 
 
-def after_the_order(grouping: Grouping, gathering: Gathering) -> None:
-    grouping.dismiss(gathering, "a member was lost")
+def after_the_order(grouping: Grouping, proposal: Proposal) -> None:
+    grouping.abort(proposal, "a member was lost")
 
 
-def before_the_order(_: Grouping, gathering: Gathering) -> None:
-    gathering.lost = "w1: gone"
+def before_the_order(_: Grouping, proposal: Proposal) -> None:
+    proposal.lost = "w1: gone"
 
 
 def once(grouping: Grouping, first: Callable[..., None] | None, then: Callable[..., None] | None) -> None:
     """In front of, or behind, the order to enter."""
-    plain = grouping.enter
+    plain = grouping.commit
 
-    def enter(gathering: Gathering, blocks: int) -> None:
-        grouping.enter = plain  # type: ignore[method-assign]
+    def commit(proposal: Proposal, blocks: int) -> None:
+        grouping.commit = plain  # type: ignore[method-assign]
         if first:
-            first(grouping, gathering)
-        plain(gathering, blocks)
+            first(grouping, proposal)
+        plain(proposal, blocks)
         if then:
-            then(grouping, gathering)
+            then(grouping, proposal)
 
-    grouping.enter = enter  # type: ignore[method-assign]
+    grouping.commit = commit  # type: ignore[method-assign]
 
 
 def check_alone(each: list[GroupWorker], load: Load) -> None:
@@ -155,7 +155,7 @@ def test_an_order_of_a_group_that_falls_apart_ends_at_once(folder: Path) -> None
             None if isinstance(message, Prepare) else take(link, message)
         )
         order = transform(each, 1)
-        each[0].wait(lambda: each[0].grouping._assembly.is_under_way, "the question")
+        each[0].wait(lambda: each[0].grouping._change.is_under_way, "the question")
         began = time.monotonic()
         each[0].call(lambda: each[0].grouping.break_up("a member was lost"))
         report = each[0].end_of(order)

@@ -14,7 +14,7 @@ from bus.messages import InstanceCard, WorkerCard
 from tests.support.group_workers import transform, workers
 from worker.distributed.communicator import PeerLost, connect
 from worker.distributed.messages import Peer
-from worker.distributed.rendezvous import Meetings, new_meeting
+from worker.distributed.rendezvous import CommunicatorPool, new_rendezvous
 from worker.service.neighbours import led_groups
 
 
@@ -60,65 +60,65 @@ def test_a_transform_finds_the_communicator_that_was_made_ahead(tmp_path: Path) 
     model.save_pretrained(tmp_path)
     with workers(tmp_path, 2) as each:
         peers = {worker.name: worker.peer for worker in each}
-        each[0].thread.meet_ahead(("w0", "w1"), peers)
+        each[0].thread.prepare_communicator(("w0", "w1"), peers)
         for worker in each:
-            made = worker.grouping._meetings
+            made = worker.grouping._communicators
             worker.wait(lambda made=made: made.kept("w0.1 w1.1"), "the meeting")  # type: ignore[misc]
-        kept = each[0].grouping._meetings._kept["w0.1 w1.1"].communicator
+        kept = each[0].grouping._communicators._kept["w0.1 w1.1"].communicator
         assert each[0].end_of(transform(each, 2)).state == "applied"
         assert each[0].grouping.party is not None and each[0].grouping.party.member.high is kept
         assert each[0].end_of(transform(each, 1)).state == "applied"
         each[0].wait_degree(1)
-        assert each[0].grouping._meetings.kept("w0.1 w1.1"), "it is kept for the next time"
+        assert each[0].grouping._communicators.kept("w0.1 w1.1"), "it is kept for the next time"
 
 
 def test_members_that_met_ahead_and_for_an_order_at_once_have_the_same_communicator(tmp_path: Path) -> None:
     """One of them hears of the meeting ahead last of all, and had heard of the other one first."""
     make_oracle("llama").save_pretrained(tmp_path)
     with workers(tmp_path, 2) as each:
-        met, late = each[1].grouping._met, list[tuple[str, str]]()
+        met, late = each[1].grouping._rendezvous_ended, list[tuple[str, str]]()
 
-        def hear_late(meeting: str, reason: str) -> None:
-            if meeting in each[1].grouping._ahead._keys:
-                late.append((meeting, reason))
+        def hear_late(rendezvous: str, reason: str) -> None:
+            if rendezvous in each[1].grouping._ahead._keys:
+                late.append((rendezvous, reason))
             else:
-                met(meeting, reason)
+                met(rendezvous, reason)
 
-        each[1].grouping._met = hear_late  # type: ignore[method-assign]
-        each[0].thread.meet_ahead(("w0", "w1"), {worker.name: worker.peer for worker in each})
+        each[1].grouping._rendezvous_ended = hear_late  # type: ignore[method-assign]
+        each[0].thread.prepare_communicator(("w0", "w1"), {worker.name: worker.peer for worker in each})
         assert each[0].end_of(transform(each, 2)).state == "applied"
         each[1].wait(lambda: bool(late), "the meeting ahead")
         each[1].call(lambda: met(*late[0]))
         for tp in (1, 2, 1):
             assert each[0].end_of(transform(each, tp)).state == "applied"
         each[1].wait(lambda: each[1].grouping.party is None, "its group's end")
-        there = [worker.grouping._meetings for worker in each]
+        there = [worker.grouping._communicators for worker in each]
         assert there[0].kept("w0.1 w1.1") == there[1].kept("w0.1 w1.1") > late[0][0]
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_of_two_meetings_of_the_same_members_the_later_one_counts(order: list[int]) -> None:
-    meetings = Meetings("127.0.0.1", "cpu", 5.0, lambda meeting, reason: None)
-    made = [(new_meeting(), connect(HashStore(), 0, 1, timeout_s=5)) for _ in range(2)]
+    pool = CommunicatorPool("127.0.0.1", "cpu", 5.0, lambda rendezvous, reason: None)
+    made = [(new_rendezvous(), connect(HashStore(), 0, 1, timeout_s=5)) for _ in range(2)]
     for which in order:
-        meetings.keep("w0.1", *made[which])
+        pool.keep("w0.1", *made[which])
     with pytest.raises(KeyError):
-        meetings.take("w0.1", made[0][0])
+        pool.take("w0.1", made[0][0])
     with pytest.raises(PeerLost):
         made[0][1].all_reduce(torch.ones(1))
-    meetings.take("w0.1", made[1][0]).close()
+    pool.take("w0.1", made[1][0]).close()
 
 
 def test_nothing_is_kept_of_a_meeting_that_nobody_waits_for(tmp_path: Path) -> None:
     """Its order was given up while the members met; or one of them is never reached, again and again."""
     make_oracle("llama").save_pretrained(tmp_path)
     with workers(tmp_path, 1, timeout_s=30.0) as (worker,):
-        grouping, made = worker.grouping, worker.grouping._meetings._made
+        grouping, made = worker.grouping, worker.grouping._communicators._made
         alone = connect(HashStore(), 0, 1, timeout_s=5)
 
         def met_too_late() -> None:
             made["given up"] = alone
-            grouping._met("given up", "")
+            grouping._rendezvous_ended("given up", "")
 
         worker.call(met_too_late)
         assert "given up" not in made
@@ -128,8 +128,8 @@ def test_nothing_is_kept_of_a_meeting_that_nobody_waits_for(tmp_path: Path) -> N
         there = [Peer(name, 1, worker.peer.address, worker.peer.key) for name in ("w1", "w2")]
         for peer in there:
             peers = {"w0": worker.peer, peer.worker: peer}
-            worker.call(lambda p=peers: grouping.meet_ahead(tuple(p), p))  # type: ignore[misc]
-        [first, _] = list(grouping._ahead._asked)
-        links = grouping._ahead._asked[first]
-        worker.call(lambda: grouping._met(first, "nobody came"))
-        assert all(link.is_closed for link in links) and len(grouping._ahead._asked) == 1
+            worker.call(lambda p=peers: grouping.prepare_communicator(tuple(p), p))  # type: ignore[misc]
+        [first, _] = list(grouping._ahead._opened)
+        links = grouping._ahead._opened[first]
+        worker.call(lambda: grouping._rendezvous_ended(first, "nobody came"))
+        assert all(link.is_closed for link in links) and len(grouping._ahead._opened) == 1

@@ -148,7 +148,7 @@ def test_a_worker_that_is_about_to_leave_lets_its_group_part_first(
     with workers(folder, 2) as each:
         load = Load([each[1 - leaves]], model)
         assert transformed(each, 2).state == "applied"
-        each[leaves].thread.ask_to_part()
+        each[leaves].thread.request_split()
         for worker in each:
             worker.wait(lambda: not any(one.thread.is_in_group for one in each), "the parting")
         load.check()

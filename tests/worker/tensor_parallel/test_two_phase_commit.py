@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from worker.distributed.messages import Abort, LeadSubgroup, Message, Peer, Prepare
-from worker.parallel.assembly import Assembly
 from worker.parallel.formation import Formation
-from worker.parallel.gathering import StandingBy
-from worker.parallel.ties import PeerLinks
+from worker.parallel.proposal import PeerLinks, Prepared
+from worker.parallel.two_phase_commit import TwoPhaseCommit
 
 MEMBERS = ["w0", "w1", "w2", "w3"]  # as pairs: w0 w2 and w1 w3
 
@@ -36,16 +35,16 @@ def asked(worker: str, to_leader: Any) -> Any:
     party = SimpleNamespace(member=SimpleNamespace(drop_next_low=lambda: None))
     place: Any = SimpleNamespace(name="m", num_layers=2)
     links: Any = SimpleNamespace(connect=Recorded)
-    meetings: Any = SimpleNamespace()
-    assembly = Assembly(worker, place, links, meetings, lambda: (party, PeerLinks()), lambda: "")  # type: ignore[arg-type,return-value]
+    communicators: Any = SimpleNamespace()
+    change = TwoPhaseCommit(worker, place, links, communicators, lambda: (party, PeerLinks()), lambda: "")  # type: ignore[arg-type,return-value]
     formation = Formation(tuple(MEMBERS), 2, 2, grows=False)
     peers = {name: Peer(name, 1, "127.0.0.1:1", b"") for name in MEMBERS}
     invite = Prepare(
         group="g", leader="w0", model="m", members=MEMBERS, low=2, grows=False, peers=peers, shape=[]
     )
-    assembly._standing_by = StandingBy(invite, formation, to_leader)
-    assembly._prepare_to_lead(invite, formation)
-    return assembly
+    change._prepared = Prepared(invite, formation, to_leader)
+    change._open_subgroup_links(invite, formation)
+    return change
 
 
 @pytest.mark.parametrize("hears_leader_first", [True, False])
@@ -54,28 +53,28 @@ def test_who_was_to_lead_a_pair_and_closes_its_link_is_no_loss_to_who_was_to_fol
 ) -> None:
     ends = {name: Recorded() for name in ("w1", "w3")}
     leads, follows = (asked(name, ends[name]) for name in ends)
-    link = leads._parting.others["w3"]
-    leads.take(ends["w1"], Abort(group="g", reason="no room"))
+    link = leads._subgroup.others["w3"]
+    leads.receive(ends["w1"], Abort(group="g", reason="no room"))
     assert link.is_closed
     assert [type(message) for message in link.sent] == [LeadSubgroup, Abort]
 
     def its_words() -> None:
-        follows.follow(link, "g")
-        follows.take(link, link.sent[1])
-        assert not follows.has_tie(link)  # its end means nothing from here on
+        follows.receive_subgroup_leader(link, "g")
+        follows.receive(link, link.sent[1])
+        assert not follows.has_subgroup_link(link)  # its end means nothing from here on
 
     def leaders_word() -> None:
-        follows.take(ends["w3"], Abort(group="g", reason="no room"))
+        follows.receive(ends["w3"], Abort(group="g", reason="no room"))
 
     for hear in (leaders_word, its_words) if hears_leader_first else (its_words, leaders_word):
         hear()
-    assert not follows.has_tie(link)
+    assert not follows.has_subgroup_link(link)
     assert not follows.is_under_way
 
 
 def test_who_leads_a_pair_of_a_parting_that_was_called_off_does_not_lead_that_of_the_next() -> None:
     follows = asked("w3", Recorded())
     ahead, late = Recorded(), Recorded()
-    follows.follow(ahead, "g")
-    follows.follow(late, "of before")
-    assert follows.has_tie(ahead) and not follows.has_tie(late)
+    follows.receive_subgroup_leader(ahead, "g")
+    follows.receive_subgroup_leader(late, "of before")
+    assert follows.has_subgroup_link(ahead) and not follows.has_subgroup_link(late)
