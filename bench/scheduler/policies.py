@@ -15,8 +15,9 @@ from bus.messages import Demand, MorphReport
 from bus.policy import Policy
 from bus.shapes import natural
 from controller.morphing.groups import Group
+from controller.morphing.levers import MorphDecision
 from controller.morphing.policy import Freshness
-from controller.morphing.scaling import Reshape, hear, scale_down, scale_up
+from controller.morphing.scaling import hear, scale_down, scale_up
 from controller.morphing.track import State, observe, sent
 from gateway.delivery.dispatch import (
     Candidate,
@@ -94,7 +95,7 @@ class Shapes:
     def _groups(self, cluster: Cluster) -> list[Group]:
         return [group_of(unit) for unit in cluster.units.values() if not unit.is_changing]
 
-    def _carry_out(self, cluster: Cluster, decisions: Iterable[Reshape]) -> None:
+    def _carry_out(self, cluster: Cluster, decisions: Iterable[MorphDecision]) -> None:
         for one in decisions:
             morph_id = f"morph-{next(self._numbers)}"
             for name in one.instances:

@@ -1,4 +1,4 @@
-"""The levers of one instance, cheapest first: what each would do now, or None. Pure."""
+"""The levers of one instance, cheapest first: the morph that each would make now, or None. Pure."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from bus.messages import Cause, Morph, Number, Resize, Swap
+from bus.messages import Cause, Morph, Number, Resize, Swap, Transform
 from bus.policy import Policy
 from bus.precisions import PRECISIONS, Precision, is_below
 from controller.morphing.track import Lever
 from controller.morphing.view import View
 
 WAIT_S = 1.0  # for pages, before a worker answers `deferred`: a running step may be about to free some
-
-
-RETURN_MARGIN = 4  # of the dead zone this part stays free after a way back, or noise would undo it at once
+RETURN_MARGIN = 4  # this part of the dead zone stays free after a return, or noise would undo it at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules(Policy):
-    """The policy as its mode applies it to one instance. Giving pages back must leave the KV use below
-    `kv_usage_after`."""
+    """The policy as its mode applies it to one instance.
+
+    Giving pages back must leave the KV use below `kv_usage_after`.
+    """
 
     kv_usage_after: float
 
@@ -37,25 +37,42 @@ def rules_of(policy: Policy, num_layers: int) -> Rules | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MorphDecision:
-    """One morph of one instance, why, and the numbers that were seen."""
+    """One morph with its reason and the numbers behind it. `worker` leads `instance` and takes the command.
+
+    `cause` is the reason in a word; only a decision that is not complete yet has none.
+    """
 
     instance: str
     worker: str
     epoch: int
     lever: Lever
     reason: str
-    cause: Cause | Literal[""] = ""  # the reason in a word; of a decision it is never empty
+    cause: Cause | Literal[""] = ""
+    numbers: dict[str, Number] = field(default_factory=dict)
     blocks: int = 0  # of a resize: the new total
     count: int = 0  # of a swap: layers
     precision: Precision = "full"
-    numbers: dict[str, Number] = field(default_factory=dict)
+    tp: int = 0  # of a transform, as the next ones
+    epochs: dict[str, int] = field(default_factory=dict)  # by worker, in shard order at the higher degree
+    members: tuple[str, ...] = ()
 
     @property
     def instances(self) -> tuple[str, ...]:
-        """All that it changes."""
-        return (self.instance,)
+        """All instances that it changes."""
+        return self.members or (self.instance,)
 
     def command(self, morph_id: str) -> Morph:
+        """Return the command for the worker."""
+        if self.tp:
+            return Transform(
+                id=morph_id,
+                epoch=self.epoch,
+                instance=self.instance,
+                workers=list(self.epochs),
+                epochs=self.epochs,
+                tp=self.tp,
+                wait_s=WAIT_S,
+            )
         if self.lever == "resize":
             return Resize(
                 id=morph_id, epoch=self.epoch, instance=self.instance, blocks=self.blocks, wait_s=WAIT_S
@@ -70,11 +87,12 @@ class MorphDecision:
         )
 
     def because(self, cause: Cause, words: str, seen: dict[str, Number]) -> MorphDecision:
+        """Return the decision with its cause, and with what was seen."""
         return replace(self, cause=cause, reason=f"{words}: {self.reason}", numbers=seen | self.numbers)
 
 
 def take_free_pages(view: View, rules: Rules) -> MorphDecision | None:
-    """Pages that nobody uses become blocks; it costs nothing."""
+    """Make blocks of unused pages, which costs nothing."""
     gained = view.blocks_of(view.pages_spare)
     if gained < 1:
         return None
@@ -91,8 +109,8 @@ def take_free_pages(view: View, rules: Rules) -> MorphDecision | None:
 
 
 def swap_down(view: View, rules: Rules) -> MorphDecision | None:
-    """Layers in fewer bits than they rest in; their pages become blocks."""
-    precision = _coarsest(view, rules.precision)
+    """Hold layers in fewer bits than they rest in; their pages become blocks."""
+    precision = _allowed(view, rules.precision)
     count = min(rules.step_layers, rules.max_layers - view.layers_below)
     if precision is None or count < 1:
         return None
@@ -116,7 +134,7 @@ def swap_down(view: View, rules: Rules) -> MorphDecision | None:
 
 
 def swap_up(view: View, rules: Rules) -> MorphDecision | None:
-    """Layers back to where they rest, as many of a step as leave the KV use below the high threshold."""
+    """Return layers to where they rest, as many of a step as leave the KV use low enough."""
     for count in range(min(rules.step_layers, view.layers_below), 0, -1):
         blocks = view.kv_blocks - view.blocks_for(count * _pages_of_return(view) - view.pages_spare)
         usage = view.kv_used / blocks if blocks > 0 else math.inf
@@ -136,14 +154,13 @@ def swap_up(view: View, rules: Rules) -> MorphDecision | None:
 
 
 def _pages_of_return(view: View) -> int:
-    """At most so many pages does one layer's way back take. 0 where the card does not tell: the worker
-    decides then."""
+    """Return the most pages that one layer's return takes; 0 if unknown: then the worker decides."""
     fewer = [pages for variant, pages in view.layer_pages.items() if is_below(variant, view.resting)]
     return max(0, view.layer_pages.get(view.resting, 0) - min(fewer, default=0))
 
 
-def _coarsest(view: View, wished: Precision) -> Precision | None:
-    """The wished precision, or the next one with more bits that its layers may have below where they rest."""
+def _allowed(view: View, wished: Precision) -> Precision | None:
+    """Return the wished precision, or the next with more bits, that layers may have below rest."""
     last = min(PRECISIONS.index(wished), PRECISIONS.index(view.coarsest))
     allowed = PRECISIONS[PRECISIONS.index(view.resting) + 1 : last + 1]
     return next((precision for precision in reversed(allowed) if precision in view.variants), None)

@@ -1,5 +1,7 @@
-"""Observe, decide, apply, confirm: metrics, demands and reports in, morph commands out, each with an event
-that says why. Knows no thresholds: the policy is in `policy` and `scaling`."""
+"""Observe, decide, apply, confirm: metrics, demands and reports in, morph commands out.
+
+Each command goes out with an event that says why. The thresholds are those of `policy` and `scaling`.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,31 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from bus.client import Bus, BusFull, BusUnavailable, LiveWorker, Restart
+from bus.client import Bus, BusFull, BusUnavailable, Restart
 from bus.clock import MessageClock, seconds_of
 from bus.messages import Demand, Event, Metrics, MorphReport
 from bus.settings import MonitorSettings
-from controller.morphing.groups import Group, groups_of
+from controller.morphing.groups import groups_of
 from controller.morphing.levers import MorphDecision
 from controller.morphing.policy import Freshness, decide
-from controller.morphing.scaling import Reshape, hear, scale_down, scale_up
+from controller.morphing.scaling import hear, scale_down, scale_up
 from controller.morphing.track import State, observe, sent, unsent
-from controller.morphing.view import Resting, nobody, views_of
+from controller.morphing.view import Rests, views_of
 
 log = logging.getLogger("controller")
 
 
 class Morpher:
-    """Three loops over one state: `decide` follows the metrics, `answer` what gateways ask for, `confirm`
-    what became of the commands."""
+    """Three endless loops over one state.
 
-    def __init__(self, monitor: MonitorSettings, bus: Bus, resting: Resting = nobody) -> None:
-        """resting: how deployments rest."""
+    `decide` follows the metrics, `answer` what gateways ask for, `confirm` what became of the commands.
+    """
+
+    def __init__(self, monitor: MonitorSettings, bus: Bus, resting: Callable[[], Rests] = dict) -> None:
+        """`resting` returns the shapes that deployments rest in."""
         self._bus, self._resting = bus, resting
         self._freshness = Freshness(
             stale_s=monitor.stale_s, gap_s=monitor.stale_s + max(monitor.interval_s, monitor.idle_interval_s)
@@ -43,12 +47,14 @@ class Morpher:
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they were made
 
     def _restarted(self, restart: Restart) -> None:
-        if restart.data_lost:  # another server, maybe another clock; what was in flight is lost with the rest
+        if restart.data_lost:  # another server, maybe another clock; pending morphs are lost with the rest
             self._start_afresh()
 
     async def confirm(self) -> None:
-        """For ever. From the oldest event there is: a controller that starts again knows what is in flight
-        and when the last morph was."""
+        """Follow reports of morphs, from the oldest event there is.
+
+        So a controller that starts again knows what is pending and when the last morph was.
+        """
         async with self._bus.reader(self._bus.names.events, MorphReport, Event, start="0") as reader:
             async for batch in reader:
                 for entry_id, message in batch:
@@ -56,7 +62,7 @@ class Morpher:
                         self._state = observe(self._state, message, seconds_of(entry_id))
 
     async def decide(self) -> None:
-        """For ever. Metrics that come late (a busy machine, a stopped process) are judged by their age."""
+        """Judge metrics as they come; late ones (a busy machine, a stopped process) by their age."""
         async with self._bus.reader(self._bus.names.metrics, Metrics) as reader:
             async for batch in reader:
                 now_s = time.monotonic()
@@ -65,13 +71,12 @@ class Morpher:
                 await self._try(self._judge(windows))
 
     async def answer(self) -> None:
-        """For ever. Requests that no instance holds do not wait for the next metrics."""
+        """Make groups as gateways ask for them: their requests do not wait for the next metrics."""
         async with self._bus.reader(self._bus.names.demand, Demand) as reader:
             async for batch in reader:
                 now_s = time.monotonic()
                 for entry_id, demand in batch:
-                    at_s = self._clock.observe(entry_id, now_s)
-                    self._state = hear(self._state, demand, at_s)
+                    self._state = hear(self._state, demand, self._clock.observe(entry_id, now_s))
                 await self._try(self._scale_up())
 
     async def _try(self, work: Coroutine[Any, Any, None]) -> None:
@@ -85,49 +90,44 @@ class Morpher:
     async def _judge(self, windows: Iterable[tuple[float, Metrics]]) -> None:
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
         for at_s, metrics in windows:
-            lag_s = self._clock.now(time.monotonic()) - at_s
-            groups = groups_of(metrics, workers, lag_s, self._resting())
+            lag_s, rests = self._clock.now(time.monotonic()) - at_s, self._resting()
+            groups = groups_of(metrics, workers, lag_s, rests)
             self._state, parting = scale_down(self._state, groups, policy, at_s, self._freshness)
-            for reshape in parting:
-                await self._send(reshape, at_s)
-            views = views_of(metrics, workers, lag_s, self._resting())
+            await self._send(parting, at_s)
+            views = views_of(metrics, workers, lag_s, rests)
             self._state, decisions = decide(self._state, views, policy, at_s, self._freshness)
-            for decision in decisions:
-                await self._send(decision, at_s)
+            await self._send(decisions, at_s)
 
     async def _scale_up(self) -> None:
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
-        now_s = self._clock.now(time.monotonic())
-        self._state, merging = scale_up(
-            self._state, self._groups(workers, now_s), policy, now_s, self._freshness
-        )
-        for reshape in merging:
-            await self._send(reshape, now_s)
-
-    def _groups(self, workers: Iterable[LiveWorker], now_s: float) -> list[Group]:
-        """As the last metrics show them."""
         if self._metrics is None:
-            return []
-        made_s, metrics = self._metrics
-        return groups_of(metrics, workers, now_s - made_s, self._resting())
+            return
+        (made_s, metrics), now_s = self._metrics, self._clock.now(time.monotonic())
+        groups = groups_of(metrics, workers, now_s - made_s, self._resting())
+        self._state, merging = scale_up(self._state, groups, policy, now_s, self._freshness)
+        await self._send(merging, now_s)
 
-    async def _send(self, decision: MorphDecision | Reshape, at_s: float) -> None:
-        """Command and event go out together or not at all. Where nobody knows (the connection broke), the
-        morph counts as in flight until a report comes or the silence is too long."""
-        morph_id = f"morph-{uuid.uuid4().hex[:12]}"
-        for instance in decision.instances:
-            self._state = sent(self._state, instance, decision.lever, morph_id, at_s)
-        batch = self._bus.batch()
-        batch.publish(self._bus.names.control(decision.worker), decision.command(morph_id))
-        batch.publish(self._bus.names.events, self._event(decision, morph_id))
-        try:
-            await batch.send()
-        except BusFull:
-            self._state = unsent(self._state, morph_id)
-            raise
-        log.info("%s of %s: %s", morph_id, decision.instance, decision.reason, extra=decision.numbers)
+    async def _send(self, decisions: Iterable[MorphDecision], at_s: float) -> None:
+        """Send each command with its event, both or neither.
 
-    def _event(self, decision: MorphDecision | Reshape, morph_id: str) -> Event:
+        If the outcome is unknown (the connection broke), the morph counts as pending until a report comes or
+        its worker has been silent for too long.
+        """
+        for decision in decisions:
+            morph_id = f"morph-{uuid.uuid4().hex[:12]}"
+            for instance in decision.instances:
+                self._state = sent(self._state, instance, decision.lever, morph_id, at_s)
+            batch = self._bus.batch()
+            batch.publish(self._bus.names.control(decision.worker), decision.command(morph_id))
+            batch.publish(self._bus.names.events, self._event(decision, morph_id))
+            try:
+                await batch.send()
+            except BusFull:
+                self._state = unsent(self._state, morph_id)
+                raise
+            log.info("%s of %s: %s", morph_id, decision.instance, decision.reason, extra=decision.numbers)
+
+    def _event(self, decision: MorphDecision, morph_id: str) -> Event:
         return Event(
             kind="morph_decided",
             source=self._bus.link.source,

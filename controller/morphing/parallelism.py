@@ -1,5 +1,7 @@
-"""Which instances become a group, and when does a group part? Algorithm 2 of Gyges (§5) and the scale-up of
-its Algorithm 1. Pure: the service, the tests and the model of a cluster run this same code.
+"""Which instances become a group, and when a group may part. Pure.
+
+Algorithm 2 of Gyges (section 5) and the scale-up of its Algorithm 1. The service, the tests and the model of
+a cluster run the same code.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from controller.morphing.groups import Group
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """`groups` of one degree become one of degree `tp`, a power of two times theirs: the scale-up steps of x2
-    that the request needs, taken at once."""
+    """`groups` of one degree that become one of degree `tp`, a power of two times theirs.
+
+    These are the scale-up steps of x2 that the request needs, taken at once.
+    """
 
     groups: tuple[Group, ...]
     tp: int
@@ -31,22 +35,23 @@ class Merge:
 
     @property
     def tokens_after(self) -> int:
-        """What one sequence may have there."""
+        """Tokens of one sequence in the new group."""
         return min(group.tokens_at[self.tp] for group in self.groups)
 
     def has_room(self, num_tokens: int) -> bool:
-        """For a sequence of so many beside what they have in their caches."""
+        """Return True if it holds a sequence of so many tokens beside what the caches hold."""
         kv_tokens = min(group.kv_at(self.tp) for group in self.groups)
         return num_tokens <= self.tokens_after and self.used_tokens + num_tokens <= kv_tokens
 
 
 def decide_scale_up(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -> Merge | None:
-    """Makes room for a request of `num_tokens` that no instance holds: the lowest degree that does, on
-    instances of one degree, one model and one host, which together leave it that room beside what they have
-    in their caches (the reserve of §5). Workers whose layers differ in precision refuse to become one: they
-    are taken only where no others are, so that somebody hears why. Instances that are groups already go
-    first, since fewer shapes change then; then neighbours, whose communicator is there already; then the
-    least loaded. None: there is no such place, `max_tp` (0: any) included.
+    """Return the merge that makes room for a request of `num_tokens` that no instance holds, or None.
+
+    It has the lowest degree, up to `max_tp` (0: any), that holds the request beside what the caches hold (the
+    reserve of section 5), on instances of one degree, model and host. Workers whose layers differ in
+    precision refuse to form a group: they are taken only without others, so that the refusal is reported.
+    Instances that are groups already go first, since fewer shapes change; then neighbours, which have a
+    communicator already; then the least loaded.
     """
     there = list(groups)
     places = _places(there)
@@ -64,9 +69,10 @@ def decide_scale_up(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -
 
 
 def decide_scale_down(group: Group, free_share: float) -> int | None:
-    """The lowest degree that holds the longest request here, if `free_share` (0..1) of the KV is free and
-    each part will hold what its members' requests have: those stay with them. A deployment's group does not
-    part below the degree that it was deployed with. None: it stays together.
+    """Return the lowest degree that holds the longest request here; None: the group stays together.
+
+    `free_share` (0..1) of the KV must be free, and each part must hold its members' own requests. A
+    deployment's group does not part below the degree that it was deployed with.
     """
     if group.tp == 1 or group.usage > 1 - free_share:
         return None
@@ -82,13 +88,13 @@ def decide_scale_down(group: Group, free_share: float) -> int | None:
 
 
 def parted(group: Group, tp: int) -> list[list[str]]:
-    """The workers of the groups of degree `tp` that come of it."""
+    """Return the workers of each group of degree `tp` that it parts into."""
     num_parts = group.tp // tp
     return [list(group.workers[part::num_parts]) for part in range(num_parts)]
 
 
 def _tokens_of_parts(group: Group, tp: int) -> list[int]:
-    """What each would have. Where members do not tell, all may belong to one."""
+    # Where members do not report their own tokens, all may belong to one.
     own = group.own_tokens or (group.used_tokens,)
     num_parts = group.tp // tp
     return [sum(own[part::num_parts]) for part in range(num_parts)]
@@ -98,7 +104,7 @@ def _tokens_of_parts(group: Group, tp: int) -> list[int]:
 
 
 def _places(groups: Iterable[Group]) -> dict[str, int]:
-    """Each worker's number among those of its host and model."""
+    """Return each worker's number among those of its host and model."""
     workers: dict[tuple[str, str], list[str]] = defaultdict(list)
     for group in groups:
         workers[group.host, group.model] += group.workers
@@ -114,7 +120,6 @@ def _kind_and_precisions(group: Group) -> tuple[object, ...]:
 
 
 def _alike(groups: Iterable[Group], kind_of: Callable[[Group], tuple[object, ...]]) -> Iterator[list[Group]]:
-    """Of one kind each."""
     kinds: dict[tuple[object, ...], list[Group]] = defaultdict(list)
     for group in groups:
         kinds[kind_of(group)].append(group)
@@ -123,7 +128,7 @@ def _alike(groups: Iterable[Group], kind_of: Callable[[Group], tuple[object, ...
 
 
 def _degrees_for(alike: Sequence[Group], num_tokens: int, max_tp: int) -> Iterator[int]:
-    """Those that hold so many tokens, by steps of x2. All of them: the lowest may have no room."""
+    """Yield the degrees that hold so many tokens, by steps of x2; the lowest may have no room."""
     tp, most = 2 * alike[0].tp, len(alike) * alike[0].tp
     while tp <= min(most, max_tp or most):
         if any(group.tokens_at.get(tp, 0) >= num_tokens for group in alike):
@@ -132,7 +137,7 @@ def _degrees_for(alike: Sequence[Group], num_tokens: int, max_tp: int) -> Iterat
 
 
 def _merges(alike: Sequence[Group], tp: int, places: dict[str, int]) -> Iterator[Merge]:
-    """Neighbours, `tp` workers from a multiple of `tp` on; and, wherever they are, the least loaded."""
+    """Yield neighbours (`tp` workers from a multiple of `tp` on), and the least loaded of all."""
     num_groups = tp // alike[0].tp
     able = [group for group in alike if tp in group.tokens_at]
     blocks: dict[int, list[Group]] = defaultdict(list)
@@ -154,5 +159,5 @@ def _cost(merge: Merge) -> tuple[object, ...]:
 
 
 def _in_shard_order(groups: Sequence[Sequence[str]]) -> list[str]:
-    """Shards nest: low shard s of the j-th of n groups becomes high shard s * n + j."""
+    # Shards nest: low shard s of the j-th of n groups becomes high shard s * n + j.
     return [worker for shard in zip(*groups, strict=True) for worker in shard]

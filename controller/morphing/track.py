@@ -1,7 +1,7 @@
-"""What the controller remembers of each instance: windows in a row, morphs in flight, refusals; and of what
-waits for a group. Pure.
+"""What the controller remembers of each instance: windows in a row, pending morphs, refusals. Pure.
 
-Time is Redis' clock, as the ids of the entries tell it, in seconds: metrics and reports bring their own.
+It remembers also which requests wait for a group. Time is Redis' clock in seconds, from the ids of entries:
+metrics and reports bring their own.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from bus.messages import MorphReport
 
 Lever = Literal["resize", "swap_down", "swap_up", "scale_up", "scale_down"]
 
-SILENT_S = 60.0  # a morph nobody reported on for so long holds nothing back any more
-FORGET_S = 600.0  # an instance that was not heard of for so long
-FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
-REGRET_S = 30.0  # what went back and must go forth again so soon went back too early
+SILENT_S = 60.0  # a morph without a report for so long blocks nothing any more
+FORGET_S = 600.0  # the time after which an instance that is not seen is forgotten
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+REGRET_S = 30.0  # layers that go back and are swapped again within this time went back too early
 
 
 @dataclass(frozen=True, slots=True)
 class PendingMorph:
-    """`lever` is None for a morph by hand."""
+    """A morph under way. `lever` is None for a morph by hand."""
 
     lever: Lever | None
     heard_s: float
 
     def is_heard(self, at_s: float) -> bool:
+        """Return True unless its worker has been silent for SILENT_S."""
         return at_s < self.heard_s + SILENT_S
 
 
@@ -40,69 +41,83 @@ class RetryPause:
 
     @classmethod
     def after(cls, before: RetryPause | None, at_s: float) -> RetryPause:
+        """Return the pause after one more refusal."""
         return cls(before.count + 1 if before and before.is_in_a_row(at_s) else 1, at_s)
 
     def is_in_a_row(self, at_s: float) -> bool:
-        """Whether one now would be the next of the same kind, and no news."""
-        return at_s < self.at_s + 2 * LONGEST_REST_S
+        """Return True if a refusal now would continue the row."""
+        return at_s < self.at_s + 2 * LONGEST_PAUSE_S
 
-    def rests(self, at_s: float, cooldown_s: float) -> bool:
-        return at_s < self.at_s + self.rest_s(cooldown_s)
-
-    def rest_s(self, cooldown_s: float) -> float:
-        """Doubles with every refusal: what blocks a lever (a precision floor, a full cache) may last."""
-        rest_s = max(FIRST_REST_S, cooldown_s) * (1 << min(self.count, 16))
-        return min(rest_s, max(LONGEST_REST_S, cooldown_s))
+    def seconds(self, cooldown_s: float) -> float:
+        """Return the pause; it doubles with every refusal, whose cause (a full cache) may last."""
+        pause_s = max(FIRST_PAUSE_S, cooldown_s) * (1 << min(self.count, 16))
+        return min(pause_s, max(LONGEST_PAUSE_S, cooldown_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One epoch of one instance. `pressure`, `ease`: windows in a row, up to `seen_s`; `parting`: windows in
-    a row in which this group could part, `parting_since_s` up to `parting_s`."""
+    """One epoch of one instance.
+
+    `pressure`, `ease`: windows in a row, up to `seen_s`. `parting`: windows in a row in which this group
+    could part, from `parting_since_s` to `parting_s`.
+    """
 
     epoch: int
     seen_s: float
     pressure: int = 0
     ease: int = 0
-    morphed_s: float | None = None  # decided, or ended, last
-    returned_s: float | None = None  # a way back of layers was decided last
-    raised_s: float | None = None  # a scale-up of it was decided, or ended, last
-    busy_s: float = float("-inf")  # it had something to do last
+    morphed_s: float | None = None  # the last morph was decided, or ended
+    returned_s: float | None = None  # the last return of layers was decided
+    raised_s: float | None = None  # its last scale-up was decided, or ended
+    busy_s: float = float("-inf")  # it had load last
     parting: int = 0
     parting_since_s: float = 0.0
     parting_s: float = 0.0
-    in_flight: Mapping[str, PendingMorph] = field(default_factory=dict)
-    refusals: Mapping[Lever, RetryPause] = field(default_factory=dict)
+    pending: Mapping[str, PendingMorph] = field(default_factory=dict)
+    pauses: Mapping[Lever, RetryPause] = field(default_factory=dict)
+
+    def uncounted(self) -> Track:
+        """Return the track with no windows of pressure and ease."""
+        return replace(self, pressure=0, ease=0)
 
     def decided(self, lever: Lever, at_s: float) -> Track:
-        """Starts the cool-down. Layers that went back a moment ago and are swapped again show that a way
-        back was too early: the next one waits longer, so that a load that swings does not swing the shape."""
+        """Start the cool-down.
+
+        Layers that are swapped soon after they went back went back too early: the next return waits longer,
+        so that a load that swings does not swing the shape.
+        """
         track = replace(self, morphed_s=at_s, returned_s=at_s if lever == "swap_up" else self.returned_s)
         if lever == "scale_up":
             return replace(track, raised_s=at_s)
         if lever == "swap_down" and self.returned_s is not None and at_s < self.returned_s + REGRET_S:
-            track = replace(track, returned_s=None).refused("swap_up", at_s)
+            return replace(track, returned_s=None).refused("swap_up", at_s)
         return track
 
     def refused(self, lever: Lever, at_s: float) -> Track:
-        refusal = RetryPause.after(self.refusals.get(lever), at_s)
-        return replace(self, refusals={**self.refusals, lever: refusal})
+        """Lengthen the pause of `lever`."""
+        return replace(self, pauses={**self.pauses, lever: RetryPause.after(self.pauses.get(lever), at_s)})
 
     def is_morphing(self, at_s: float) -> bool:
-        return any(morph.is_heard(at_s) for morph in self.in_flight.values())
+        """Return True if a morph of it is under way."""
+        return any(morph.is_heard(at_s) for morph in self.pending.values())
 
-    def is_cooling(self, at_s: float, cooldown_s: float) -> bool:
-        return self.morphed_s is not None and at_s < self.morphed_s + cooldown_s
+    def is_ready(self, at_s: float, cooldown_s: float) -> bool:
+        """Return True if no morph is under way and the last one is a cool-down ago."""
+        is_cooling = self.morphed_s is not None and at_s < self.morphed_s + cooldown_s
+        return not is_cooling and not self.is_morphing(at_s)
 
-    def rests(self, lever: Lever, at_s: float, cooldown_s: float) -> bool:
-        refusal = self.refusals.get(lever)
-        return refusal is not None and refusal.rests(at_s, cooldown_s)
+    def is_paused(self, lever: Lever, at_s: float, cooldown_s: float) -> bool:
+        """Return True while `lever` pauses after a refusal."""
+        pause = self.pauses.get(lever)
+        return pause is not None and at_s < pause.at_s + pause.seconds(cooldown_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What one gateway told of one model: requests that no instance holds, the longest of `tokens`; told so
-    many times in a row."""
+    """Requests for one model that no instance holds, the longest of `tokens`, as one gateway reports them.
+
+    `told`: its reports in a row.
+    """
 
     tokens: int
     count: int
@@ -113,8 +128,11 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`revision`: of the policy under which the windows were counted. `waiting`: by gateway and model.
-    `parted_s`: when a group of the model parted last; `regrets`: that it was too early."""
+    """All that the controller remembers for the policy.
+
+    `revision`: of the policy under which windows were counted. `waiting`: by gateway and model. `parted_s`:
+    when a group of each model parted last. `regrets`: pauses after groups that parted too early.
+    """
 
     tracks: Mapping[str, Track] = field(default_factory=dict)
     revision: int = 0
@@ -122,61 +140,63 @@ class State:
     parted_s: Mapping[str, float] = field(default_factory=dict)
     regrets: Mapping[str, RetryPause] = field(default_factory=dict)
 
+    def track(self, instance: str, epoch: int, at_s: float) -> Track:
+        """Return the track of this epoch, or of a newer one; a fresh one if there is none."""
+        track = self.tracks.get(instance)
+        return Track(epoch, at_s) if track is None or track.epoch < epoch else track
+
     def with_track(self, instance: str, track: Track) -> State:
+        """Return the state with another track of `instance`."""
         return replace(self, tracks={**self.tracks, instance: track})
 
 
 def sent(state: State, instance: str, lever: Lever, morph_id: str, at_s: float) -> State:
-    """A decision is on its way to its worker. KeyError for an instance that nothing was decided for."""
+    """Note that a decision goes to its worker. Raises KeyError for an instance without a track."""
     track = state.tracks[instance]
-    in_flight = {name: morph for name, morph in track.in_flight.items() if morph.is_heard(at_s)}
-    in_flight[morph_id] = PendingMorph(lever, at_s)
-    return state.with_track(instance, replace(track, in_flight=in_flight))
+    pending = {name: morph for name, morph in track.pending.items() if morph.is_heard(at_s)}
+    return state.with_track(instance, replace(track, pending=pending | {morph_id: PendingMorph(lever, at_s)}))
 
 
 def unsent(state: State, morph_id: str) -> State:
-    """The bus did not take the command."""
+    """Note that the bus did not take the command."""
     for name, track in state.tracks.items():
-        if morph_id in track.in_flight:
-            in_flight = {other: morph for other, morph in track.in_flight.items() if other != morph_id}
-            state = state.with_track(name, replace(track, in_flight=in_flight))
+        if morph_id in track.pending:
+            pending = {other: morph for other, morph in track.pending.items() if other != morph_id}
+            state = state.with_track(name, replace(track, pending=pending))
     return state
 
 
 def observe(state: State, report: MorphReport, at_s: float) -> State:
-    """A worker says where a morph is, ours or one by hand. A transform is one of all its members."""
-    track = state.tracks.get(report.target)
-    if track is None or report.epoch > track.epoch:
-        track = Track(report.epoch, at_s)
-    elif report.epoch < track.epoch:
+    """Note a worker's report on a morph, also by hand. A transform is a morph of all its members."""
+    track = state.track(report.target, report.epoch, at_s)
+    if report.epoch < track.epoch:
         return state
     state = state.with_track(report.target, _observed(track, report, at_s))
     model = model_of(report.target)
     for name, other in state.tracks.items():
         takes_part = model_of(name) == model and name.rpartition("@")[2] in report.workers
-        if name != report.target and (takes_part or report.id in other.in_flight):
+        if name != report.target and (takes_part or report.id in other.pending):
             state = state.with_track(name, _observed(other, report, at_s))
     return state
 
 
 def model_of(instance: str) -> str:
-    """Instances are named "{model}@{worker}"."""
+    """Return the model of an instance, which is named "{model}@{worker}"."""
     return instance.rpartition("@")[0]
 
 
 def _observed(track: Track, report: MorphReport, at_s: float) -> Track:
-    in_flight = dict(track.in_flight)
-    lever = morph.lever if (morph := in_flight.pop(report.id, None)) else None
+    pending = dict(track.pending)
+    lever = morph.lever if (morph := pending.pop(report.id, None)) else None
     if report.state == "running":
-        in_flight[report.id] = PendingMorph(lever, at_s)
+        pending[report.id] = PendingMorph(lever, at_s)
     else:
         track = _ended(track, report, lever, at_s)
-    return replace(track, in_flight=in_flight)
+    return replace(track, pending=pending)
 
 
 def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) -> Track:
-    """A failed one may have changed some layers, so it starts the cool-down too."""
-    if report.state in ("applied", "failed"):
+    if report.state in ("applied", "failed"):  # a failed one may have changed some layers: cool down, too
         track = replace(track, morphed_s=at_s)
     if report.state == "applied" and lever == "scale_up":
         track = replace(track, raised_s=at_s)
@@ -186,5 +206,5 @@ def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) 
     if report.state != "applied" or lever == "resize":
         return track.refused(lever, at_s)
     if lever in ("swap_down", "scale_up"):
-        return replace(track, refusals={name: one for name, one in track.refusals.items() if name != lever})
-    return track  # of a way back only time tells whether it was right
+        return replace(track, pauses={name: one for name, one in track.pauses.items() if name != lever})
+    return track  # whether a return was right shows later

@@ -24,8 +24,8 @@ Changes the shape of a running instance by hand, and the policy by which the ser
   instar morph show ID                                  how far one is
   instar morph cancel ID                                gives it up; the old shape serves on
 
-Instances are those of `instar status`; with only one, its name may be left out. The policy may soon undo
-what is ordered by hand: with mode=manual it does nothing by itself.
+Instances are those of `instar status`; with only one, its name may be left out. Without pressure the
+policy returns layers and parts groups that were ordered by hand; with mode=manual it does nothing by itself.
 """
 
 

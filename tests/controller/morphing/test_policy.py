@@ -77,6 +77,14 @@ def test_ease_of_several_windows_brings_a_step_back() -> None:
     )
 
 
+def test_a_cache_made_smaller_by_hand_stays_so_until_there_is_pressure() -> None:
+    hand = Hand()
+    smaller = replace(EASE, kv_blocks=400, blocks_free=300, kv_usage=0.25, layers_below=0, pages_free=1300)
+    assert hand.see(smaller, windows=100) is None
+    decision = hand.see(replace(smaller, kv_used=380.0, kv_usage=0.95, blocks_free=20), windows=3)
+    assert decision is not None and decision.lever == "resize" and decision.blocks > 900
+
+
 def test_only_as_many_layers_come_back_as_leave_the_kv_use_below_the_high_threshold() -> None:
     # a layer takes at most 150 pages, 75 blocks; 60 pages are free beyond the reserve of 100
     tight = replace(EASE, kv_used=490.0, kv_usage=0.49, pages_free=160, layers_below=20)
@@ -271,7 +279,7 @@ def test_a_new_epoch_owes_nothing_to_the_old_one() -> None:
     assert hand.see(again, windows=2) is None
     assert hand.see(again) is not None
     hand.answer("running", "late", epoch=1)
-    assert hand.state.tracks["m@w0"].in_flight.keys() == {"morph-2"}
+    assert hand.state.tracks["m@w0"].pending.keys() == {"morph-2"}
 
 
 def test_metrics_of_an_epoch_that_is_over_are_not_judged() -> None:

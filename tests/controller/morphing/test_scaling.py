@@ -9,8 +9,9 @@ from typing import Any
 from bus.messages import Demand, MorphOutcome, MorphReport, Transform
 from bus.policy import Policy
 from controller.morphing.groups import Group
+from controller.morphing.levers import MorphDecision
 from controller.morphing.policy import Freshness
-from controller.morphing.scaling import Reshape, hear, scale_down, scale_up
+from controller.morphing.scaling import hear, scale_down, scale_up
 from controller.morphing.track import State, Track, observe, sent, unsent
 from tests.support.parallelism_groups import group, singles
 
@@ -27,9 +28,11 @@ class Hand:
         self.policy = Policy(**policy)
         self.state = State()
         self.at_s = 1000.0
-        self.decisions: list[tuple[float, Reshape]] = []
+        self.decisions: list[tuple[float, MorphDecision]] = []
 
-    def demand(self, tokens: int, times: int = 1, gateway: str = "g", model: str = "m") -> Reshape | None:
+    def demand(
+        self, tokens: int, times: int = 1, gateway: str = "g", model: str = "m"
+    ) -> MorphDecision | None:
         """The last decision of these tellings."""
         found = None
         for _ in range(times):
@@ -40,7 +43,7 @@ class Hand:
             found = self._send(made) or found
         return found
 
-    def window(self, times: int = 1) -> Reshape | None:
+    def window(self, times: int = 1) -> MorphDecision | None:
         found = None
         for _ in range(times):
             self.at_s += TOLD_S
@@ -48,7 +51,7 @@ class Hand:
             found = self._send(made) or found
         return found
 
-    def _send(self, made: list[Reshape]) -> Reshape | None:
+    def _send(self, made: list[MorphDecision]) -> MorphDecision | None:
         for one in made:
             self.decisions.append((self.at_s, one))
             for name in one.instances:
@@ -156,7 +159,7 @@ def test_a_command_that_the_bus_did_not_take_holds_nothing_back() -> None:
     hand.demand(300, times=3)
     assert hand.state.tracks["m@w1"].is_morphing(hand.at_s)
     hand.state = unsent(hand.state, "morph-1")
-    assert not any(track.in_flight for track in hand.state.tracks.values())
+    assert not any(track.pending for track in hand.state.tracks.values())
 
 
 def test_workers_in_a_morph_or_a_cool_down_are_left_alone() -> None:
