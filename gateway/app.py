@@ -1,7 +1,7 @@
 """The ASGI app: routes, and the one place where errors become answers.
 
-The two calls that carry the load go past FastAPI: its middleware and routing take longer than all that the
-gateway itself does to refuse a call, and in a burst most calls are refused.
+The two calls that carry the load bypass FastAPI: its middleware and routing take longer than the gateway
+itself takes to refuse a call, and in a burst most calls are refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from itertools import chain
@@ -22,11 +23,14 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from gateway.endpoint import Api, Chat, Completions, Endpoint
+from gateway.endpoint import Endpoint
 from gateway.errors import ApiError, from_status, internal, invalid, no_such_path, wrong_method
 from gateway.http.body import Message, Receive, Scope, Send
 from gateway.loops import Loops
+from gateway.openai.formats import CHAT, COMPLETION
+from gateway.openai.params import ChatBody, CompletionBody
 from gateway.openai.problems import sentence
+from gateway.openai.request_log import RequestLog
 from gateway.operations import admin, deployments, models, morphing, public
 from gateway.operations.feeds import Feeds
 from gateway.operations.sequences import Sequences
@@ -46,7 +50,7 @@ _TRACEPARENT: Final = re.compile(
 
 
 def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> Front:
-    """`on_death` is called when a background task failed: the process should end."""
+    """Return the app. It calls `on_death` when a background task failed: the process should end."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -72,8 +76,11 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _unforeseen)
-    calls: dict[str, Api] = {"/v1/completions": Completions(), "/v1/chat/completions": Chat()}
-    return Front(app, {path: guarded(Endpoint(gateway, api)) for path, api in calls.items()})
+    calls = {
+        "/v1/completions": Endpoint(gateway, COMPLETION, CompletionBody),
+        "/v1/chat/completions": Endpoint(gateway, CHAT, ChatBody),
+    }
+    return Front(app, {path: guarded(endpoint) for path, endpoint in calls.items()})
 
 
 def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> None:
@@ -83,8 +90,11 @@ def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> Non
 
 
 class Front:
-    """Gives every request an id, the client's own where it sent one, and says it in the answer; workers and
-    the log get the same. Takes the calls straight to their endpoints and all else to FastAPI."""
+    """The outermost app: gives every request an id and a line in the log.
+
+    The id is the client's own if it sent one; the answer, the workers and the log have the same. Completions
+    go straight to their endpoints, everything else to FastAPI.
+    """
 
     def __init__(self, app: FastAPI, calls: Mapping[str, App]) -> None:
         self._app = app
@@ -95,31 +105,39 @@ class Front:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope["headers"])
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        ended = RequestLog(request_id.decode(), scope["method"], scope["path"], time.monotonic())
+        scope.setdefault("state", {}).update(request_id=ended.request_id, log=ended)
+        endpoint = self._calls.get(scope["path"], self._app)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if endpoint is self._app:  # the others note their own status
+                    ended.status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
             await send(message)
 
-        await self._calls.get(scope["path"], self._app)(scope, receive, send_with_id)
+        try:
+            await endpoint(scope, receive, send_with_id)
+        finally:
+            ended.write()
 
 
 def guarded(app: App) -> App:
-    """An app whose errors become answers, as those of FastAPI's routes do."""
+    """Wrap `app` so that its errors become answers, as FastAPI does for its routes."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
         except ApiError as error:
+            scope["state"]["log"].refused(error)
             await _answer(error)(scope, receive, send)
 
     return ServerErrorMiddleware(guard, handler=_unforeseen)
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The client's own; else the trace and span of its traceparent, by which a tracing client finds the call
-    in our log; else a new one."""
+    """Return the client's id; else the trace and span of its traceparent, by which a tracing client finds the
+    call in our log; else a new one."""
     given = dict(headers)
     if _REQUEST_ID.fullmatch(own := given.get(b"x-request-id", b"")):
         return own
@@ -132,22 +150,25 @@ def _answer(error: ApiError) -> Response:
     return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
 
 
-async def _api_error(_: Request, error: Any) -> Response:
+async def _api_error(request: Request, error: Any) -> Response:
+    request.state.log.refused(error)
     return _answer(error)
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    """What routing refuses: 404, 405."""
+    """Answer what routing refuses: 404, 405."""
     method, path, headers = request.method, request.scope["path"], error.headers or {}
     if error.status_code == 404:
-        return _answer(no_such_path(method, path, public.ENDPOINTS + public.ADMIN_ENDPOINTS))
-    if error.status_code == 405 and "Allow" in headers:
-        return _answer(wrong_method(method, path, _methods(request) or headers["Allow"]))
-    return _answer(from_status(error.status_code, headers, str(error.detail)))
+        refusal = no_such_path(method, path, public.ENDPOINTS, public.ADMIN_ENDPOINTS)
+    elif error.status_code == 405 and "Allow" in headers:
+        refusal = wrong_method(method, path, _methods(request) or headers["Allow"])
+    else:
+        refusal = from_status(error.status_code, headers, str(error.detail))
+    return await _api_error(request, refusal)
 
 
 def _methods(request: Request) -> str:
-    """All that the path takes: what refuses a method tells of the first route alone."""
+    """Return all methods of a path: FastAPI's refusal names those of its first route only."""
     found = set[str]()
     for route in chain.from_iterable(router.routes for router in ROUTERS):
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
@@ -155,14 +176,14 @@ def _methods(request: Request) -> str:
     return ", ".join(sorted(found))
 
 
-async def _validation_error(_: Request, error: Any) -> Response:
-    """A parameter of an admin call."""
+async def _validation_error(request: Request, error: Any) -> Response:
+    """Answer a wrong parameter of an admin call."""
     first = error.errors()[0]
     param = ".".join(str(step) for step in first["loc"][1:])
-    return _answer(invalid(f"{param} {sentence(first)}", param))
+    return await _api_error(request, invalid(f"{param} {sentence(first)}", param))
 
 
 async def _unforeseen(request: Request, __: Exception) -> Response:
-    """The traceback follows in the log (the server raises it again after this answer)."""
+    """Answer 500. The traceback follows in the log: the server raises the error again after this answer."""
     log.error("request %s failed: %s %r", request.state.request_id, request.method, request.scope["path"])
     return _answer(internal())

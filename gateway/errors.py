@@ -9,7 +9,7 @@ of a case are written once. openai-python maps the status to its exception class
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from http import HTTPStatus
 
@@ -84,12 +84,15 @@ def no_such_model(model: str, known: list[str]) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def no_such_path(method: str, path: str, paths: Iterable[str]) -> ApiError:
-    """`paths` are those that exist."""
-    near = get_close_matches(path[:200], list(paths), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(paths)}"
-    message = f"there is nothing at {_request(method, path)}; {hint}"
-    return ApiError(404, message, code="not_found")
+def no_such_path(method: str, path: str, endpoints: Sequence[str], admin: Sequence[str]) -> ApiError:
+    """`endpoints` and `admin` are the paths that exist. The advice names a near miss, or where to look."""
+    if near := get_close_matches(path[:200], [*endpoints, *admin], n=1, cutoff=0.8):
+        hint = f"did you mean {near[0]}?"
+    elif path.startswith("/admin"):
+        hint = f"there are: {', '.join(admin)}"
+    else:
+        hint = f"there are: {', '.join(endpoints)} and the admin API under /admin"
+    return ApiError(404, f"there is nothing at {_request(method, path)}; {hint}", code="not_found")
 
 
 def wrong_method(method: str, path: str, allow: str) -> ApiError:

@@ -13,7 +13,7 @@ from typing import Any
 from bus.client import BusFull, BusUnavailable, Restart
 from bus.messages import Event, Metrics, MorphReport, StepOutput
 from bus.pending import as_numbers
-from gateway.delivery.demand import demands
+from gateway.delivery.request import RetryReason
 from gateway.operations.deployed import active_models, awaited_models
 from gateway.operations.feeds import Feeds
 from gateway.state import BUS_PATIENCE_S, Gateway
@@ -40,7 +40,7 @@ class Loops:
         self._feeds = feeds
         self._bus = gateway.bus
         self._delivery = gateway.delivery
-        self._watch = gateway.watch
+        self._losses = gateway.losses
         self._poll_now = gateway.poll_now
         self._had_lease = False
         self._is_data_lost = False  # and what we know is not written again yet
@@ -115,7 +115,7 @@ class Loops:
         async with self._bus.reader(self._bus.names.metrics, Metrics) as reader:
             async for batch in reader:
                 self._gateway.cluster.add_metrics(batch[-1][1], time.monotonic())
-                self._delivery.table.metrics_arrived()
+                self._delivery.table.on_metrics()
                 self._feeds.live.changed()
                 if self._delivery.table.waiting:  # for a precision, perhaps
                     self._delivery.attempts.place_waiting()
@@ -160,7 +160,7 @@ class Loops:
         """Of a changed epoch the poll knows more: whether the process died."""
         epoch = event.numbers.get("epoch")
         if event.kind in ("worker_lost", "worker_left") and epoch is not None:
-            self._watch.on_worker_gone(event.subject, int(epoch), event.kind)
+            self._losses.on_worker_gone(event.subject, int(epoch), RetryReason(event.kind))
             self._gateway.morphs.worker_gone(
                 event.subject, int(epoch), "left" if event.kind == "worker_left" else "died"
             )
@@ -185,7 +185,7 @@ class Loops:
         while True:
             await self._gateway.has_demand.wait()
             self._gateway.has_demand.clear()
-            while told := demands(self._delivery.table, self._gateway.id):
+            while told := self._delivery.demands(self._gateway.id):
                 try:
                     await self._bus.publish(self._bus.names.demand, *told)
                 except BusUnavailable:
@@ -197,7 +197,7 @@ class Loops:
     # ------------------------------------------------------------------------------------- registry
 
     def _on_restart(self, restart: Restart) -> None:
-        self._watch.on_restart(restart)
+        self._losses.on_restart(restart)
         self._had_lease = self._had_lease and not restart.data_lost  # its loss is dealt with hereby
         self._is_data_lost |= restart.data_lost
         self._poll_now.set()
@@ -217,7 +217,7 @@ class Loops:
     async def _poll(self) -> None:
         self._gateway.cluster.update(await self._bus.workers(), time.monotonic())
         self._gateway.models.preload()
-        self._watch.on_poll()
+        self._losses.on_poll()
         self._gateway.morphs.sweep(self._gateway.cluster.workers, 2 * self._gateway.settings.worker.lease_s)
         await self._poll_policy()
         self._gateway.catalogue = await self._bus.catalogue.read()
@@ -238,7 +238,7 @@ class Loops:
         self._is_data_lost = False
         self._gateway.policy = stored
         self._gateway.cluster.max_tp = stored.max_tp
-        self._gateway.cluster.parts_groups = stored.mode != "manual"
+        self._gateway.cluster.can_split = stored.mode != "manual"
         self._gateway.cluster.free_share = stored.scale_down_free
 
     async def _renew_lease(self) -> None:
@@ -247,7 +247,7 @@ class Loops:
                 was_held = await self._bus.renew_gateway(self._gateway.id, LEASE_S)
                 if self._had_lease and not was_held:
                     log.warning("the lease had run out; what is in flight is submitted again")
-                    self._watch.on_own_lease_lost()
+                    self._losses.on_own_lease_lost()
                 self._had_lease = True
             except BusUnavailable:
                 await self._bus.wait_up()
@@ -266,8 +266,8 @@ class Loops:
             await asyncio.sleep(TICK_S if is_busy else 4 * TICK_S)
             away_s = self._gateway.bus_away_s()
             if is_busy:
-                self._watch.tick()
-                self._watch.on_bus_away(away_s, BUS_PATIENCE_S)
+                self._losses.tick()
+                self._losses.on_bus_away(away_s, BUS_PATIENCE_S)
             elif was_busy:
                 self._gateway.check_integrity()
             was_busy = is_busy

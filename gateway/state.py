@@ -14,19 +14,19 @@ from bus.policy import Policy
 from bus.settings import Settings
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.delivery import Delivery
-from gateway.delivery.inflight import InFlight
+from gateway.delivery.endings import SloCounter
+from gateway.delivery.loss import LossDetector
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Placement
-from gateway.delivery.slo import Slos
-from gateway.delivery.watch import Watch
+from gateway.delivery.table import RequestTable
 from gateway.errors import unavailable
 from gateway.http.auth import ADMIN_HINT, API_HINT, Keys
 from gateway.http.limits import Admission, RateLimiter
 from gateway.http.streams import Streams
 from gateway.morphs import Morphs
-from gateway.openai.intake import Intake
+from gateway.openai.intake import RequestBuilder
 from gateway.openai.models import Models
-from gateway.stats import Stats
+from gateway.stats import GatewayStats
 from gateway.tracing import tracer_of
 
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
@@ -48,7 +48,7 @@ class Gateway:
         self.admin_keys = Keys(section.admin_keys, ADMIN_HINT)
         self.admission = Admission(section.max_queue, section.max_inflight)
         self.rate = RateLimiter(section.rate_limit_rpm, section.rate_limit_concurrent)
-        self.stats = Stats()
+        self.stats = GatewayStats()
         self.streams = Streams(section.keepalive_s)
         self.morphs = Morphs()
         self.policy = Policy()  # as last read
@@ -56,12 +56,12 @@ class Gateway:
         self.poll_now = asyncio.Event()  # the registry and the catalogue have news
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)
-        self.intake = Intake(
+        self.request_builder = RequestBuilder(
             self.cluster, max_n_tokens=section.max_n_tokens, default_max_tokens=section.default_max_tokens
         )
         self.outbox = Outbox(bus, self.id)
         self.has_demand = asyncio.Event()
-        table = InFlight()
+        table = RequestTable()
         self.delivery = Delivery(
             table,
             self.cluster,
@@ -74,16 +74,13 @@ class Gateway:
             on_event=self.tell,
             on_demand=self.has_demand.set,
         )
-        self.watch = Watch(
+        self.losses = LossDetector(
             self.delivery,
             self.cluster,
             lease_s=settings.worker.lease_s,
             queue_timeout_s=section.queue_timeout_s,
         )
-        self.delivery.endings.on_ended.append(Slos(settings.slo, self.stats).count)
-        self.outbox.on_sent = self.delivery.on_sent
-        self.outbox.on_full = self.delivery.on_bus_full
-        self.outbox.on_unsendable = self.delivery.on_unsendable
+        self.delivery.endings.on_ended.append(SloCounter(settings.slo, self.stats).count)
         self.tracer = tracer_of(settings.tracing, self.id, self.morphs, self.cluster)
         self.told: deque[Told] = deque()
         self.has_told = asyncio.Event()

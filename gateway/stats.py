@@ -80,7 +80,7 @@ class ModelStats:
 
 
 @dataclass(slots=True)
-class Stats:
+class GatewayStats:
     models: dict[str, ModelStats] = field(default_factory=dict)
     rejections: Counter[str] = field(default_factory=Counter)  # by error code
     late_deltas: int = 0  # of void attempts and fenced epochs

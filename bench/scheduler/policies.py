@@ -20,16 +20,17 @@ from controller.morphing.policy import Freshness
 from controller.morphing.scaling import hear, scale_down, scale_up
 from controller.morphing.track import State, observe, sent
 from gateway.delivery.dispatch import (
+    SPLIT_PATIENCE_S,
     Candidate,
-    NoneFits,
-    Parting,
+    QueuesAhead,
     Seat,
+    TooLong,
+    WaitForSplit,
     choose,
     crowded,
     member_for,
     num_to_recall,
 )
-from gateway.delivery.placement import PART_PATIENCE_S
 
 FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)
 
@@ -126,16 +127,17 @@ class Ours:
         candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
         before = [one.num_tokens for one in waiting if one.arrives_s < request.arrives_s]
         first = waiting[0].num_tokens if waiting else 0
-        found = choose(candidates, request.num_tokens, "", max(before, default=0), first)
+        ahead = QueuesAhead(long_tokens=first, reserved_tokens=max(before, default=0))
+        found = choose(candidates, request.num_tokens, "", ahead)
         since_s = max(request.arrives_s, self._placed_s)
-        is_late = isinstance(found, Parting) and cluster.now >= since_s + PART_PATIENCE_S
-        if isinstance(found, Parting) and is_late:
+        is_late = isinstance(found, WaitForSplit) and cluster.now >= since_s + SPLIT_PATIENCE_S
+        if isinstance(found, WaitForSplit) and is_late:
             found = found.candidate
         if isinstance(found, Candidate) and not self._is_behind(cluster, request, found):
             if not request.is_long and not is_late:
                 self._placed_s = cluster.now
             return self._send(cluster, request, found)
-        request.is_refused = isinstance(found, NoneFits) and self._shapes.policy is None
+        request.is_refused = isinstance(found, TooLong) and self._shapes.policy is None
         if not request.is_long:
             self._stuck_s = cluster.now
         return None
@@ -143,7 +145,7 @@ class Ours:
     @staticmethod
     def _is_behind(cluster: Cluster, request: Request, group: Candidate) -> bool:
         """First come, first served among those that wait for a seat."""
-        if request.is_long or request.waits or not group.parts:
+        if request.is_long or request.waits or not group.can_split:
             return False
         return any(not one.is_long for one in cluster.waiting)
 
@@ -196,7 +198,7 @@ class Ours:
             low_tokens=costs.TOKENS_AT[1],
             free_tokens=free - sum(self._tokens_since[name] for name in unit.workers),
             stays=self._shapes.policy is None or any(one.is_long for one in unit.requests),
-            parts=self._shapes.policy is not None,
+            can_split=self._shapes.policy is not None,
             seats=tuple(self._seat(unit, name) for name in unit.workers if len(unit.workers) > 1),
         )
 

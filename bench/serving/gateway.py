@@ -25,15 +25,17 @@ from bus.service import run
 from bus.shapes import natural
 from gateway import service, state
 from gateway.delivery.candidates import Candidates
-from gateway.delivery.cluster import Cluster, Ready
-from gateway.delivery.dispatch import BelowFloor, Candidate, NoRoom
-from gateway.delivery.inflight import Flight, InFlight
+from gateway.delivery.cluster import Cluster, ReadyInstance
+from gateway.delivery.dispatch import BelowFloor, Candidate, NeedsGroup
 from gateway.delivery.placement import Placement
+from gateway.delivery.request import RequestState
+from gateway.delivery.table import RequestTable
 from gateway.errors import too_long
 
 ORDER_TIMEOUT_S: Final = 60.0
 
-Pick = Callable[[Sequence[Ready], Mapping[str, int]], Ready]  # of instances, and tokens left to do at workers
+# Of instances, and of the tokens left to do at workers.
+Pick = Callable[[Sequence[ReadyInstance], Mapping[str, int]], ReadyInstance]
 
 
 class RoundRobin:
@@ -42,14 +44,14 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last: tuple[Any, ...] = ()
 
-    def __call__(self, instances: Sequence[Ready], _: Mapping[str, int]) -> Ready:
+    def __call__(self, instances: Sequence[ReadyInstance], _: Mapping[str, int]) -> ReadyInstance:
         ordered = sorted(instances, key=lambda one: natural(one.worker))
         chosen = next((one for one in ordered if natural(one.worker) > self._last), ordered[0])
         self._last = natural(chosen.worker)
         return chosen
 
 
-def least_load(instances: Sequence[Ready], left_at: Mapping[str, int]) -> Ready:
+def least_load(instances: Sequence[ReadyInstance], left_at: Mapping[str, int]) -> ReadyInstance:
     """The fewest tokens left to do; of equals the first by name."""
     return min(
         instances,
@@ -69,7 +71,7 @@ class Group:
 
     workers: tuple[str, ...]
 
-    def holding(self, instances: Iterable[Ready]) -> Ready | None:
+    def holding(self, instances: Iterable[ReadyInstance]) -> ReadyInstance | None:
         """The instance of them all, once it is there."""
         return next((one for one in instances if set(workers_of(one)) >= set(self.workers)), None)
 
@@ -98,62 +100,64 @@ class Unaware(Placement):
     """Goes where `pick` says."""
 
     def __init__(
-        self, cluster: Cluster, table: InFlight, *args: Any, pick: Pick, orders: Orders, **named: Any
+        self, cluster: Cluster, table: RequestTable, *args: Any, pick: Pick, orders: Orders, **named: Any
     ) -> None:
         super().__init__(cluster, table, *args, **named)
         self._pick = pick
         self._orders = orders
         self._made: dict[str, Group] = {}  # for which request
 
-    def find(self, flight: Flight) -> Candidate | BelowFloor | NoRoom | None:
-        instances = self._cluster.ready(flight.model)
+    def find(self, state: RequestState) -> Candidate | BelowFloor | NeedsGroup | None:
+        instances = self._cluster.ready(state.request.model)
         if not instances:
             return None
         now = self._clock()
-        if flight.num_tokens > (limit := self._cluster.longest_tokens(flight.model, now)):
-            raise too_long(len(flight.prompt_token_ids), limit, flight.sampling.max_tokens)
-        if flight.request_id in self._made:
-            return self._arrived(flight, instances, now)
+        if state.request.num_tokens > (limit := self._cluster.longest_tokens(state.request.model, now)):
+            raise too_long(len(state.request.prompt_token_ids), limit, state.request.sampling.max_tokens)
+        if state.id in self._made:
+            return self._arrived(state, instances, now)
         chosen = self._pick(instances, tokens_left(self._table))
-        if flight.num_tokens <= self._cluster.max_tokens(chosen, now):
-            return self._candidate_of(flight, chosen)
-        self._made[flight.request_id] = neighbours(chosen, flight.num_tokens, list(self._cluster.workers))
-        return self._arrived(flight, instances, now)
+        if state.request.num_tokens <= self._cluster.max_tokens(chosen, now):
+            return self._candidate_of(state, chosen)
+        self._made[state.id] = neighbours(chosen, state.request.num_tokens, list(self._cluster.workers))
+        return self._arrived(state, instances, now)
 
-    def to_recall(self, _: str) -> list[Flight]:
+    def to_recall(self, _: str) -> list[RequestState]:
         """What it sent it leaves where it is."""
         return []
 
-    def _arrived(self, flight: Flight, instances: Sequence[Ready], now: float) -> Candidate | None:
+    def _arrived(
+        self, state: RequestState, instances: Sequence[ReadyInstance], now: float
+    ) -> Candidate | None:
         """The group, once it is there; asks for it until then."""
-        group = self._made[flight.request_id]
+        group = self._made[state.id]
         there = group.holding(instances)
-        if there is None or self._cluster.max_tokens(there, now) < flight.num_tokens:
+        if there is None or self._cluster.max_tokens(there, now) < state.request.num_tokens:
             self._orders.send(group)
             return None
-        del self._made[flight.request_id]
-        return self._candidate_of(flight, there)
+        del self._made[state.id]
+        return self._candidate_of(state, there)
 
-    def _candidate_of(self, flight: Flight, ready: Ready) -> Candidate | None:
-        there = Candidates(self._cluster, self._table, self._clock()).of(flight.model)
+    def _candidate_of(self, state: RequestState, ready: ReadyInstance) -> Candidate | None:
+        there = Candidates(self._cluster, self._table, self._clock()).of(state.request.model)
         return next((one for one in there if one.instance == ready.card.id), None)
 
 
-def tokens_left(table: InFlight) -> dict[str, int]:
+def tokens_left(table: RequestTable) -> dict[str, int]:
     """By worker: prompts that are not through and outputs that are not there."""
     left: dict[str, int] = {}
-    for target, place in table.places.items():
-        tokens = sum(_left_of(flight) for flight in place.flights.values())
+    for target, place in table.assigned.items():
+        tokens = sum(_left_of(state) for state in place.requests.values())
         left[target.worker] = left.get(target.worker, 0) + tokens
     return left
 
 
-def _left_of(flight: Flight) -> int:
-    through = len(flight.prompt_token_ids) + len(flight.received) if flight.received else 0
-    return flight.num_tokens - through
+def _left_of(state: RequestState) -> int:
+    through = len(state.request.prompt_token_ids) + len(state.received) if state.received else 0
+    return state.request.num_tokens - through
 
 
-def neighbours(chosen: Ready, num_tokens: int, workers: Iterable[str]) -> Group:
+def neighbours(chosen: ReadyInstance, num_tokens: int, workers: Iterable[str]) -> Group:
     """The workers of the lowest degree that holds it, from a multiple of that degree on."""
     tp = lowest_degree(chosen.card, num_tokens)
     ordered = sorted(workers, key=natural)
@@ -165,7 +169,7 @@ def lowest_degree(card: InstanceCard, num_tokens: int) -> int:
     return min(tp for tp, tokens in card.tokens_at.items() if tokens >= num_tokens)
 
 
-def workers_of(ready: Ready) -> tuple[str, ...]:
+def workers_of(ready: ReadyInstance) -> tuple[str, ...]:
     return tuple(ready.card.workers) or (ready.worker,)
 
 

@@ -1,8 +1,8 @@
-"""A flight's attempts: where the first goes, when there is a next one, and when it is given up.
+"""The attempts of a request: where the first goes, when another follows, when the gateway gives up.
 
-A replay submits the flight again, with the tokens received so far and the next attempt number. The late
-tokens of a void attempt are dropped; a worker drops it for a newer one, and is told where the newer one goes
-elsewhere.
+A retry submits the request again, with the tokens received so far and the next attempt number. Late tokens
+of a void attempt are dropped. A worker drops an attempt for a newer one; if the newer one goes elsewhere, the
+gateway cancels the old one.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import logging
 import time
 from collections.abc import Callable
 
-from bus.messages import Delta, FinishReason
+from bus.messages import Delta, FinishReason, RejectReason
 from gateway import errors
 from gateway.delivery.cluster import JOIN_GRACE_S, Cluster
-from gateway.delivery.dispatch import Candidate, NoRoom, Parting
+from gateway.delivery.dispatch import Candidate, NeedsGroup, WaitForSplit, YieldToLong
 from gateway.delivery.endings import Endings
-from gateway.delivery.inflight import Flight, InFlight, Target
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Found, Placement
+from gateway.delivery.request import InstanceAddress, RequestState, RetryReason
+from gateway.delivery.table import RequestTable
 from gateway.errors import ApiError
-from gateway.stats import Stats
+from gateway.stats import GatewayStats
 
 log = logging.getLogger("gateway")
 
@@ -28,17 +29,17 @@ OnEvent = Callable[[str, str, str, dict[str, float]], None]
 
 
 class Attempts:
-    """`on_event(kind, subject, reason, numbers)` publishes to the audit stream. `on_demand` hears that a
-    request began to wait for a group."""
+    """`on_event(kind, subject, reason, numbers)` publishes to the audit stream; `on_demand` is called when
+    a request begins to wait for a group."""
 
     def __init__(
         self,
-        table: InFlight,
+        table: RequestTable,
         cluster: Cluster,
         outbox: Outbox,
         placement: Placement,
         endings: Endings,
-        stats: Stats,
+        stats: GatewayStats,
         *,
         queue_timeout_s: float,
         max_attempts: int,
@@ -60,162 +61,172 @@ class Attempts:
         self._on_demand = on_demand
         self._clock = clock
 
-    # ------------------------------------------------------------------------------------- places
+    # ------------------------------------------------------------------------------------- placing
 
-    def begin(self, flight: Flight) -> None:
-        """Sends it to an instance, or lets it wait for one that is joining, getting its precision back, or
-        becoming large enough. Raises ApiError: 400 where no shape can hold it, 503 where there is none."""
-        found = self._placement.find(flight)
-        if found is None and not self._cluster.is_joining(flight.model, self._clock(), JOIN_GRACE_S):
-            raise errors.unavailable(f"no worker serves {flight.model!r} at the moment; try again", 2.0)
-        self._table.add(flight)
-        self._carry_out(flight, found)
+    def begin(self, state: RequestState) -> None:
+        """Send a new request to an instance, or let it wait for one.
+
+        Raises ApiError: 400 if no shape can hold it, 503 if no instance serves its model.
+        """
+        model = state.request.model
+        found = self._placement.find(state)
+        if found is None and not self._cluster.is_joining(model, self._clock(), JOIN_GRACE_S):
+            raise errors.unavailable(f"no worker serves {model!r} at the moment; try again", 2.0)
+        self._table.add(state)
+        self._carry_out(state, found)
 
     def place_waiting(self) -> None:
-        """There may be new instances, or old ones in another shape."""
+        """Place what waits again: there may be new instances, or old ones in another shape."""
         for model in self._cluster.known_models():
-            for flight in self._placement.to_recall(model):
-                self._recall(flight)
-        for flight in list(self._table.waiting.values()):
-            if not self._table.has(flight):
+            for state in self._placement.to_recall(model):
+                self._recall(state)
+        for state in list(self._table.waiting.values()):
+            if not self._table.has(state):  # its call failed with another of its requests
                 continue
-            flight.refused_by = frozenset()
-            if self._cluster.was_retired(flight.model):
+            state.refused_by = frozenset()
+            if self._cluster.was_retired(state.request.model):
                 known = self._cluster.known_models()
-                self._endings.fail(flight, errors.no_such_model(flight.model, known))
+                self._endings.fail(state, errors.no_such_model(state.request.model, known))
             else:
-                self._place(flight)
+                self._place(state)
 
-    def _recall(self, flight: Flight) -> None:
-        """It waits there, and is to wait here."""
-        target = flight.target
+    def _recall(self, state: RequestState) -> None:
+        """Take a request out of its worker's queue; it waits here."""
+        target = state.target
         assert target is not None
-        self._outbox.cancel(target.worker, target.epoch, [flight.request_id], up_to_attempt=flight.attempt)
-        self._void(flight, "recalled")
-        flight.was_recalled = True
-        self._table.recall(flight)
+        self._outbox.cancel(target.worker, target.epoch, [state.id], up_to_attempt=state.attempt)
+        self._end_attempt(state, RetryReason.RECALLED)
+        state.was_recalled = True
+        self._table.recall(state)
 
-    def below_floor(self, flight: Flight) -> None:
-        """Its instance has layers below the precision it asks for, and did not begin it. Elsewhere then, or
-        here at the next look: metrics may not know yet, and it would alternate between two such instances."""
-        if flight.target is not None:
-            flight.refused_by |= {flight.target}
-        self._void(flight, "precision_floor")
-        self._table.unassign(flight)
-        self._place(flight)
-
-    def too_small(self, flight: Flight, reason: str) -> None:
-        """Its instance cannot hold it in the shape of now, which may have changed on the way. The next look
-        knows more. One that is sent back again and again ends: our numbers and the worker's disagree."""
-        flight.misfits += 1
-        self._void(flight, "kv_capacity")
-        if flight.misfits >= self._max_attempts:
-            limit = self._cluster.longest_tokens(flight.model, self._clock())
-            log.warning("sent back %d times: %s", flight.misfits, reason, extra=flight.log_ids)
-            self._endings.fail(flight, errors.refused_capacity(reason, limit))
-            return
-        self._table.unassign(flight)
-        if flight.was_admitted:
-            flight.deadline = self._clock() + self._queue_timeout_s
-        self._wait_for_room(flight)
-
-    def retired(self, flight: Flight, detail: str) -> None:
-        """Its instance goes, and did not finish it. The last poll may still show the instance."""
-        if flight.target is not None:
-            flight.refused_by |= {flight.target}
-        self.replay(flight, "retired", detail, is_strike=False)
-
-    def _carry_out(self, flight: Flight, found: Found | None) -> None:
+    def _carry_out(self, state: RequestState, found: Found | None) -> None:
         if isinstance(found, Candidate):
-            self._placement.send(flight, found)
-        elif isinstance(found, NoRoom):
-            self._wait_for_room(flight)
+            self._placement.send(state, found)
+        elif isinstance(found, NeedsGroup):
+            self._wait_for_room(state)
         else:
-            self._table.wait(flight, self._table.for_parts if isinstance(found, Parting) else None)
+            self._table.wait(state, self._table.for_parts if isinstance(found, WaitForSplit) else None)
 
-    def _wait_for_room(self, flight: Flight) -> None:
-        if flight not in self._table.for_room:
-            self._table.wait(flight, self._table.for_room)
+    def _wait_for_room(self, state: RequestState) -> None:
+        if state not in self._table.for_room:
+            self._table.wait(state, self._table.for_room)
             self._on_demand()
 
-    def _place(self, flight: Flight) -> None:
+    def _place(self, state: RequestState) -> None:
         try:
-            found = self._placement.find(flight)
+            found = self._placement.find(state)
         except ApiError as error:
-            self._endings.fail(flight, error)
+            self._endings.fail(state, error)
             return
-        self._carry_out(flight, found)
-        waits_its_turn = found is None or isinstance(found, Parting)
-        if waits_its_turn and flight.was_admitted and self._cluster.ready(flight.model):
-            flight.deadline = self._clock() + self._queue_timeout_s
+        self._carry_out(state, found)
+        is_queued = found is None or isinstance(found, WaitForSplit | YieldToLong)
+        if is_queued and state.was_admitted and self._cluster.ready(state.request.model):
+            state.deadline = self._clock() + self._queue_timeout_s
 
-    # ------------------------------------------------------------------------------------- again
+    # ------------------------------------------------------------------------------------- rejections
+
+    def reject(self, state: RequestState, reason: RejectReason, detail: str) -> None:
+        """Send a request that its worker did not run elsewhere, or to the same instance later."""
+        if reason is RejectReason.KV_CAPACITY:
+            self._retry_with_room(state, detail)
+            return
+        # The metrics, or the last poll, may still show the instance as it was: not there again until the
+        # next poll, or two such instances would exchange the request without end.
+        if state.target is not None:
+            state.refused_by |= {state.target}
+        if reason is RejectReason.RETIRED:
+            self.replay(state, RetryReason.RETIRED, detail, is_strike=False)
+        else:
+            self._end_attempt(state, RetryReason.PRECISION_FLOOR)
+            self._table.unassign(state)
+            self._place(state)
+
+    def _retry_with_room(self, state: RequestState, detail: str) -> None:
+        """Let a request wait for a larger instance than the one that sent it back.
+
+        Its shape may have changed on the way; the next poll shows that. A request that is sent back again
+        and again ends: the numbers of the gateway and the worker disagree.
+        """
+        state.num_misfits += 1
+        self._end_attempt(state, RetryReason.KV_CAPACITY)
+        if state.num_misfits >= self._max_attempts:
+            limit = self._cluster.longest_tokens(state.request.model, self._clock())
+            log.warning("sent back %d times: %s", state.num_misfits, detail, extra=state.log_ids)
+            self._endings.fail(state, errors.refused_capacity(detail, limit))
+            return
+        self._unassign(state)
+        self._wait_for_room(state)
+
+    # ------------------------------------------------------------------------------------- retries
 
     def replay(
         self,
-        flight: Flight,
-        reason: str,
+        state: RequestState,
+        reason: RetryReason,
         detail: str,
         *,
         is_strike: bool = True,
         may_still_run: bool = False,
     ) -> None:
-        """Submits it again, unless it has had `max_attempts`. `is_strike`: its worker may have died of it.
-        `may_still_run`: the old attempt may live and must then not go on beside the new one."""
-        if not self._table.has(flight):
-            return
-        old, attempt = flight.target, flight.attempt
-        self._replay(flight, reason, detail, is_strike)
-        if may_still_run and old is not None and not _is_at(flight, old):
-            self._outbox.cancel(old.worker, old.epoch, [flight.request_id], up_to_attempt=attempt)
+        """Submit a request again, unless it has had `max_attempts`.
 
-    def _replay(self, flight: Flight, reason: str, detail: str, is_strike: bool) -> None:
-        # One that had not begun counts, too: what kills a worker in its first step never begins.
-        flight.strikes += is_strike and flight.is_sent
-        log.info("attempt %d is void (%s): %s", flight.attempt, reason, detail, extra=flight.log_ids)
-        if (finish := flight.missed_finish()) is not None:
-            self._finish(flight, finish)
+        `is_strike`: the request may have killed its worker. `may_still_run`: the old attempt may be alive and
+        must not continue beside the new one.
+        """
+        if not self._table.has(state):
             return
-        if is_strike and not self._may_replay:
+        old, attempt = state.target, state.attempt
+        self._replay(state, reason, detail, is_strike)
+        if may_still_run and old is not None and not _replaces(state, old):
+            self._outbox.cancel(old.worker, old.epoch, [state.id], up_to_attempt=attempt)
+
+    def _replay(self, state: RequestState, reason: RetryReason, detail: str, is_strike: bool) -> None:
+        # An attempt that had not begun counts, too: what kills a worker in its first step never begins.
+        state.strikes += is_strike and state.is_sent
+        log.info("attempt %d is void (%s): %s", state.attempt, reason, detail, extra=state.log_ids)
+        if (finish := state.missed_finish()) is not None:
+            self._finish(state, finish)
+        elif is_strike and not self._may_replay:
             message = f"the worker was lost ({reason}) and gateway.replay is off"
-            self._endings.fail(flight, errors.worker_lost(message))
-            return
-        if flight.strikes >= self._max_attempts:
-            self._give_up(flight, detail)
-            return
-        numbers = {"attempt": float(flight.attempt), "received": float(len(flight.received))}
-        self._on_event("request_replayed", flight.request_id, f"{reason}: {detail}", numbers)
-        self._void(flight, reason)
-        self._table.unassign(flight)
-        if flight.was_admitted:
-            flight.deadline = self._clock() + self._queue_timeout_s
-        self._place(flight)
+            self._endings.fail(state, errors.worker_lost(message))
+        elif state.strikes >= self._max_attempts:
+            self._give_up(state, detail)
+        else:
+            numbers = {"attempt": float(state.attempt), "received": float(len(state.received))}
+            self._on_event("request_replayed", state.id, f"{reason}: {detail}", numbers)
+            self._end_attempt(state, reason)
+            self._unassign(state)
+            self._place(state)
 
-    def _void(self, flight: Flight, reason: str) -> None:
-        """Its attempt does not go on; another one will."""
-        self._stats.of(flight.model).replays[reason] += 1
-        if flight.journey is not None:
-            flight.journey.void(reason, self._clock())
+    def _end_attempt(self, state: RequestState, reason: RetryReason) -> None:
+        self._stats.of(state.request.model).replays[reason] += 1
+        state.end_attempt(reason, self._clock())
 
-    def _finish(self, flight: Flight, reason: FinishReason) -> None:
-        """All tokens are here, only the word that it was over was lost."""
+    def _unassign(self, state: RequestState) -> None:
+        """Let a request wait again, for as long as a new one if it had begun."""
+        self._table.unassign(state)
+        if state.was_admitted:
+            state.deadline = self._clock() + self._queue_timeout_s
+
+    def _finish(self, state: RequestState, reason: FinishReason) -> None:
+        """End a request that has all its tokens and missed only the message that says so."""
         last = Delta(
-            request_id=flight.request_id,
-            attempt=flight.attempt,
-            index=len(flight.received),
+            request_id=state.id,
+            attempt=state.attempt,
+            index=len(state.received),
             token_ids=[],
             finish_reason=reason,
         )
-        flight.sink.on_tokens([], last, 0, None)
-        self._endings.touch(flight.sink)
-        self._endings.end(flight, reason)
+        state.sink.on_tokens(state.request, [], last, 0, None)
+        self._endings.touch(state.sink)
+        self._endings.end(state, reason)
 
-    def _give_up(self, flight: Flight, detail: str) -> None:
-        message = f"given up after {flight.strikes} attempts, each lost its worker; the last: {detail}"
-        self._on_event("dead_letter", flight.request_id, message, {"attempt": float(flight.attempt)})
-        self._endings.fail(flight, errors.worker_lost(message))
+    def _give_up(self, state: RequestState, detail: str) -> None:
+        message = f"given up after {state.strikes} attempts, each lost its worker; the last: {detail}"
+        self._on_event("dead_letter", state.id, message, {"attempt": float(state.attempt)})
+        self._endings.fail(state, errors.worker_lost(message))
 
 
-def _is_at(flight: Flight, target: Target) -> bool:
-    """There the new attempt takes the place of the old one by itself."""
-    return flight.target is not None and flight.target[1:] == target[1:]
+def _replaces(state: RequestState, old: InstanceAddress) -> bool:
+    """Return True if the new attempt is at the same worker, where it replaces the old one by itself."""
+    return state.target is not None and state.target[1:] == old[1:]

@@ -1,154 +1,172 @@
-"""What is known of the ready instances, as the choice needs it: cards, metrics and our own flights."""
+"""The view of the ready instances that the choice needs: cards, metrics and this gateway's requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
 
-from bus.messages import InstanceMetrics
-from gateway.delivery.cluster import Cluster, Ready
+from bus.messages import InstanceMetrics, LayerShape
+from bus.precisions import PRECISIONS, Precision, lowest
+from gateway.delivery.cluster import Cluster, ReadyInstance
 from gateway.delivery.dispatch import Candidate, Seat
-from gateway.delivery.inflight import InFlight, Place, Target
-from gateway.delivery.precision import lowest_half
+from gateway.delivery.request import InstanceAddress
+from gateway.delivery.table import AssignedRequests, RequestTable
+
+UNKNOWN: Final = "unknown"
+
+
+def lowest_half(layers: Iterable[LayerShape]) -> Precision:
+    """Return the precision with the fewest bits of any half of a layer; "full" without layers."""
+    return lowest(half for layer in layers for half in (layer.attention, layer.ffn))
+
+
+@lru_cache(maxsize=1024)  # called for every token, and there are few shapes
+def lowest_named(fingerprint: str) -> str:
+    """Return the precision with the fewest bits in a fingerprint: `tp1-int8x1-int4x2.5` gives int4.
+
+    "unknown" if there is none, as in the fingerprint of a worker that does not report its shape.
+    """
+    return next((name for name in reversed(PRECISIONS) if name in fingerprint), UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
-    """One of an instance, with what it and we know of it now."""
+class _Member:
+    """One worker of an instance, with what is known of it now."""
 
-    ready: Ready
-    target: Target
-    place: Place  # our flights there
+    ready: ReadyInstance
+    address: InstanceAddress
+    own: AssignedRequests  # this gateway's requests there
     metrics: InstanceMetrics | None  # fresh ones
-    of_shape: InstanceMetrics | None  # the same, unless they are of its degree before
+    shape_metrics: InstanceMetrics | None  # the same, unless they are of the degree before a transform
 
     @property
     def num_measured(self) -> float | None:
         return self.metrics.running + self.metrics.waiting if self.metrics else None
 
+    @property
+    def block_tokens(self) -> int:
+        return self.ready.card.block_tokens
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of the whole KV cache, which may be more than one sequence may have; 0: unknown."""
+        if self.shape_metrics is None:
+            return self.ready.card.tokens_at.get(self.ready.card.tp, 0)
+        return self.shape_metrics.last.kv_blocks * self.block_tokens
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of requests that have no KV yet."""
+        queued = self.shape_metrics.last.waiting_tokens if self.shape_metrics else 0
+        return queued + self.own.tokens_since
+
+    @property
+    def longest_tokens(self) -> int:
+        reported = self.metrics.last.longest_tokens if self.metrics else 0
+        return max(reported, self.own.longest_tokens)
+
+    def short_tokens(self, usual_tokens: int) -> float:
+        """Return the KV of its short requests.
+
+        Beside a long request of another gateway, whose share is not reported, this counts only our own:
+        rather too few than too many, since those end and others get their seats.
+        """
+        metrics = self.shape_metrics
+        has_long = self.own.longest_tokens > usual_tokens
+        if metrics and not has_long and metrics.last.longest_tokens <= usual_tokens:
+            return metrics.last.kv_own * self.block_tokens + self.queued_tokens
+        short = [one for one in self.own.requests.values() if one.request.num_tokens <= usual_tokens]
+        return sum(one.num_known_tokens if one.is_running else one.request.num_tokens for one in short)
+
+    def as_seat(self, usual_tokens: int, home_tokens: float) -> Seat:
+        return Seat(
+            *self.address,
+            num_measured=self.num_measured,
+            num_own=len(self.own.requests),
+            num_own_since=self.own.num_since,
+            short_tokens=self.short_tokens(usual_tokens),
+            home_tokens=home_tokens,
+        )
+
+
+_NONE = AssignedRequests()
+
 
 class Candidates:
-    """A view of one moment, `now` in seconds of the monotonic clock."""
+    """The view at one moment: `now` in seconds of the monotonic clock."""
 
-    def __init__(self, cluster: Cluster, table: InFlight, now: float) -> None:
+    def __init__(self, cluster: Cluster, table: RequestTable, now: float) -> None:
         self._cluster = cluster
         self._table = table
         self._now = now
 
-    def of(self, model: str, refused_by: frozenset[Target] = frozenset()) -> list[Candidate]:
-        """Ready instances, with their load as far as it is known."""
+    def of(self, model: str, refused_by: frozenset[InstanceAddress] = frozenset()) -> list[Candidate]:
+        """Return the ready instances of `model`, with their load as far as it is known."""
         return [self._candidate(ready, refused_by) for ready in self._cluster.ready(model)]
 
-    def _candidate(self, ready: Ready, refused_by: frozenset[Target]) -> Candidate:
-        """Of an instance whose requests are one worker's; what belongs to groups is asked for only there."""
-        card, worker = ready.card, self._worker(ready)
-        max_tokens = self._cluster.tokens_of(card, worker.of_shape)
-        alone = Candidate(
-            instance=card.id,
-            worker=ready.worker,
-            epoch=ready.epoch,
+    def _candidate(self, ready: ReadyInstance, refused_by: frozenset[InstanceAddress]) -> Candidate:
+        card, member = ready.card, self._member(ready)
+        max_tokens = self._cluster.tokens_of(card, member.shape_metrics)
+        single = Candidate(
+            *member.address,
             max_tokens=max_tokens,
-            num_measured=worker.num_measured,
-            num_own=len(worker.place.flights),
-            num_own_since=worker.place.num_since,
-            kv_usage=worker.metrics.kv_usage if worker.metrics else 0.0,
-            precision=lowest_half(worker.metrics.last.layers) if worker.metrics else None,
-            is_below=worker.target in refused_by,
+            num_measured=member.num_measured,
+            num_own=len(member.own.requests),
+            num_own_since=member.own.num_since,
+            kv_usage=member.metrics.kv_usage if member.metrics else 0.0,
+            precision=lowest_half(member.metrics.last.layers) if member.metrics else None,
+            has_refused=member.address in refused_by,
             low_tokens=max_tokens,
-            free_tokens=_free_tokens(worker, [worker]),
-            parts=self._cluster.parts_groups and bool(card.tokens_at),
+            free_tokens=_free_tokens(member, [member]),
+            can_split=self._cluster.can_split and bool(card.tokens_at),
         )
-        is_group = card.tp > 1 and card.pp == 1  # of stages the leader alone has requests
-        return self._group(alone, worker, refused_by) if is_group else alone
+        is_group = card.tp > 1 and card.pp == 1  # in a pipeline only the leader has requests
+        return self._group(single, member, refused_by) if is_group else single
 
-    def _group(self, leader: Candidate, leading: _Worker, refused_by: frozenset[Target]) -> Candidate:
-        """With what its members have to do: each plans its own, and the KV cache is one."""
-        cluster, ready = self._cluster, leading.ready
-        members = [self._worker(one) for one in cluster.seats(ready)]
+    def _group(self, single: Candidate, leader: _Member, refused_by: frozenset[InstanceAddress]) -> Candidate:
+        """Return the leader's candidate with the load of all members: each plans its own requests, and the
+        KV cache is one."""
+        cluster, ready = self._cluster, leader.ready
+        members = [self._member(one) for one in cluster.seats(ready)]
         usual_tokens = cluster.usual_tokens(ready, self._now)
         measured = [one.num_measured for one in members if one.num_measured is not None]
-        kv_tokens = _kv_tokens(leading) or leader.max_tokens
-        home_tokens = min(
-            ready.card.tokens_at.get(1, usual_tokens), (1 - cluster.free_share) * kv_tokens / ready.card.tp
-        )
+        kv_share = (1 - cluster.free_share) * (leader.kv_tokens or single.max_tokens) / ready.card.tp
+        home_tokens = min(ready.card.tokens_at.get(1, usual_tokens), kv_share)
         return replace(
-            leader,
+            single,
             num_measured=sum(measured) if measured else None,
-            num_own=sum(len(one.place.flights) for one in members),
-            num_own_since=sum(one.place.num_since for one in members),
-            is_below=any(one.target in refused_by for one in members),
+            num_own=sum(len(one.own.requests) for one in members),
+            num_own_since=sum(one.own.num_since for one in members),
+            has_refused=any(one.address in refused_by for one in members),
             tp=ready.card.tp,
             low_tokens=usual_tokens,
-            free_tokens=_free_tokens(leading, members),
-            stays=any(_longest(one) > usual_tokens for one in members) or not cluster.parts_groups,
-            seats=tuple(_seat(one, usual_tokens, home_tokens) for one in members),
+            free_tokens=_free_tokens(leader, members),
+            stays=any(one.longest_tokens > usual_tokens for one in members) or not cluster.can_split,
+            seats=tuple(one.as_seat(usual_tokens, home_tokens) for one in members),
         )
 
-    def _worker(self, ready: Ready) -> _Worker:
-        target = Target(ready.card.id, ready.worker, ready.epoch)
+    def _member(self, ready: ReadyInstance) -> _Member:
+        address = InstanceAddress(ready.card.id, ready.worker, ready.epoch)
         metrics = self._cluster.instance_metrics(ready.card.id, ready.epoch, self._now)
-        return _Worker(
+        return _Member(
             ready=ready,
-            target=target,
-            place=self._table.places.get(target, _NOBODY),
+            address=address,
+            own=self._table.assigned.get(address, _NONE),
             metrics=metrics,
-            of_shape=metrics if metrics and self._cluster.is_of_shape(ready, metrics) else None,
+            shape_metrics=metrics if metrics and self._cluster.is_of_shape(ready, metrics) else None,
         )
 
 
-_NOBODY = Place()
+def _free_tokens(leader: _Member, members: Sequence[_Member]) -> float | None:
+    """Return the free KV in tokens, less what is queued and on its way; None if that is unknown.
 
-
-def _free_tokens(leading: _Worker, members: Sequence[_Worker]) -> float | None:
-    """Of KV, less the queues and what is on its way. Without metrics of this shape, less what this gateway
-    has there."""
-    card = leading.ready.card
-    if leading.of_shape is None:
-        on_their_way = sum(one.place.num_tokens for one in members)
-        return _kv_tokens(leading) - on_their_way if card.tp in card.tokens_at else None
-    last = leading.of_shape.last
-    free_blocks = last.kv_blocks - last.kv_used
-    return free_blocks * card.block_tokens - sum(map(_coming_tokens, members))
-
-
-def _kv_tokens(leading: _Worker) -> int:
-    """Of all, which may be more than one sequence may have; 0: unknown."""
-    card = leading.ready.card
-    if leading.of_shape is None:
-        return card.tokens_at.get(card.tp, 0)
-    return leading.of_shape.last.kv_blocks * card.block_tokens
-
-
-def _coming_tokens(worker: _Worker) -> int:
-    """It has no KV yet."""
-    queued = worker.of_shape.last.waiting_tokens if worker.of_shape else 0
-    return queued + worker.place.tokens_since
-
-
-def _longest(worker: _Worker) -> int:
-    told = worker.metrics.last.longest_tokens if worker.metrics else 0
-    return max(told, worker.place.longest_tokens)
-
-
-def _seat(worker: _Worker, usual_tokens: int, home_tokens: float) -> Seat:
-    return Seat(
-        instance=worker.target.instance,
-        worker=worker.target.worker,
-        epoch=worker.target.epoch,
-        num_measured=worker.num_measured,
-        num_own=len(worker.place.flights),
-        num_own_since=worker.place.num_since,
-        short_tokens=_short_tokens(worker, usual_tokens),
-        home_tokens=home_tokens,
-    )
-
-
-def _short_tokens(worker: _Worker, usual_tokens: int) -> float:
-    """Beside a long request of another gateway, whose share nobody tells: what we know of ourselves. Never
-    too many: they end, and others get their seats."""
-    place, metrics = worker.place, worker.of_shape
-    is_any_long = place.longest_tokens > usual_tokens
-    if metrics and not is_any_long and metrics.last.longest_tokens <= usual_tokens:
-        return metrics.last.kv_own * worker.ready.card.block_tokens + _coming_tokens(worker)
-    short = [one for one in place.flights.values() if one.num_tokens <= usual_tokens]
-    return sum(one.num_known_tokens if one.is_running else one.num_tokens for one in short)
+    Without metrics of this shape: the KV of the shape, less what this gateway has there.
+    """
+    if leader.shape_metrics is None:
+        is_known = leader.ready.card.tp in leader.ready.card.tokens_at
+        return leader.kv_tokens - sum(one.own.num_tokens for one in members) if is_known else None
+    last = leader.shape_metrics.last
+    free_tokens = (last.kv_blocks - last.kv_used) * leader.block_tokens
+    return free_tokens - sum(one.queued_tokens for one in members)

@@ -1,7 +1,7 @@
-"""What the gateway knows of the workers: leases and cards as last polled, and the monitor's metrics.
+"""The gateway's view of the workers: leases and cards as last polled, and the monitor's metrics.
 
-Only ever a view. Who is alive is told by the leases; this remembers when each was last seen, so that a
-worker counts as dead after its lease is missing for a while, and not after one poll that came too early.
+Leases say which workers are alive. The view remembers when each lease was last seen, so that a worker counts
+as dead after its lease is missing for a while, and not after one early poll.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bus.messages import (
 )
 from bus.shapes import longest_tokens
 
-# A worker that was there a moment ago may be starting again: what it could be part of is not impossible yet.
+# A worker seen this recently may be restarting: shapes that need it are still possible.
 JOIN_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """An instance that takes requests, with the worker that leads it."""
+class ReadyInstance:
+    """An instance that takes requests, and the worker that leads it."""
 
     card: InstanceCard
     worker: str
@@ -36,22 +36,22 @@ class Ready:
 
 @dataclass(slots=True)
 class Cluster:
-    """Times are seconds of the process's monotonic clock. `seen`: worker -> (epoch, when its lease was
-    last there)."""
+    """The view. Times are seconds of the process's monotonic clock."""
 
     stale_s: float
     workers: dict[str, WorkerCard] = field(default_factory=dict)
+    # Worker -> its epoch, and when its lease was last there.
     seen: dict[str, tuple[int, float]] = field(default_factory=dict)
     served_at: dict[str, float] = field(default_factory=dict)  # model -> when an instance was last ready
     cards: dict[str, InstanceCard] = field(default_factory=dict)  # of every model served so far
     polled_at: float = float("-inf")
     metrics: Metrics | None = None
     metrics_at: float = float("-inf")
-    awaited: dict[str, str] = field(default_factory=dict)  # models that are being deployed, and how far
-    max_tp: int = 0  # no group beyond it is made, as the policy says; 0: any
-    parts_groups: bool = True  # by itself, as the policy says
-    free_share: float = 0.5  # of the KV, for a group to part
-    _ready: dict[str, list[Ready]] = field(default_factory=dict)
+    awaited: dict[str, str] = field(default_factory=dict)  # models being deployed, with their state
+    max_tp: int = 0  # the policy's limit of a group; 0: none
+    can_split: bool = True  # the policy forms and splits groups by itself
+    free_share: float = 0.5  # of the KV, for a group to split
+    _ready: dict[str, list[ReadyInstance]] = field(default_factory=dict)
     _instance_metrics: dict[tuple[str, int], InstanceMetrics] = field(default_factory=dict)
     _worker_metrics: dict[tuple[str, int], WorkerMetrics] = field(default_factory=dict)
     _newer: dict[tuple[str, int], WorkerTelemetry] = field(default_factory=dict)  # than the monitor's picture
@@ -59,10 +59,10 @@ class Cluster:
     _processes: dict[str, WorkerCard] = field(default_factory=dict)  # as last seen, dead ones too
     _degrees: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # tp, since when
     _retired: set[str] = field(default_factory=set)
-    _fenced: dict[str, int] = field(default_factory=dict)  # worker -> the epoch it gave up and lived on
+    _fenced: dict[str, int] = field(default_factory=dict)  # worker -> the epoch whose lease it lost
 
     def update(self, live: Iterable[LiveWorker], now: float) -> None:
-        """A new poll of the registry."""
+        """Take a new poll of the registry."""
         self.workers = {worker.card.id: worker.card for worker in live}
         self.polled_at = now
         self._ready = {}
@@ -89,17 +89,17 @@ class Cluster:
         return before if before[0] == card.tp else (card.tp, now)
 
     def _notice_fence(self, before: WorkerCard | None, card: WorkerCard) -> None:
-        """The same process with another epoch did not die: it had lost its lease."""
+        """Note a process that has another epoch: it lost its lease and did not die."""
         if before is not None and before.epoch != card.epoch and _process(before) == _process(card):
             self._fenced[card.id] = before.epoch
 
     def _notice_retired(self, before: WorkerCard | None, card: WorkerCard) -> None:
-        """The same incarnation does not show it any more."""
+        """Note the models that a worker of the same epoch does not show any more."""
         if before is not None and before.epoch == card.epoch:
             self._retired |= {one.model for one in before.instances} - {one.model for one in card.instances}
 
     def _forget_retired(self) -> None:
-        """Unless another worker serves or brings it."""
+        """Forget retired models, unless another worker serves or loads them."""
         for model in list(self._retired):
             if model in self._ready or self.is_coming(model):
                 self._retired.discard(model)
@@ -108,16 +108,15 @@ class Cluster:
                 self.served_at.pop(model, None)
 
     def was_retired(self, model: str) -> bool:
-        """It was served, and will not be any more."""
+        """Return True if the model was served and is not coming back."""
         return model in self._retired and model not in self.awaited
 
     def is_coming(self, model: str) -> bool:
-        """Whether a worker that serves loads it beside what it has."""
+        """Return True if a serving worker loads the model beside others."""
         return any(model in worker.loading for worker in self.workers.values())
 
     def has_left(self, instance: str, worker: str, epoch: int, now: float) -> bool:
-        """Whether this incarnation is there, and neither shows the instance nor reports of it: what is sent
-        to it is not read."""
+        """Return True if this epoch of the worker is there without the instance: it reads nothing for it."""
         card = self.workers.get(worker)
         if card is None or card.epoch != epoch or any(one.id == instance for one in card.instances):
             return False
@@ -127,30 +126,30 @@ class Cluster:
         )
 
     def forget_workers(self) -> None:
-        """Redis lost its data: the cards are gone until the workers register again."""
+        """Drop all cards: Redis lost its data, and the workers have to register again."""
         self.workers = {}
         self._ready = {}
 
     def drop(self, worker: str, epoch: int) -> None:
-        """This incarnation is gone, though the last poll may still have seen it."""
+        """Drop an epoch that is gone, though the last poll may still have seen it."""
         card = self.workers.get(worker)
         if card is not None and card.epoch <= epoch:
             del self.workers[worker]
-            self._choose_no_more(worker)
+            self._exclude(worker)
 
-    def told_to_leave(self, worker: str, epoch: int) -> None:
-        """From now on it is asked for nothing, though the last poll does not know that it drains."""
+    def mark_draining(self, worker: str, epoch: int) -> None:
+        """Send nothing more to a worker that was told to drain since the last poll."""
         card = self.workers.get(worker)
         if card is not None and card.epoch == epoch and card.state == "serving":
             self.workers[worker] = replace(card, state="draining")
-            self._choose_no_more(worker)
+            self._exclude(worker)
 
-    def _choose_no_more(self, worker: str) -> None:
+    def _exclude(self, worker: str) -> None:
         for model, instances in self._ready.items():
             self._ready[model] = [ready for ready in instances if ready.worker != worker]
 
     def forget_retired(self, active: set[str]) -> None:
-        """Models that were deployed, are not to be served any more (all but `active`), and are not."""
+        """Forget models that were deployed, are not among `active` and are not served."""
         served = {card.model for worker in self.workers.values() for card in worker.instances}
         for model, card in list(self.cards.items()):
             if card.deployed and model not in active | served:
@@ -197,17 +196,17 @@ class Cluster:
         before = self._steps.get((metrics.id, metrics.epoch))
         return before if before is not None and before[0] == steps else (steps, now)
 
-    # ------------------------------------------------------------------------------------- asking
+    # ------------------------------------------------------------------------------------- queries
 
-    def ready(self, model: str) -> list[Ready]:
+    def ready(self, model: str) -> list[ReadyInstance]:
         return self._ready.get(model, [])
 
-    def ready_models(self) -> dict[str, Ready]:
-        """One ready instance of each model that has any, in the order of their names."""
+    def ready_models(self) -> dict[str, ReadyInstance]:
+        """Return one ready instance of each model that has any, ordered by model."""
         return {model: instances[0] for model, instances in sorted(self._ready.items()) if instances}
 
     def known_models(self) -> list[str]:
-        """Ready now, or at some time since this gateway started."""
+        """Return the models served now, or before since this gateway started."""
         return sorted(self.cards)
 
     def instances(self) -> Iterator[tuple[WorkerCard, InstanceCard]]:
@@ -217,8 +216,11 @@ class Cluster:
                     yield worker, card
 
     def is_joining(self, model: str, now: float, grace_s: float) -> bool:
-        """Whether waiting makes sense: a worker loads the model (or does not say yet what it loads), or an
-        instance was ready a moment ago and its worker may be starting again."""
+        """Return True if waiting makes sense.
+
+        A worker loads the model (or does not say yet what it loads), or an instance was ready within
+        `grace_s` and its worker may be restarting.
+        """
         recently = now - self.served_at.get(model, float("-inf")) < grace_s
         loads = any(_may_load(worker, model) for worker in self.workers.values())
         return recently or loads or self.is_coming(model)
@@ -227,7 +229,7 @@ class Cluster:
         return [worker for worker in self.workers.values() if worker.state == "loading"]
 
     def instance_metrics(self, instance: str, epoch: int, now: float) -> InstanceMetrics | None:
-        """None where it is missing, stale, or of another incarnation: absent is not zero."""
+        """Return fresh metrics of this epoch; None if there are none (absent is not zero)."""
         found = self._instance_metrics.get((instance, epoch))
         if found is None or self.worker_metrics(found.worker, epoch, now) is None:
             return None
@@ -240,7 +242,7 @@ class Cluster:
         return found
 
     def was_idle_after(self, instance: str, epoch: int, moment: float, now: float) -> bool:
-        """Whether a report made after `moment` says that the instance runs nothing and has no queue."""
+        """Return True if a report made after `moment` shows no running and no waiting request."""
         found = self.instance_metrics(instance, epoch, now)
         if found is None:
             return False
@@ -250,35 +252,38 @@ class Cluster:
         return self.metrics_at - self._worker_metrics[metrics.worker, metrics.epoch].age_seconds
 
     def is_working(self, instance: str, epoch: int, now: float, within_s: float) -> bool:
-        """Whether a fresh report says that the instance has work and made steps within `within_s`."""
+        """Return True if a fresh report shows work, and steps within `within_s`."""
         found = self.instance_metrics(instance, epoch, now)
         if found is None or found.last.running + found.last.waiting == 0:
             return False
         return now - self._steps[instance, epoch][1] <= within_s
 
-    def is_of_shape(self, ready: Ready, metrics: InstanceMetrics) -> bool:
-        """Whether these metrics are of the card's degree, and not of the one before."""
+    def is_of_shape(self, ready: ReadyInstance, metrics: InstanceMetrics) -> bool:
+        """Return True if `metrics` are of the card's degree, and not of the one before a transform."""
         _, since = self._degrees.get((ready.card.id, ready.epoch), (0, float("-inf")))
         return self._reported_at(metrics) >= since
 
-    def max_tokens(self, ready: Ready, now: float) -> int:
-        """Prompt and output that one sequence may have there."""
+    def max_tokens(self, ready: ReadyInstance, now: float) -> int:
+        """Return how many tokens of prompt and output one sequence may have there."""
         metrics = self.instance_metrics(ready.card.id, ready.epoch, now)
         return self.tokens_of(ready.card, metrics if metrics and self.is_of_shape(ready, metrics) else None)
 
     @staticmethod
     def tokens_of(card: InstanceCard, metrics: InstanceMetrics | None) -> int:
-        """The model's context, or the whole KV cache where that is known to be less."""
+        """Return the model's context, or the whole KV cache if that is known to be less."""
         kv_tokens = metrics.kv_blocks * card.block_tokens if metrics else card.tokens_at.get(card.tp, 0)
         return min(card.max_model_len, kv_tokens or card.max_model_len)
 
-    def usual_tokens(self, ready: Ready, now: float) -> int:
-        """The same of one worker alone: what a request may have without asking for a group."""
+    def usual_tokens(self, ready: ReadyInstance, now: float) -> int:
+        """Return how many tokens one sequence may have on one worker: more needs a group."""
         alone, now_there = ready.card.tokens_at.get(1, 0), self.max_tokens(ready, now)
         return now_there if ready.card.tp == 1 or not alone else min(ready.card.max_model_len, alone)
 
     def longest_tokens(self, model: str, now: float) -> int:
-        """Of the largest shape that the workers, or those of a moment ago, can take. 0: there is none."""
+        """Return how many tokens the largest possible shape holds; 0 without workers.
+
+        Workers seen within JOIN_GRACE_S count.
+        """
         recent = [card for name, card in self._processes.items() if self._is_recent(name, now)]
         shapes = longest_tokens([card for card in recent if card.state == "serving"], model, self.max_tp)
         return max([shapes, *(self.max_tokens(ready, now) for ready in self.ready(model))])
@@ -286,12 +291,12 @@ class Cluster:
     def _is_recent(self, worker: str, now: float) -> bool:
         return now - self.seen[worker][1] < JOIN_GRACE_S
 
-    def seats(self, ready: Ready) -> list[Ready]:
-        """The members that take requests, the leader first: those whose cards tell of the same group."""
+    def seats(self, ready: ReadyInstance) -> list[ReadyInstance]:
+        """Return the members of a group that take requests, the leader first: their cards agree on it."""
         names = ready.card.workers or [ready.worker]
         there = [self.workers[name] for name in names if name in self.workers]
         return [
-            Ready(card, worker.id, worker.epoch)
+            ReadyInstance(card, worker.id, worker.epoch)
             for worker in there
             if worker.state == "serving"
             for card in worker.instances
@@ -299,18 +304,19 @@ class Cluster:
         ]
 
     def has_other_epoch(self, worker: str, epoch: int) -> bool:
-        """Whether the worker is there as another incarnation. Its number is no larger where a clock was set
-        back."""
+        """Return True if the worker has another epoch. It is lower if a clock was set back."""
         card = self.workers.get(worker)
         return card is not None and card.epoch != epoch
 
     def was_fenced(self, worker: str, epoch: int) -> bool:
-        """Whether this epoch ended by the loss of a lease, in a process that lives on."""
+        """Return True if this epoch ended because a live process lost its lease."""
         return self._fenced.get(worker) == epoch
 
     def missing_for(self, worker: str, epoch: int) -> float:
-        """Seconds for which polls that worked did not find this lease; 0 if the last one did, infinite if
-        another incarnation was there since."""
+        """Return for how many seconds polls did not find this lease.
+
+        0 if the last poll found it, infinite if another epoch was there since.
+        """
         seen_epoch, at = self.seen.get(worker, (epoch, self.polled_at))
         return self.polled_at - at if seen_epoch == epoch else float("inf")
 
@@ -324,8 +330,8 @@ def _may_load(worker: WorkerCard, model: str) -> bool:
     return worker.state == "loading" and (model in listed or not listed)
 
 
-def _ready_of(worker: WorkerCard) -> Iterator[Ready]:
+def _ready_of(worker: WorkerCard) -> Iterator[ReadyInstance]:
     if worker.state == "serving":
         for card in worker.instances:
             if not card.workers or card.workers[0] == worker.id:
-                yield Ready(card, worker.id, worker.epoch)
+                yield ReadyInstance(card, worker.id, worker.epoch)

@@ -1,8 +1,8 @@
-"""Every accepted request gets every token once, in order, and exactly one end, whatever dies.
+"""Delivery: every accepted request gets every token once, in order, and exactly one end, whatever dies.
 
-A synchronous core: it is told what happened (a step's output, a Submit that Redis took) and answers by
-changing the in-flight table, calling sinks, and putting writes into the outbox. It never waits.
-`gateway.delivery.watch` tells when a flight must be replayed, `gateway.delivery.attempts` does it.
+A synchronous core. It is called with what happened (a step's output, a Submit that Redis took) and changes
+the table, calls sinks and puts writes into the outbox. It never waits. `gateway.delivery.loss` detects that
+a request must be sent again, `gateway.delivery.attempts` does so.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from bus.messages import Delta, RejectReason, StepOutput
+from bus.messages import Delta, Demand, StepOutput
 from gateway import errors
 from gateway.delivery.attempts import Attempts, OnEvent
+from gateway.delivery.candidates import lowest_named
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.endings import Endings
-from gateway.delivery.inflight import Flight, InFlight
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Placement
-from gateway.delivery.precision import lowest_named
+from gateway.delivery.request import GenerationRequest, RequestState, RetryReason, Sink
+from gateway.delivery.table import RequestTable
 from gateway.errors import ApiError
-from gateway.stats import Stats
+from gateway.stats import GatewayStats
 
 STRAY_CANCEL_S = 1.0
 
 
 class Delivery:
-    """Owner of the table."""
+    """The owner of the table of requests."""
 
     def __init__(
         self,
-        table: InFlight,
+        table: RequestTable,
         cluster: Cluster,
         outbox: Outbox,
         placement: Placement,
-        stats: Stats,
+        stats: GatewayStats,
         *,
         queue_timeout_s: float,
         max_attempts: int,
@@ -62,126 +63,137 @@ class Delivery:
             on_demand=on_demand,
             clock=clock,
         )
+        self._queue_timeout_s = queue_timeout_s
         self._clock = clock
-        self._strays: dict[str, float] = {}  # request id -> when its worker was told that nobody wants it
+        self._strays: dict[str, float] = {}  # request id -> when its worker got a Cancel for it
+        outbox.on_sent, outbox.on_full, outbox.on_unsendable = self.on_sent, self.on_full, self.on_unsendable
 
     # ------------------------------------------------------------------------------------- from the API
 
-    def submit(self, flight: Flight) -> None:
-        """Accepts it. Raises ApiError: 400 where no instance can hold it, 503 where there is none."""
-        self.attempts.begin(flight)
+    def new_state(self, request: GenerationRequest, sink: Sink) -> RequestState:
+        return RequestState(request, sink, deadline=request.arrived + self._queue_timeout_s)
 
-    def cancel(self, flight: Flight) -> None:
-        """Nobody wants the rest of it (the client left)."""
-        self.endings.cancel(flight)
+    def submit(self, state: RequestState) -> None:
+        """Accept a request. Raises ApiError: 400 if no instance can hold it, 503 if there is none."""
+        self.attempts.begin(state)
 
-    def fail(self, flight: Flight, error: ApiError) -> None:
-        """Ends it, at its worker, too. Nothing happens to one that has ended (its call failed with a
-        sibling)."""
-        if self.table.has(flight):
-            self.endings.tell_worker(flight)
-            self.endings.fail(flight, error)
+    def cancel(self, state: RequestState) -> None:
+        """End a request whose client left."""
+        self.endings.cancel(state)
+
+    def fail(self, state: RequestState, error: ApiError) -> None:
+        """End a request with an error, at its worker, too; nothing if it has ended."""
+        if self.table.has(state):
+            self.endings.cancel_at_worker(state)
+            self.endings.fail(state, error)
 
     def fail_all(self, error: ApiError) -> None:
-        """Ends everything: this gateway leaves."""
-        for flight in list(self.table.flights.values()):
-            self.fail(flight, error)
+        """End every request: this gateway leaves."""
+        for state in list(self.table.requests.values()):
+            self.fail(state, error)
         self.flush()
 
     def flush(self) -> None:
-        """Writes out what the steps of a batch brought, once per sink."""
+        """Write out what a batch of steps brought, once per sink."""
         self.endings.flush()
+
+    def demands(self, gateway: str) -> list[Demand]:
+        """Return, for each model, what waits for a group of workers."""
+        waiting = {model: self.table.for_room.of(model) for model in self.table.for_room.models}
+        return [
+            Demand(
+                gateway=gateway,
+                model=model,
+                tokens=max(state.request.num_tokens for state in states),
+                count=len(states),
+                at_ms=time.time_ns() // 1_000_000,
+            )
+            for model, states in waiting.items()
+        ]
 
     # ------------------------------------------------------------------------------------- from workers
 
     def on_step(self, step: StepOutput, deltas: Sequence[Delta]) -> None:
-        """One engine step's deltas, or some of them. Call `flush` when the batch is through."""
+        """Take the deltas of an engine step, or some of them. Call `flush` after the batch."""
         now = self._clock()
-        flights = self.table.flights
+        requests = self.table.requests
         for delta in deltas:
-            flight = flights.get(delta.request_id)
-            if flight is None:
-                self._stray(step, delta, now)
+            state = requests.get(delta.request_id)
+            if state is None:
+                self._cancel_stray(step, delta, now)
                 continue
-            target = flight.target
+            target = state.target
             if (
                 target is None
-                or delta.attempt != flight.attempt
+                or delta.attempt != state.attempt
                 or target.epoch != step.epoch
                 or target.worker != step.worker
             ):
                 self.stats.late_deltas += 1
                 continue
-            self._accept(flight, delta, step, now)
+            self._accept(state, delta, step, now)
 
-    def _accept(self, flight: Flight, delta: Delta, step: StepOutput, now: float) -> None:
-        received = flight.received
+    def _accept(self, state: RequestState, delta: Delta, step: StepOutput, now: float) -> None:
+        received = state.received
         skip = len(received) - delta.index
         if skip < 0:
             self.stats.gaps += 1
-            missing = f"token {len(received)} is missing, {delta.index} came"
-            self.attempts.replay(flight, "gap", missing, may_still_run=True)
+            detail = f"token {len(received)} is missing, {delta.index} came"
+            self.attempts.replay(state, RetryReason.GAP, detail, may_still_run=True)
             return
-        flight.last_sign = now
+        state.last_sign = now
         if delta.reject_reason is not None:
-            self._rejected(flight, delta.reject_reason, delta.error or "")
+            self.attempts.reject(state, delta.reject_reason, delta.error or "")
             return
-        if not flight.is_running:
-            self._started(flight, max(now - step.step_s, flight.arrived))
+        if not state.is_running:
+            self._on_begun(state, max(now - step.step_s, state.request.arrived))
         token_ids = delta.token_ids[skip:] if skip else delta.token_ids
         is_enough = False
         if token_ids:
-            self._count(flight, len(token_ids), step, now)
+            self._count(state, len(token_ids), step, now)
             received.extend(token_ids)
-            is_enough = flight.sink.on_tokens(token_ids, delta, skip, step)
-        self.endings.touch(flight.sink)
+            is_enough = state.sink.on_tokens(state.request, token_ids, delta, skip, step)
+        self.endings.touch(state.sink)
         if is_enough:
-            self.endings.tell_worker(flight)
-            self.endings.end(flight, "stop")
+            self.endings.cancel_at_worker(state)
+            self.endings.end(state, "stop")
         elif delta.finish_reason == "error":
             reason = delta.error or "no reason given"
-            self.endings.fail(flight, errors.engine_error(f"the worker failed: {reason}"))
+            self.endings.fail(state, errors.engine_error(f"the worker failed: {reason}"))
         elif delta.finish_reason is not None:
             if not token_ids:
-                flight.sink.on_tokens([], delta, skip, step)
-            self.endings.end(flight, delta.finish_reason)
+                state.sink.on_tokens(state.request, [], delta, skip, step)
+            self.endings.end(state, delta.finish_reason)
 
-    def _rejected(self, flight: Flight, reason: RejectReason, detail: str) -> None:
-        """Send `flight` elsewhere, or here again later: its worker did not run it."""
-        match reason:
-            case RejectReason.PRECISION_FLOOR:
-                self.attempts.below_floor(flight)
-            case RejectReason.KV_CAPACITY:
-                self.attempts.too_small(flight, detail)
-            case RejectReason.RETIRED:
-                self.attempts.retired(flight, detail)
+    def _on_begun(self, state: RequestState, began: float) -> None:
+        state.is_running = True
+        if state.journey is not None:
+            state.journey.began(began)
+        if not state.was_admitted:
+            state.was_admitted = True
+            state.began = began
+            stats = self.stats.of(state.request.model)
+            stats.request_queue_time.observe(began - state.request.arrived)
+            state.sink.on_admitted()
 
-    def _started(self, flight: Flight, began: float) -> None:
-        flight.is_running = True
-        if flight.journey is not None:
-            flight.journey.began(began)
-        if not flight.was_admitted:
-            flight.was_admitted = True
-            flight.began = began
-            self.stats.of(flight.model).request_queue_time.observe(began - flight.arrived)
-            flight.sink.on_admitted()
-
-    def _count(self, flight: Flight, num_tokens: int, step: StepOutput, now: float) -> None:
-        stats = self.stats.of(flight.model)
-        if flight.received:
-            stats.inter_token_latency.observe((now - flight.last_token) / num_tokens)
+    def _count(self, state: RequestState, num_tokens: int, step: StepOutput, now: float) -> None:
+        stats = self.stats.of(state.request.model)
+        if state.received:
+            stats.inter_token_latency.observe((now - state.last_token) / num_tokens)
         else:
-            stats.time_to_first_token.observe(now - flight.arrived)
-            flight.first_token = now
+            stats.time_to_first_token.observe(now - state.request.arrived)
+            state.first_token = now
         stats.generation_tokens += num_tokens
         stats.tokens_by_precision[lowest_named(step.fingerprint)] += num_tokens
-        flight.last_token = now
-        if flight.journey is not None:
-            flight.journey.made(step, len(flight.received), num_tokens, now)
+        state.last_token = now
+        if state.journey is not None:
+            state.journey.made(step, len(state.received), num_tokens, now)
 
-    def _stray(self, step: StepOutput, delta: Delta, now: float) -> None:
-        """A worker still runs what has ended here: its Cancel was lost, or the request belonged to an
-        earlier process with this gateway's id."""
+    def _cancel_stray(self, step: StepOutput, delta: Delta, now: float) -> None:
+        """Cancel what has ended here and still runs at a worker.
+
+        Its Cancel was lost, or the request belonged to an earlier process with this gateway's id.
+        """
         if delta.finish_reason is not None or now - self._strays.get(delta.request_id, -1e9) < STRAY_CANCEL_S:
             return
         if len(self._strays) > 4096:
@@ -191,23 +203,22 @@ class Delivery:
 
     # ------------------------------------------------------------------------------------- from the outbox
 
-    def on_sent(self, flight: Flight) -> None:
-        """Redis has its Submit."""
-        flight.is_sent = True
-        flight.last_sign = self._clock()
+    def on_sent(self, state: RequestState) -> None:
+        """Note that Redis has the Submit of a request."""
+        state.is_sent = True
+        state.last_sign = self._clock()
 
-    def on_bus_full(self, flight: Flight) -> None:
-        """Redis has no memory for the Submit: a refusal, or another try for what has begun."""
-        if flight.received:
-            if flight.journey is not None:
-                flight.journey.void("bus_full", self._clock())
-            self.table.unassign(flight)
+    def on_full(self, state: RequestState) -> None:
+        """Refuse a request that Redis has no memory for; let one that has begun wait."""
+        if state.received:
+            state.end_attempt(RetryReason.BUS_FULL, self._clock())
+            self.table.unassign(state)
         else:
-            full = "the message bus is full (Redis is at maxmemory)"
-            self.endings.fail(flight, errors.overloaded(full))
+            full = "the message bus is full (Redis is at maxmemory); try again"
+            self.endings.fail(state, errors.overloaded(full))
             self.flush()
 
-    def on_unsendable(self, flight: Flight, _: Exception) -> None:
-        """Its Submit is no message: nobody could run it."""
-        self.endings.fail(flight, errors.internal())
+    def on_unsendable(self, state: RequestState) -> None:
+        """Fail a request whose Submit cannot be encoded."""
+        self.endings.fail(state, errors.internal())
         self.flush()

@@ -1,12 +1,12 @@
-"""Which instance takes a request? A pure function: no clock, no I/O.
+"""The choice of an instance for a request: one pure function, without clock or I/O.
 
-Load is counted in sequences. The monitor's smoothed number is behind by up to a window, and knows nothing of
-what this gateway sent since, so both are joined; where the number is stale or missing, what this gateway has
-there itself is all that is known (stale is not idle).
+Load is counted in sequences. The monitor's smoothed number lags by up to a window and misses what this
+gateway sent since, so both are added; without a fresh number only this gateway's own requests are known
+(stale is not idle).
 
-With groups of workers about, this is Algorithm 1 of Gyges (§5). A request is *long* if no instance of the
-lowest degree holds it. Degrees change only for long requests, so these go where a group has to stay anyway,
-and short ones keep away from a group that is to part, and from the room that a long one waits for:
+With groups of workers this is Algorithm 1 of Gyges (§5). A request is *long* if no instance of the lowest
+degree holds it. Degrees change only for long requests, so these go where a group has to stay anyway. Short
+ones keep away from a group that is about to split, and from the room that a long one waits for:
 
 ====  ====================================================================
 rank  a short request goes to the least loaded of the first rank that is not empty
@@ -14,33 +14,38 @@ rank  a short request goes to the least loaded of the first rank that is not emp
 0     an instance of one worker that has room
 1     a group that stays and has room beyond what is reserved, and at home
 2     an instance of one worker, though the request will wait there
-3     a group that is to part and has room at home
-4     a group that stays, though the request will wait: there, if the group never parts by itself, else
-      here (`Parting`); after a long one that waits (`Behind`)
-5     a group that is to part: it waits here, with some patience (`Parting`)
+3     a group that is about to split and has room at home
+4     a group that stays, though the request will wait: at the group if it never splits by itself, else
+      here (`WaitForSplit`); after a long one that waits (`YieldToLong`)
+5     a group that is about to split: the request waits here for a while (`WaitForSplit`)
 ====  ====================================================================
 
-*Room at home*: everyone plans its own in a group, too, so a request goes to one of its members (`member_for`)
-and stays with it when the group parts. While no member has more short requests than it could hold alone, the
-group can part in the moment in which its last long one ends; what is above waits here meanwhile. Without
-that a group which every worker is needed for, and which gets less done than comes, never parted again. For
-the same reason no queue is brought into a group: while a long request waits for one to be made, short ones
-wait here for room (`Parting`), and those that wait at a worker come back (`crowded`).
+*Room at home*: each member of a group plans its own requests, so a request goes to one member
+(`member_for`) and stays with it when the group splits. While no member has more short requests than it
+could hold alone, the group can split as soon as its last long request ends; what is above waits here.
+Otherwise a group that needs every worker, and completes less than arrives, would never split. For the same
+reason no queue goes into a new group: while a long request waits for one, short ones wait here for room
+(`WaitForSplit`), and those in a worker's queue come back (`crowded`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final
 
 from bus.precisions import Precision, is_below
 from bus.shapes import natural
+from gateway.delivery.request import Floor
+
+# A short request waits this long for a group to split, or for a seat in it, counted from the last time that
+# one of its model got a place. Then it goes to the group anyway.
+SPLIT_PATIENCE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A member of a group, as a place for a request. Sequences and tokens are its own."""
+    """A member of a group, as a place for a request. Sequences and tokens are the member's own."""
 
     instance: str
     worker: str
@@ -48,126 +53,162 @@ class Seat:
     num_measured: float | None
     num_own: int
     num_own_since: int
-    short_tokens: float = 0.0  # KV of its short requests, those included that are on their way
-    home_tokens: float = 0.0  # of so many short ones at most, so that the group can part
+    short_tokens: float = 0.0  # KV of its short requests, those on their way included
+    home_tokens: float = 0.0  # the most of these with which the group can still split
 
     def is_home(self, num_tokens: int) -> bool:
-        """Whether it could take the short request along when the group parts."""
+        """Return True if the member could keep the short request when the group splits."""
         return self.short_tokens <= 0 or self.short_tokens + num_tokens <= self.home_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A ready instance of the model that is asked for. Tokens are prompt and output, or the KV of them."""
+    """A ready instance of the model. Tokens are prompt and output, or the KV of them."""
 
     instance: str
     worker: str  # the leading one
     epoch: int
     max_tokens: int  # of one sequence: the context, or the whole KV cache if that is less
-    num_measured: float | None  # running + waiting, smoothed, all gateways; None: no fresh metric
+    num_measured: float | None  # running + waiting, smoothed, all gateways; None: no fresh metrics
     num_own: int  # sequences of this gateway that are there now
-    num_own_since: int  # of those, sent after the metric arrived
+    num_own_since: int  # of those, sent after the metrics arrived
     kv_usage: float = 0.0  # 0..1
-    precision: Precision | None = None  # of its lowest layer; None: no fresh metric
-    is_below: bool = False  # it just refused: metrics may not know yet that it swapped layers
+    precision: Precision | None = None  # of its lowest layer; None: no fresh metrics
+    has_refused: bool = False  # since the last poll: metrics may not show yet that it swapped layers
     tp: int = 1
-    low_tokens: int = 0  # what one sequence may have at the lowest degree; 0: as `max_tokens`
-    free_tokens: float | None = None  # less what this gateway sent since; None: no fresh metric
-    stays: bool = True  # of a group: it does not part soon (a long request, or nothing parts by itself)
-    parts: bool = True  # groups form by themselves, and part without a long request
-    seats: tuple[Seat, ...] = ()  # of a group: its members that take requests
+    low_tokens: int = 0  # what one sequence may have at the lowest degree; 0: `max_tokens`
+    free_tokens: float | None = None  # less what this gateway sent since; None: no fresh metrics
+    stays: bool = True  # a group: it does not split soon (a long request, or nothing splits by itself)
+    can_split: bool = True  # groups form by themselves, and split without a long request
+    seats: tuple[Seat, ...] = ()  # a group: its members that take requests
 
 
 @dataclass(frozen=True, slots=True)
-class NoneFits:
-    """No instance can ever hold it as they are now; `limit` is the largest."""
+class QueuesAhead:
+    """What a request finds waiting at this gateway for instances of its model. Ahead: arrived earlier."""
+
+    long_tokens: int = 0  # of the first long request that waits for a group, ahead or not
+    reserved_tokens: int = 0  # of the longest one ahead
+    has_long: bool = False  # there is one ahead
+    short_floors: Sequence[Floor] = ()  # of the short requests ahead that wait for a split or a seat
+    now: float = 0.0  # seconds of any clock
+    waits_since: float = 0.0  # when this request arrived, or a short one last got a place
+    cluster_tokens: int = 0  # what the largest shape that the cluster can take holds
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """No shape of the cluster can hold the request; the largest holds `limit` tokens."""
 
     limit: int
 
 
 @dataclass(frozen=True, slots=True)
 class BelowFloor:
-    """All that can hold it have layers below the precision that is asked for. That may change."""
+    """All instances that can hold the request have layers below its floor now."""
 
 
 @dataclass(frozen=True, slots=True)
-class NoRoom:
-    """It is long, and the groups that can hold it are full. They empty, or another one is made."""
+class NeedsGroup:
+    """The request is long, and no group has room for it now: it waits for one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """Only groups could take it, which it would keep from parting, now or when their long request is over. It
-    should wait for a seat or the parts, and go to `candidate` if neither comes."""
+class WaitForSplit:
+    """The request is short, and every place would keep a group from splitting, or from forming.
+
+    `is_overdue`: it has waited long enough and goes to `candidate`.
+    """
 
     candidate: Candidate
+    is_overdue: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """It is short and would take the room that a long one waits for: it goes after that one."""
+class YieldToLong:
+    """The request is short and would take the room that a long one waits for: it goes after that one."""
 
 
-Found = Candidate | NoneFits | BelowFloor | NoRoom | Parting | Behind
+Decision = Candidate | TooLong | BelowFloor | NeedsGroup | WaitForSplit | YieldToLong
+
+
+def choose(
+    candidates: Iterable[Candidate], num_tokens: int, floor: Floor = "", ahead: QueuesAhead | None = None
+) -> Decision | None:
+    """Choose the instance for a request of `num_tokens`; None if there is no candidate.
+
+    A short request goes to the least loaded instance of the first rank (see above); a long one to a group
+    with room, first where another long one runs, so that other groups can split. Among equals the emptiest
+    cache decides, then the name. With a `floor`, instances known to keep it go before those that may keep
+    it: a worker refuses what it must not run.
+    """
+    there, ahead = list(candidates), ahead or QueuesAhead()
+    if not there:
+        return None
+    fitting = [candidate for candidate in there if num_tokens <= candidate.max_tokens]
+    if not fitting:
+        limit = max(ahead.cluster_tokens, *(candidate.max_tokens for candidate in there))
+        return TooLong(limit) if num_tokens > limit else NeedsGroup()
+    is_for_group = is_long(there, num_tokens)
+    if is_for_group and ahead.has_long:
+        return NeedsGroup()
+    keeping = [candidate for candidate in fitting if may_keep(candidate, floor)]
+    if not keeping:
+        return BelowFloor()
+    if is_for_group:
+        roomy = [candidate for candidate in keeping if _has_room(candidate, num_tokens)]
+        if not roomy:
+            return NeedsGroup()
+        return min(roomy, key=lambda c: (_is_doubtful(c, floor), not c.stays, *_by_load(c)))
+    found = _choose_for_short(there, keeping, num_tokens, floor, ahead)
+    if isinstance(found, Candidate) and found.can_split:
+        # A request that waits for a precision that `found` lacks is not overtaken.
+        is_overtaking = any(may_keep(found, other) for other in ahead.short_floors)
+        return WaitForSplit(found) if is_overtaking else found
+    return found
+
+
+def _choose_for_short(
+    there: Sequence[Candidate],
+    keeping: Sequence[Candidate],
+    num_tokens: int,
+    floor: Floor,
+    ahead: QueuesAhead,
+) -> Candidate | WaitForSplit | YieldToLong:
+    reserved_tokens = ahead.reserved_tokens
+    rank, best = min(
+        ((_rank(one, num_tokens, reserved_tokens), one) for one in keeping),
+        key=lambda ranked: (_is_doubtful(ranked[1], floor), ranked[0], *_by_load(ranked[1])),
+    )
+    is_reserved = best.tp > 1 and 0 < reserved_tokens <= best.max_tokens
+    if is_reserved and not _has_room(best, num_tokens + reserved_tokens):
+        return YieldToLong()
+    must_wait = (
+        rank == 2 and _is_group_needed(there, ahead.long_tokens)
+        if best.tp == 1
+        else best.can_split and rank >= 4
+    )
+    return WaitForSplit(best, ahead.now >= ahead.waits_since + SPLIT_PATIENCE_S) if must_wait else best
 
 
 def load(place: Candidate | Seat) -> float:
-    """Sequences there, as far as known. Never fewer than our own: those we know of."""
+    """Return the sequences there, as far as known: at least this gateway's own."""
     if place.num_measured is None:
         return float(place.num_own)
     return max(place.num_measured + place.num_own_since, float(place.num_own))
 
 
 def is_long(candidates: Iterable[Candidate], num_tokens: int) -> bool:
-    """Whether no instance of the lowest degree holds so many tokens."""
+    """Return True if no instance of the lowest degree holds so many tokens."""
     return all(num_tokens > (candidate.low_tokens or candidate.max_tokens) for candidate in candidates)
 
 
-def choose(
-    candidates: Iterable[Candidate],
-    num_tokens: int,
-    floor: Precision | Literal[""] = "",
-    reserved_tokens: int = 0,
-    long_tokens: int = 0,
-) -> Found | None:
-    """The least loaded instance that can hold `num_tokens`, of the rank above for a short request, of the
-    groups with room for a long one: first where another long one runs, so that other groups can part. Of
-    equals the one with the emptier cache, then the first by name. None: there is no candidate at all.
-
-    With a `floor` only those whose layers are all known to keep it, or else may keep it: a worker refuses
-    what it must not run. `reserved_tokens`: what the longest request needs that came before and waits for a
-    group; `long_tokens`: what the first needs that waits for one, whenever it came.
-    """
-    there = list(candidates)
-    if not there:
-        return None
-    fitting = [candidate for candidate in there if num_tokens <= candidate.max_tokens]
-    if not fitting:
-        return NoneFits(max(candidate.max_tokens for candidate in there))
-    keeping = [candidate for candidate in fitting if may_keep(candidate, floor)]
-    if not keeping:
-        return BelowFloor()
-    if not is_long(there, num_tokens):
-        best = min(
-            keeping,
-            key=lambda c: (_is_doubtful(c, floor), _rank(c, num_tokens, reserved_tokens), *_by_load(c)),
-        )
-        is_reserved = best.tp > 1 and 0 < reserved_tokens <= best.max_tokens
-        if is_reserved and not _has_room(best, num_tokens + reserved_tokens):
-            return Behind()
-        rank = _rank(best, num_tokens, reserved_tokens)
-        if best.tp == 1:
-            return Parting(best) if rank == 2 and _is_to_form(there, long_tokens) else best
-        return Parting(best) if best.parts and rank >= 4 else best
-    roomy = [candidate for candidate in keeping if _has_room(candidate, num_tokens)]
-    if not roomy:
-        return NoRoom()
-    return min(roomy, key=lambda c: (_is_doubtful(c, floor), not c.stays, *_by_load(c)))
-
-
 def member_for(chosen: Candidate, num_tokens: int) -> Candidate | Seat:
-    """Who of it takes the request: with room at home, with the fewest sequences, the first by name. So a
-    group parts into balanced parts, and a death of one costs its share. Itself where it is one worker."""
+    """Return the member that takes the request; `chosen` itself if it is one worker.
+
+    That is the one with room at home and the fewest sequences, then the first by name. So a group splits
+    into balanced parts, and a member that dies costs its share.
+    """
     is_short = num_tokens <= (chosen.low_tokens or chosen.max_tokens)
     return min(
         chosen.seats,
@@ -177,15 +218,17 @@ def member_for(chosen: Candidate, num_tokens: int) -> Candidate | Seat:
 
 
 def crowded(candidates: Sequence[Candidate], long_tokens: int) -> list[Seat]:
-    """Who has more of short requests than it could take along when a group parts, or than it has KV for where
-    a group is to be made. `long_tokens`: what the first long request needs that waits; 0: none does."""
-    seats = [seat for one in candidates if one.parts for seat in one.seats]
-    if _is_to_form(candidates, long_tokens):
-        seats += [_alone(one) for one in candidates if not one.seats]
+    """Return places with more short requests than they can keep when a group splits, or forms.
+
+    `long_tokens`: what the first long request that waits needs; 0: none waits.
+    """
+    seats = [seat for one in candidates if one.can_split for seat in one.seats]
+    if _is_group_needed(candidates, long_tokens):
+        seats += [_as_seat(one) for one in candidates if not one.seats]
     return [seat for seat in seats if seat.short_tokens > seat.home_tokens]
 
 
-def _alone(one: Candidate) -> Seat:
+def _as_seat(one: Candidate) -> Seat:
     taken = 0.0 if one.free_tokens is None else one.max_tokens - one.free_tokens
     return Seat(
         one.instance,
@@ -200,7 +243,10 @@ def _alone(one: Candidate) -> Seat:
 
 
 def num_to_recall(seat: Seat, queued_tokens: Sequence[int]) -> int:
-    """How many of the short requests that wait there, the latest last, must wait here instead."""
+    """Return how many of the short requests in the queue of `seat` must wait here instead.
+
+    `queued_tokens`: of each, the latest last; the latest are recalled first.
+    """
     over, count = seat.short_tokens - seat.home_tokens, 0
     for tokens in reversed(queued_tokens):
         if over <= 0:
@@ -210,19 +256,26 @@ def num_to_recall(seat: Seat, queued_tokens: Sequence[int]) -> int:
     return count
 
 
+def may_keep(candidate: Candidate, floor: Floor) -> bool:
+    """Return True unless `candidate` is known to have a layer below `floor`."""
+    if candidate.has_refused:
+        return False
+    return not floor or candidate.precision is None or not is_below(candidate.precision, floor)
+
+
 def _rank(candidate: Candidate, num_tokens: int, reserved_tokens: int) -> int:
     if candidate.tp == 1:
         return 0 if _has_room(candidate, num_tokens) else 2
-    is_home = not candidate.parts or any(seat.is_home(num_tokens) for seat in candidate.seats)
+    is_home = not candidate.can_split or any(seat.is_home(num_tokens) for seat in candidate.seats)
     if candidate.stays:
         reserved = reserved_tokens if candidate.max_tokens >= reserved_tokens else 0
         return 1 if is_home and _has_room(candidate, num_tokens + reserved) else 4
     return 3 if is_home else 5
 
 
-def _is_to_form(candidates: Iterable[Candidate], long_tokens: int) -> bool:
-    """Whether a long request waits that only another group than there is now can hold."""
-    return all(one.parts and one.max_tokens < long_tokens for one in candidates)
+def _is_group_needed(candidates: Iterable[Candidate], long_tokens: int) -> bool:
+    """Return True if a long request waits that none of the instances can hold."""
+    return all(one.can_split and one.max_tokens < long_tokens for one in candidates)
 
 
 def _has_room(candidate: Candidate, num_tokens: int) -> bool:
@@ -230,16 +283,9 @@ def _has_room(candidate: Candidate, num_tokens: int) -> bool:
 
 
 def _by_load(candidate: Candidate) -> tuple[float, float, str]:
-    """Of one worker's share: a group has that many."""
+    """Return a sort key: load per worker, KV usage, name."""
     return load(candidate) / candidate.tp, candidate.kv_usage, candidate.instance
 
 
-def _is_doubtful(candidate: Candidate, floor: Precision | Literal[""]) -> bool:
+def _is_doubtful(candidate: Candidate, floor: Floor) -> bool:
     return bool(floor) and candidate.precision is None
-
-
-def may_keep(candidate: Candidate, floor: Precision | Literal[""]) -> bool:
-    """As far as is known."""
-    if candidate.is_below:
-        return False
-    return not floor or candidate.precision is None or not is_below(candidate.precision, floor)

@@ -1,75 +1,113 @@
-"""How flights end, each exactly once: the table forgets them, the sink hears of it, the numbers are kept."""
+"""The ends of requests, each exactly once: out of the table, to the sink, into the counts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
-from gateway.delivery.inflight import Flight, InFlight, Sink
+from bus.settings import SloSettings
 from gateway.delivery.outbox import Outbox
+from gateway.delivery.request import RequestState, Sink
+from gateway.delivery.table import RequestTable
 from gateway.errors import ApiError
-from gateway.stats import Stats
+from gateway.stats import GatewayStats
+
+SERVED: Final = ("stop", "length")
+ABORTED: Final = "abort"
 
 
 class Endings:
-    """Sinks that were called are flushed together, when the batch that brought it all is through."""
+    """Ends requests. Sinks that were called are flushed together, after the batch that called them."""
 
     def __init__(
-        self, table: InFlight, outbox: Outbox, stats: Stats, clock: Callable[[], float] = time.monotonic
+        self,
+        table: RequestTable,
+        outbox: Outbox,
+        stats: GatewayStats,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table = table
         self._outbox = outbox
         self._stats = stats
         self._clock = clock
-        # Called with how it ended: stop, length, abort or the code of an error.
-        self.on_ended: list[Callable[[Flight, str], None]] = []
+        # Called with how the request ended: stop, length, abort or the code of an error.
+        self.on_ended: list[Callable[[RequestState, str], None]] = []
         self._touched: dict[Sink, None] = {}
 
     def touch(self, sink: Sink) -> None:
         self._touched[sink] = None
 
     def flush(self) -> None:
-        """Writes out what a batch brought, once per sink."""
+        """Flush each sink that was called since the last time."""
         touched, self._touched = self._touched, {}
         for sink in touched:
             sink.flush()
 
-    def tell_worker(self, flight: Flight) -> None:
-        """Where it runs, it is to end."""
-        if flight.target is not None:
-            self._outbox.cancel(flight.target.worker, flight.target.epoch, [flight.request_id])
+    def cancel_at_worker(self, state: RequestState) -> None:
+        if state.target is not None:
+            self._outbox.cancel(state.target.worker, state.target.epoch, [state.id])
 
-    def cancel(self, flight: Flight) -> None:
-        """Nobody wants the rest of it (the client left)."""
-        if self._table.has(flight):
-            self.tell_worker(flight)
-            self._remove(flight, "abort")
-            self._stats.of(flight.model).finished["abort"] += 1
+    def cancel(self, state: RequestState) -> None:
+        """End a request whose client left."""
+        if self._table.has(state):
+            self.cancel_at_worker(state)
+            self._remove(state, ABORTED)
+            self._stats.of(state.request.model).finished[ABORTED] += 1
 
-    def end(self, flight: Flight, reason: str) -> None:
-        """Properly."""
-        self._remove(flight, reason)
-        self._stats.of(flight.model).finished[reason] += 1
-        flight.sink.on_end()
+    def end(self, state: RequestState, reason: str) -> None:
+        """End a request that has all its tokens."""
+        self._remove(state, reason)
+        self._stats.of(state.request.model).finished[reason] += 1
+        state.sink.on_end()
 
-    def fail(self, flight: Flight, error: ApiError) -> None:
-        """No worker runs it any more."""
+    def fail(self, state: RequestState, error: ApiError) -> None:
+        """End a request that no worker runs any more."""
         code = error.code or "other"
-        self._remove(flight, code)
-        self._stats.of(flight.model).failures[code] += 1
-        self.touch(flight.sink)
-        flight.sink.on_error(error)
+        self._remove(state, code)
+        self._stats.of(state.request.model).failures[code] += 1
+        self.touch(state.sink)
+        state.sink.on_error(error)
 
-    def _remove(self, flight: Flight, how: str) -> None:
-        self._table.remove(flight)
-        flight.ended = how
-        if flight.journey is not None:
-            flight.journey.end(self._clock())
-        self._stats.of(flight.model).ended(
-            num_prompt_tokens=len(flight.prompt_token_ids),
-            num_generated_tokens=len(flight.received),
-            max_tokens=flight.sampling.max_tokens,
-            seconds=self._clock() - flight.arrived,
+    def _remove(self, state: RequestState, how: str) -> None:
+        self._table.remove(state)
+        state.ended = how
+        if state.journey is not None:
+            state.journey.end(self._clock())
+        self._stats.of(state.request.model).ended(
+            num_prompt_tokens=len(state.request.prompt_token_ids),
+            num_generated_tokens=len(state.received),
+            max_tokens=state.request.sampling.max_tokens,
+            seconds=self._clock() - state.request.arrived,
         )
         for listener in self.on_ended:
-            listener(flight, how)
+            listener(state, how)
+
+
+class SloCounter:
+    """Counts requests that met the latency targets of the settings.
+
+    A request that failed met neither. One whose client left counts only if it had missed a target by then:
+    otherwise its latency is unknown.
+    """
+
+    def __init__(
+        self, slo: SloSettings, stats: GatewayStats, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._slo = slo
+        self._stats = stats
+        self._clock = clock
+
+    def count(self, state: RequestState, how: str) -> None:
+        """Count one request that ended: stop, length, abort or the code of an error."""
+        has_failed = how != ABORTED and how not in SERVED
+        ttft_s = (state.first_token or self._clock()) - state.request.arrived
+        is_late = has_failed or ttft_s > self._slo.ttft_s
+        is_slow = has_failed or (state.tpot_s() or 0.0) > self._slo.tpot_s
+        if how == ABORTED and not (is_late or is_slow):
+            return
+        stats = self._stats.of(state.request.model)
+        stats.slo_requests += 1
+        stats.slo_ttft_violations += is_late
+        stats.slo_tpot_violations += is_slow
+        stats.within_slo += not (is_late or is_slow)

@@ -22,7 +22,7 @@ def _nothing() -> None:
     pass
 
 
-class Link:
+class ClientSocket:
     """What a stream needs of its socket, in `scope["extensions"]["instar.link"]`: write without a task
     wake-up per token, see back-pressure, learn at once that the client left. The owner of the current
     request sets the callbacks and calls `release` at the end."""
@@ -54,7 +54,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.link = Link(transport)
+        self.link = ClientSocket(transport)
         self._head_timer: asyncio.TimerHandle | None = None
         if len(self.connections) > self.max_connections and not self._make_room():
             error = overloaded(f"{self.max_connections} connections are open (gateway.max_connections)")

@@ -11,7 +11,7 @@ import time
 from typing import Final
 
 from gateway.errors import ApiError
-from gateway.http.connection import Link
+from gateway.http.connection import ClientSocket
 
 DONE: Final = b"data: [DONE]\n\n"
 KEEPALIVE: Final = b": keepalive\n\n"
@@ -32,10 +32,10 @@ class EventStream:
     """`max_pending`: events that may wait for the client; `is_over_limit` tells its owner that it is time
     to give up. Nothing is written before `open`, when the status line and headers are out."""
 
-    __slots__ = ("_is_open", "_link", "_moved", "_pending", "max_pending", "written_at")
+    __slots__ = ("_is_open", "_moved", "_pending", "_socket", "max_pending", "written_at")
 
-    def __init__(self, link: Link, max_pending: int) -> None:
-        self._link = link
+    def __init__(self, socket: ClientSocket, max_pending: int) -> None:
+        self._socket = socket
         self.max_pending = max_pending
         self._pending: list[bytes] = []
         self._is_open = False
@@ -48,7 +48,7 @@ class EventStream:
 
     def open(self) -> None:
         self._is_open = True
-        self._link.on_writable = self._on_writable
+        self._socket.on_writable = self._on_writable
         self.written_at = time.monotonic()
         self.flush()
 
@@ -57,9 +57,9 @@ class EventStream:
 
     def flush(self) -> None:
         """All that waits, in one chunk, unless the client is behind."""
-        if not self._pending or not self._is_open or self._link.is_paused or self._link.is_lost:
+        if not self._pending or not self._is_open or self._socket.is_paused or self._socket.is_lost:
             return
-        self._link.write_chunk(b"".join(self._pending))
+        self._socket.write_chunk(b"".join(self._pending))
         self._pending.clear()
         self.written_at = time.monotonic()
 
@@ -76,10 +76,10 @@ class EventStream:
         if (
             now - self.written_at >= after_s
             and self._is_open
-            and not self._link.is_paused
+            and not self._socket.is_paused
             and not self._pending
         ):
-            self._link.write_chunk(KEEPALIVE)
+            self._socket.write_chunk(KEEPALIVE)
             self.written_at = now
 
     async def drained(self, within_s: float) -> bool:
@@ -87,9 +87,9 @@ class EventStream:
         self.flush()
         try:
             async with asyncio.timeout(within_s):
-                while (self._pending or self._link.is_paused) and not self._link.is_lost:
+                while (self._pending or self._socket.is_paused) and not self._socket.is_lost:
                     self._moved.clear()
                     await self._moved.wait()
         except TimeoutError:
             return False
-        return not self._link.is_lost
+        return not self._socket.is_lost

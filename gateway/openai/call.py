@@ -1,33 +1,45 @@
-"""One HTTP call: its choices, and how their text reaches the client, in a stream or as a whole."""
+"""One completion call: its requests, and how their text reaches the client, in a stream or as a whole."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bus.messages import Delta, StepOutput
 from gateway.delivery.delivery import Delivery
-from gateway.delivery.inflight import Flight
+from gateway.delivery.request import GenerationRequest
 from gateway.errors import ApiError, slow_reader
 from gateway.http.limits import Slot
 from gateway.http.sse import DONE, EventStream, error_event
-from gateway.openai.choice import Choice
+from gateway.openai.choice import ChoiceText, Piece
 from gateway.openai.formats import ChunkWriter, Envelope
-from gateway.openai.logprobs import Entry
+from gateway.openai.logprobs import ScoredToken
 from gateway.text.vocabulary import Vocabulary
 
 
-class Call:
-    """`begun` is set when a worker began any of the choices, `ended` when all have ended; both also on
-    failure (`error`) and when the client left (`is_abandoned`)."""
+class Completion:
+    """The sink of a call's requests, in the order of their choices.
+
+    `begun` is set when a worker began any of them, `ended` when all have ended; both also on failure
+    (`error`) and when the client left (`is_abandoned`).
+    """
 
     is_stream = False
 
-    def __init__(self, envelope: Envelope, vocabulary: Vocabulary, delivery: Delivery, slot: Slot) -> None:
+    def __init__(
+        self,
+        envelope: Envelope,
+        requests: Sequence[GenerationRequest],
+        vocabulary: Vocabulary,
+        delivery: Delivery,
+        slot: Slot,
+    ) -> None:
         self.envelope = envelope
         self.vocabulary = vocabulary
-        self.choices: list[Choice] = []
-        self.flights: list[Flight] = []
+        self.choices = [ChoiceText(request, vocabulary) for request in requests]
+        self.states = [delivery.new_state(request, self) for request in requests]
         self.num_prompt_tokens = 0
         self.fingerprint = ""
         self.error: ApiError | None = None
@@ -39,43 +51,28 @@ class Call:
         self._num_open = 0
 
     def submit(self) -> None:
-        """All choices, or none. Raises ApiError."""
-        self._num_open = len(self.flights)
+        """Submit every request, or none. Raises ApiError."""
+        self._num_open = len(self.states)
         try:
-            for flight in self.flights:
-                self._delivery.submit(flight)
+            for state in self.states:
+                self._delivery.submit(state)
         except ApiError:
-            self._cancel_flights()
+            self._cancel()
             raise
 
     def abandon(self) -> None:
-        """The client left."""
+        """End everything: the client left, or has its answer."""
         self.is_abandoned = True
-        self._cancel_flights()
+        self._cancel()
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        """One choice failed: the call has."""
+        """Fail the call with the first of its requests that fails."""
         if self.error is None and not self.ended.is_set():
             self.error = error
-            self._cancel_flights()
-            self.on_failed(error)
+            self._cancel()
+            self._on_failed(error)
             self._wake()
-
-    def on_admitted(self) -> None:
-        self._slot.start_one()
-        self.begun.set()
-
-    def on_choice_end(self) -> None:
-        self._num_open -= 1
-        if self._num_open == 0 and self.error is None:
-            self.on_all_ended()
-            self._wake()
-
-    def use_fingerprint(self, fingerprint: str) -> None:
-        if fingerprint != self.fingerprint and fingerprint:
-            self.fingerprint = fingerprint
-            self.on_fingerprint(fingerprint)
 
     def usage(self) -> dict[str, int]:
         output = sum(choice.num_tokens for choice in self.choices)
@@ -85,59 +82,90 @@ class Call:
             "total_tokens": self.num_prompt_tokens + output,
         }
 
-    def _cancel_flights(self) -> None:
-        for flight in self.flights:
-            self._delivery.cancel(flight)
+    def _cancel(self) -> None:
+        for state in self.states:
+            self._delivery.cancel(state)
 
     def _wake(self) -> None:
         self.begun.set()
         self.ended.set()
 
-    # ------------------------------------------------------------------------------------- by kind
+    # ------------------------------------------------------------------------------------- as a sink
 
-    def emit_text(self, index: int, text: str) -> None:
-        """Text of a choice that goes on."""
-        raise NotImplementedError
+    def on_admitted(self) -> None:
+        self._slot.start_one()
+        self.begun.set()
 
-    def emit(self, index: int, text: str, entries: list[Entry], finish_reason: str | None) -> None:
-        """The same with all that may come with it."""
-        raise NotImplementedError
+    def on_tokens(
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        delta: Delta,
+        skip: int,
+        step: StepOutput | None,
+    ) -> bool:
+        if step is not None and step.fingerprint != self.fingerprint and step.fingerprint:
+            self.fingerprint = step.fingerprint
+            self._on_fingerprint(step.fingerprint)
+        made = self.choices[request.index].decode(token_ids, delta, skip, step)
+        if not made:
+            return False
+        if isinstance(made, str):
+            self._emit_text(request.index, made)
+            return False
+        self._emit(request.index, made)
+        return made.is_cut
 
-    def on_fingerprint(self, fingerprint: str) -> None:
-        """What follows was made by this shape."""
+    def on_end(self) -> None:
+        self._num_open -= 1
+        if self._num_open == 0 and self.error is None:
+            self._on_all_ended()
+            self._wake()
 
-    def on_all_ended(self) -> None:
-        """Properly."""
-
-    def on_failed(self, error: ApiError) -> None:
-        """No choice will get any more."""
+    def on_error(self, error: ApiError) -> None:
+        self.fail(error)
 
     def flush(self) -> None:
-        """End of a batch of tokens."""
+        """Write out what a batch of tokens brought."""
+
+    # ------------------------------------------------------------------------------------- by kind
+
+    def _emit_text(self, index: int, text: str) -> None:
+        """Take text of a choice that has more to come."""
+        raise NotImplementedError
+
+    def _emit(self, index: int, piece: Piece) -> None:
+        raise NotImplementedError
+
+    def _on_fingerprint(self, fingerprint: str) -> None:
+        """Note the shape that makes what follows."""
+
+    def _on_all_ended(self) -> None:
+        """Note that every request ended without an error."""
+
+    def _on_failed(self, error: ApiError) -> None:
+        """Note that no choice gets more."""
 
 
-class StreamCall(Call):
-    """Server-sent events. Until `open` they wait, so that a refusal can still have its own status."""
+class StreamedCompletion(Completion):
+    """Server-sent events. They wait until `open`, so that a refusal can still have its own status."""
 
     is_stream = True
 
-    def __init__(
-        self, envelope: Envelope, vocabulary: Vocabulary, delivery: Delivery, slot: Slot, stream: EventStream
-    ) -> None:
-        super().__init__(envelope, vocabulary, delivery, slot)
+    def __init__(self, stream: EventStream, *args: Any) -> None:
+        super().__init__(*args)
         self.stream = stream
-        self._writers: list[ChunkWriter] = []
+        self._writers = [ChunkWriter(self.envelope, index) for index in range(len(self.choices))]
         self._is_open = False
 
     def submit(self) -> None:
-        self._writers = [ChunkWriter(self.envelope, choice.index) for choice in self.choices]
         for writer in self._writers:
             if (opening := writer.opening()) is not None:
                 self.stream.push(opening)
         super().submit()
 
     def open(self) -> None:
-        """The 200 is out."""
+        """Let events out: the status line and the headers are sent."""
         self._is_open = True
         self.stream.open()
 
@@ -145,80 +173,67 @@ class StreamCall(Call):
         super().abandon()
         self.stream.on_lost()
 
-    def emit_text(self, index: int, text: str) -> None:
-        self.stream.push(self._writers[index].text(text))
-
-    def emit(self, index: int, text: str, entries: list[Entry], finish_reason: str | None) -> None:
-        logprobs = self.envelope.format.logprobs(entries, self.vocabulary) if entries else None
-        track = self.choices[index].precision
-        spans = track.spans() if track is not None and finish_reason is not None else None
-        self.stream.push(self._writers[index].rich(text, logprobs, finish_reason, spans))
-
-    def on_fingerprint(self, fingerprint: str) -> None:
-        for writer in self._writers:
-            writer.use(fingerprint)
-
-    def on_all_ended(self) -> None:
-        if self.envelope.has_usage:
-            self.stream.push(self.envelope.usage_event(self.usage(), self.fingerprint))
-        self.stream.push(DONE)
-
-    def on_failed(self, error: ApiError) -> None:
-        if self._is_open:
-            self.stream.push(error_event(error))
-            self.stream.push(DONE)
-
     def flush(self) -> None:
         self.stream.flush()
         if self.stream.is_over_limit:
             self.fail(slow_reader(self.stream.max_pending))
 
+    def _emit_text(self, index: int, text: str) -> None:
+        self.stream.push(self._writers[index].text(text))
+
+    def _emit(self, index: int, piece: Piece) -> None:
+        logprobs = self.envelope.format.logprobs(piece.tokens, self.vocabulary) if piece.tokens else None
+        precision = self.choices[index].precision
+        spans = precision.spans if precision is not None and piece.finish_reason is not None else None
+        self.stream.push(self._writers[index].rich(piece.text, logprobs, piece.finish_reason, spans))
+
+    def _on_fingerprint(self, fingerprint: str) -> None:
+        for writer in self._writers:
+            writer.use(fingerprint)
+
+    def _on_all_ended(self) -> None:
+        if self.envelope.has_usage:
+            self.stream.push(self.envelope.usage_event(self.usage(), self.fingerprint))
+        self.stream.push(DONE)
+
+    def _on_failed(self, error: ApiError) -> None:
+        if self._is_open:
+            self.stream.push(error_event(error))
+            self.stream.push(DONE)
+
 
 @dataclass(slots=True)
-class _Whole:
+class _WholeChoice:
     texts: list[str] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    tokens: list[ScoredToken] = field(default_factory=list)
     finish_reason: str | None = None
 
 
-class WholeCall(Call):
+class WholeCompletion(Completion):
     """One JSON object at the end."""
 
-    def __init__(
-        self,
-        envelope: Envelope,
-        vocabulary: Vocabulary,
-        delivery: Delivery,
-        slot: Slot,
-        *,
-        has_logprobs: bool,
-    ) -> None:
-        super().__init__(envelope, vocabulary, delivery, slot)
-        self._has_logprobs = has_logprobs
-        self._wholes: list[_Whole] = []
-
-    def submit(self) -> None:
-        self._wholes = [_Whole() for _ in self.choices]
-        super().submit()
-
-    def emit_text(self, index: int, text: str) -> None:
-        self._wholes[index].texts.append(text)
-
-    def emit(self, index: int, text: str, entries: list[Entry], finish_reason: str | None) -> None:
-        whole = self._wholes[index]
-        whole.texts.append(text)
-        whole.entries += entries
-        whole.finish_reason = finish_reason
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._wholes = [_WholeChoice() for _ in self.choices]
 
     def answer(self) -> bytes:
-        """JSON, once all has ended properly."""
+        """Return the JSON. To be called when every request ended without an error."""
         choices = [self._choice(index, whole) for index, whole in enumerate(self._wholes)]
         return self.envelope.whole(choices, self.usage(), self.fingerprint)
 
-    def _choice(self, index: int, whole: _Whole) -> dict[str, Any]:
-        form = self.envelope.format
-        logprobs = form.logprobs(whole.entries, self.vocabulary) if self._has_logprobs else None
+    def _emit_text(self, index: int, text: str) -> None:
+        self._wholes[index].texts.append(text)
+
+    def _emit(self, index: int, piece: Piece) -> None:
+        whole = self._wholes[index]
+        whole.texts.append(piece.text)
+        whole.tokens += piece.tokens
+        whole.finish_reason = piece.finish_reason
+
+    def _choice(self, index: int, whole: _WholeChoice) -> dict[str, Any]:
+        form, precision = self.envelope.format, self.choices[index].precision
+        has_logprobs = self.states[index].request.sampling.logprobs is not None
+        logprobs = form.logprobs(whole.tokens, self.vocabulary) if has_logprobs else None
         rest = {"logprobs": logprobs, "finish_reason": whole.finish_reason}
-        track = self.choices[index].precision
-        precision = {} if track is None else {"precision": track.spans()}
-        return {"index": index} | form.text_field("".join(whole.texts)) | rest | precision
+        spans = {} if precision is None else {"precision": precision.spans}
+        return {"index": index} | form.text_field("".join(whole.texts)) | rest | spans

@@ -1,7 +1,7 @@
-"""The two shapes of answer: completions and chat completions, whole and in chunks.
+"""The two formats of an answer: completions and chat completions, whole and in chunks.
 
-A chunk of plain text is what the gateway writes most, so everything around the text is put together once per
-choice and fingerprint; per token only the text is escaped.
+The gateway writes chunks of plain text most, so everything around the text is built once per choice and
+fingerprint; per token only the text is escaped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.openai.logprobs import Entry, chat_logprobs, completion_logprobs
+from gateway.openai.logprobs import ScoredToken, chat_logprobs, completion_logprobs
 from gateway.text.vocabulary import Vocabulary
 
 to_json = msgspec.json.Encoder().encode
@@ -20,13 +20,13 @@ to_json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`text_field` and `chunk_field` wrap a choice's text; `opening` is what a chunk carries before any
-    text; `empty` a chunk that has none."""
+    """One format. `text_field` wraps a choice's whole text, `chunk_before` and `chunk_after` that of a chunk;
+    `opening` is in the chunk before any text, `empty` in one without text."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
-    logprobs: Callable[[list[Entry], Vocabulary], dict[str, Any]]
+    logprobs: Callable[[list[ScoredToken], Vocabulary], dict[str, Any]]
     text_field: Callable[[str], dict[str, Any]]
     chunk_before: bytes
     chunk_after: bytes
@@ -60,7 +60,7 @@ CHAT = Format(
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every chunk of a call repeats."""
+    """The fields that every chunk of a call repeats."""
 
     format: Format
     id: str
@@ -95,7 +95,7 @@ class Envelope:
 
 
 class ChunkWriter:
-    """Events of one choice."""
+    """Writes the events of one choice."""
 
     __slots__ = (
         "_after",
@@ -118,7 +118,7 @@ class ChunkWriter:
         self.use(fingerprint="")
 
     def use(self, fingerprint: str) -> None:
-        """From now on chunks name this shape."""
+        """Name this shape in the chunks from now on."""
         self.fingerprint = fingerprint
         self._start = self._envelope.start(fingerprint) + b',"choices":[{"index":%d,' % self.index
         self._before = self._start + self._envelope.format.chunk_before
@@ -127,7 +127,7 @@ class ChunkWriter:
         return self._before + to_json(text) + self._plain_end
 
     def opening(self) -> bytes | None:
-        """Chat: the role."""
+        """Return a chat's first event, with the role; None for completions."""
         opening = self._envelope.format.opening
         return opening and self._start + opening + b',"logprobs":null,"finish_reason":null' + self._event_end
 
@@ -138,7 +138,7 @@ class ChunkWriter:
         finish_reason: str | None,
         precision: list[dict[str, Any]] | None = None,
     ) -> bytes:
-        """Any combination. At a finish without text a chat's delta is empty."""
+        """Return an event with any combination. At a finish without text a chat's delta is empty."""
         has_text = text or (finish_reason is None)
         body = (
             self._before + to_json(text) + self._after

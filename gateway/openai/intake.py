@@ -1,4 +1,4 @@
-"""From a checked body to sequences that a worker can run: prompts to tokens, limits, sampling."""
+"""From a checked body to requests: prompts to tokens, limits, sampling."""
 
 from __future__ import annotations
 
@@ -9,46 +9,143 @@ from dataclasses import dataclass
 
 from bus.messages import InstanceCard, SamplingParams
 from gateway.delivery.cluster import Cluster
+from gateway.delivery.request import GenerationRequest
 from gateway.errors import invalid, too_long
 from gateway.openai.params import ChatBody, CompletionBody, SamplingBody
+from gateway.openai.parsing import prompts
 from gateway.text.tokenizer import Tokenizer
 
 _SEED_MASK = 2**63 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of n choices
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """`text` is what the client wrote, None where it sent token ids."""
-
-    token_ids: list[int]
-    text: str | None
+Prompt = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """All that a call asks of the workers: each prompt `n` times."""
+class CallIds:
+    """What every request of a call shares: the id of its answer, the client's id, when it arrived."""
 
-    prompts: list[Prompt]
-    n: int
-    max_tokens: int
-    seed: int
-    sampling: SamplingBody
+    completion_id: str
+    trace_id: str
+    arrived: float
+
+
+class RequestBuilder:
+    """Reads the context limit from the ready instances; `max_n_tokens` bounds the output of one call."""
+
+    def __init__(self, cluster: Cluster, *, max_n_tokens: int, default_max_tokens: int) -> None:
+        self._cluster = cluster
+        self._max_n_tokens = max_n_tokens
+        self._default_max_tokens = default_max_tokens
+
+    def context(self, card: InstanceCard) -> int:
+        """Return how many tokens the largest shape of the cluster can hold."""
+        return self._cluster.longest_tokens(card.model, time.monotonic()) or card.max_model_len
+
+    def prompts(self, body: SamplingBody, context: int) -> list[Prompt]:
+        """Return the prompts of a completion; [""] for a chat, which has one. Raises ApiError 400."""
+        return prompts(body.prompt, context) if isinstance(body, CompletionBody) else [""]
+
+    async def build(
+        self,
+        body: SamplingBody,
+        given: list[Prompt],
+        context: int,
+        card: InstanceCard,
+        tokenizer: Tokenizer,
+        ids: CallIds,
+    ) -> list[GenerationRequest]:
+        """Return the requests of a call: each prompt `n` times, numbered as OpenAI does.
+
+        Raises ApiError 400. `given` and `context` as returned by `prompts` and `context`.
+        """
+        if isinstance(body, CompletionBody):
+            is_batch = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list)
+            token_ids = [
+                await _tokenize(prompt, f"prompt[{i}]" if is_batch else "prompt", context, card, tokenizer)
+                for i, prompt in enumerate(given)
+            ]
+        else:
+            token_ids = [await _tokenize_chat(body, context, tokenizer)]
+        max_tokens = self._max_tokens(body, max(map(len, token_ids)), context, card)
+        self._check(body, token_ids, max_tokens, context, card)
+        sampling = _sampling(body, max_tokens, () if body.ignore_eos else tokenizer.stop_token_ids)
+        return [
+            GenerationRequest(
+                id=f"{ids.completion_id}-{i * body.n + choice}",
+                index=i * body.n + choice,
+                model=body.model,
+                prompt_token_ids=token_ids[i],
+                sampling=sampling[choice],
+                arrived=ids.arrived,
+                trace_id=ids.trace_id,
+                min_precision=body.min_precision or "",
+                waits_for_precision=body.min_precision_wait,
+                stop=tuple(body.stop),
+                echo=_echo(body, given[i], token_ids[i], tokenizer),
+                has_output=max_tokens > 0,
+                returns_precision=body.return_precision,
+            )
+            for i in range(len(given))
+            for choice in range(body.n)
+        ]
+
+    def _max_tokens(self, body: SamplingBody, num_prompt: int, context: int, card: InstanceCard) -> int:
+        """Return what the client asked for, else a default that fits beside the longest prompt.
+
+        By default a chat may fill the context, as far as one worker holds it: what was not asked for is no
+        reason to form a group.
+        """
+        if isinstance(body, ChatBody):
+            given = body.max_completion_tokens or body.max_tokens
+            default = max(1, self._max_n_tokens // body.n)
+        else:
+            assert isinstance(body, CompletionBody)
+            given, default = body.max_tokens, self._default_max_tokens
+        if given is not None:
+            return given
+        now = time.monotonic()
+        ready = self._cluster.ready(card.model)
+        usual = max((self._cluster.usual_tokens(one, now) for one in ready), default=0)
+        return min(default, (usual if num_prompt < usual else context) - num_prompt)
+
+    def _check(
+        self,
+        body: SamplingBody,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        context: int,
+        card: InstanceCard,
+    ) -> None:
+        _check_ids(list(body.logit_bias), card, "logit_bias")
+        for prompt in prompts:  # the narrower limit, so the one to name first
+            if len(prompt) + max_tokens > context:
+                raise too_long(len(prompt), context, max_tokens)
+        num_tokens = len(prompts) * body.n * max_tokens
+        if num_tokens > self._max_n_tokens:
+            raise invalid(
+                f"{len(prompts)} prompts times n={body.n} times max_tokens={max_tokens} is "
+                f"{num_tokens} tokens; one call may ask for {self._max_n_tokens} (gateway.max_n_tokens)",
+                "max_tokens",
+            )
+
+
+def _sampling(body: SamplingBody, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[SamplingParams]:
+    """Return the parameters of each of `n` choices: each has its own seed, the first the client's.
+
+    A worker must make one token at least; for max_tokens 0 the gateway drops it.
+    """
     logprobs: int | None
-    has_echo: bool
-    stop_token_ids: tuple[int, ...]
-
-    @property
-    def wants_output(self) -> bool:
-        """False for max_tokens 0: the prompt is scored, and the one token a worker must make is dropped."""
-        return self.max_tokens > 0
-
-    def params(self, choice: int) -> SamplingParams:
-        """Of the choice-th of `n`: each draws from a seed of its own; the first from the client's."""
-        body = self.sampling
-        return SamplingParams(
-            max_tokens=max(1, self.max_tokens),
-            seed=(self.seed + choice * _GOLDEN) & _SEED_MASK,
+    if isinstance(body, ChatBody):
+        logprobs, has_echo = (body.top_logprobs or 0) if body.logprobs else None, False
+    else:
+        assert isinstance(body, CompletionBody)
+        logprobs, has_echo = body.logprobs, body.echo
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    return [
+        SamplingParams(
+            max_tokens=max(1, max_tokens),
+            seed=(seed + choice * _GOLDEN) & _SEED_MASK,
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=max(0, body.top_k),
@@ -56,104 +153,43 @@ class Order:
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
             logit_bias=dict(body.logit_bias),
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.has_echo else None,
-            stop_token_ids=self.stop_token_ids,
-        )
-
-
-class Intake:
-    """Reads the context limit from what is ready; `max_n_tokens` bounds one call's whole output."""
-
-    def __init__(self, cluster: Cluster, *, max_n_tokens: int, default_max_tokens: int) -> None:
-        self._cluster = cluster
-        self._max_n_tokens = max_n_tokens
-        self._default_max_tokens = default_max_tokens
-
-    async def completion(
-        self, body: CompletionBody, texts: list[str | list[int]], card: InstanceCard, tokenizer: Tokenizer
-    ) -> Order:
-        """Raises ApiError 400."""
-        context = self.context(card)
-        is_batch = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list)
-        prompts = [
-            await self._prompt(text, f"prompt[{i}]" if is_batch else "prompt", context, card, tokenizer)
-            for i, text in enumerate(texts)
-        ]
-        room = self._room(max(len(prompt.token_ids) for prompt in prompts), card)
-        default = min(self._default_max_tokens, room)
-        max_tokens = default if body.max_tokens is None else body.max_tokens
-        return self._order(body, prompts, max_tokens, body.logprobs, body.echo, card, tokenizer)
-
-    async def chat(self, body: ChatBody, card: InstanceCard, tokenizer: Tokenizer) -> Order:
-        """Without max_tokens an answer may fill the context, as far as one worker alone holds it: what was
-        not asked for is no reason to form a group. Raises ApiError 400."""
-        messages = [message.for_template() for message in body.messages]
-        context = self.context(card)
-        _refuse_if_long(sum(len(message["content"]) for message in messages), context, tokenizer)
-        text = await tokenizer.chat_text(messages)
-        _refuse_if_long(len(text), context, tokenizer)
-        token_ids = await tokenizer.encode(text, special_tokens=False)  # the template wrote them
-        _check_length(len(token_ids), context)
-        given = body.max_completion_tokens or body.max_tokens
-        max_tokens = given or min(self._room(len(token_ids), card), max(1, self._max_n_tokens // body.n))
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._order(body, [Prompt(token_ids, None)], max_tokens, logprobs, False, card, tokenizer)
-
-    async def _prompt(
-        self, given: str | list[int], where: str, context: int, card: InstanceCard, tokenizer: Tokenizer
-    ) -> Prompt:
-        if isinstance(given, str):
-            _refuse_if_long(len(given), context, tokenizer)
-            prompt = Prompt(await tokenizer.encode(given), given)
-        else:
-            prompt = Prompt(given, None)
-            _check_ids(given, card, where)
-        _check_length(len(prompt.token_ids), context)
-        return prompt
-
-    def context(self, card: InstanceCard) -> int:
-        """Tokens that the largest shape of the cluster can hold."""
-        return self._cluster.longest_tokens(card.model, time.monotonic()) or card.max_model_len
-
-    def _room(self, num_prompt: int, card: InstanceCard) -> int:
-        """Tokens of output that fit beside the prompt where it will run."""
-        now = time.monotonic()
-        usual = max(
-            (self._cluster.usual_tokens(one, now) for one in self._cluster.ready(card.model)), default=0
-        )
-        return (usual if num_prompt < usual else self.context(card)) - num_prompt
-
-    def _order(
-        self,
-        body: SamplingBody,
-        prompts: list[Prompt],
-        max_tokens: int,
-        logprobs: int | None,
-        has_echo: bool,
-        card: InstanceCard,
-        tokenizer: Tokenizer,
-    ) -> Order:
-        _check_ids(list(body.logit_bias), card, "logit_bias")
-        _check_room(prompts, max_tokens, self.context(card))  # the narrower limit, so the one to say first
-        num_sequences = len(prompts) * body.n
-        if num_sequences * max_tokens > self._max_n_tokens:
-            raise invalid(
-                f"{len(prompts)} prompts times n={body.n} times max_tokens={max_tokens} is "
-                f"{num_sequences * max_tokens} tokens; one call may ask for {self._max_n_tokens} "
-                "(gateway.max_n_tokens)",
-                "max_tokens",
-            )
-        return Order(
-            prompts=prompts,
-            n=body.n,
-            max_tokens=max_tokens,
-            seed=secrets.randbits(63) if body.seed is None else body.seed,
-            sampling=body,
             logprobs=logprobs,
-            has_echo=has_echo,
-            stop_token_ids=() if body.ignore_eos else tokenizer.stop_token_ids,
+            prompt_logprobs=logprobs if has_echo else None,
+            stop_token_ids=stop_token_ids,
         )
+        for choice in range(body.n)
+    ]
+
+
+def _echo(body: SamplingBody, given: Prompt, token_ids: list[int], tokenizer: Tokenizer) -> str | None:
+    """Return the prompt's text as the client wrote it, or the text of its token ids; None without echo."""
+    if not isinstance(body, CompletionBody) or not body.echo:
+        return None
+    return given if isinstance(given, str) else tokenizer.vocabulary.text_of(token_ids)
+
+
+async def _tokenize_chat(body: SamplingBody, context: int, tokenizer: Tokenizer) -> list[int]:
+    assert isinstance(body, ChatBody)
+    messages = [message.for_template() for message in body.messages]
+    _refuse_if_long(sum(len(message["content"]) for message in messages), context, tokenizer)
+    text = await tokenizer.chat_text(messages)
+    _refuse_if_long(len(text), context, tokenizer)
+    token_ids = await tokenizer.encode(text, special_tokens=False)  # the template wrote them
+    _check_length(len(token_ids), context)
+    return token_ids
+
+
+async def _tokenize(
+    given: Prompt, where: str, context: int, card: InstanceCard, tokenizer: Tokenizer
+) -> list[int]:
+    if isinstance(given, str):
+        _refuse_if_long(len(given), context, tokenizer)
+        token_ids = await tokenizer.encode(given)
+    else:
+        token_ids = given
+        _check_ids(token_ids, card, where)
+    _check_length(len(token_ids), context)
+    return token_ids
 
 
 def _refuse_if_long(num_chars: int, context: int, tokenizer: Tokenizer) -> None:
@@ -168,15 +204,9 @@ def _check_length(num_tokens: int, context: int) -> None:
         raise too_long(num_tokens, context)
 
 
-def _check_room(prompts: list[Prompt], max_tokens: int, context: int) -> None:
-    for prompt in prompts:
-        if (num_tokens := len(prompt.token_ids)) + max_tokens > context:
-            raise too_long(num_tokens, context, max_tokens)
-
-
 def _check_ids(token_ids: Sequence[int], card: InstanceCard, where: str) -> None:
-    """`where` the client wrote them, in the body's own terms: prompt[2]."""
-    if max(token_ids, default=0) < card.vocab_size:  # at C's speed; which one, at ours
+    """Refuse ids outside the vocabulary. `where`: their place in the body, as prompt[2]."""
+    if max(token_ids, default=0) < card.vocab_size:  # fast; the search for the culprit is not
         return
     i = next(i for i, token_id in enumerate(token_ids) if token_id >= card.vocab_size)
     param = where.partition("[")[0]

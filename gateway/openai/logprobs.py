@@ -1,8 +1,8 @@
-"""Log-probabilities beside the text they belong to.
+"""Log-probabilities, released together with the text they belong to.
 
-Text is held back for unfinished characters and possible stop strings; the entries of its tokens wait with it.
-`offset` counts characters of the choice's text, the echoed prompt included, so that `text[offset:]` begins
-with the token (with the character it is part of, where a character spans several tokens).
+Text is held back for unfinished characters and possible stop strings; its tokens wait with it. `offset`
+counts characters of the choice's text, the echoed prompt included, so that `text[offset:]` begins with the
+token (or with the character it is part of, if a character spans several tokens).
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from gateway.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """`values` is None for the first token of a prompt, which nothing precedes."""
+class ScoredToken:
+    """A token and its scores: None for the first token of a prompt, which nothing precedes."""
 
     token_id: int
     values: TokenLogprobs | None
     offset: int
-    end: int  # offset behind its last whole character
+    end: int  # offset after its last whole character
 
 
-class LogprobTrack:
-    """Entries in order, given out when the text of their tokens is."""
+class LogprobQueue:
+    """Scored tokens in order, whose text is not out yet."""
 
     __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self._waiting: deque[Entry] = deque()
+        self._waiting: deque[ScoredToken] = deque()
 
     def add(self, token_id: int, values: TokenLogprobs | None, offset: int, end: int) -> None:
-        self._waiting.append(Entry(token_id, values, offset, end))
+        self._waiting.append(ScoredToken(token_id, values, offset, end))
 
-    def release(self, num_chars_out: int) -> list[Entry]:
-        """Of the tokens whose text is out."""
-        out: list[Entry] = []
+    def release(self, num_chars_out: int) -> list[ScoredToken]:
+        """Return the tokens whose text is out."""
+        out: list[ScoredToken] = []
         while self._waiting and self._waiting[0].end <= num_chars_out:
             out.append(self._waiting.popleft())
         return out
 
-    def finish(self, num_chars_out: int, is_cut: bool) -> list[Entry]:
-        """All the rest; where a stop string cut the text, without the tokens behind the cut."""
-        rest = [entry for entry in self._waiting if not is_cut or entry.offset < num_chars_out]
+    def finish(self, num_chars_out: int, is_cut: bool) -> list[ScoredToken]:
+        """Return the rest; if a stop string cut the text, without the tokens after the cut."""
+        rest = [token for token in self._waiting if not is_cut or token.offset < num_chars_out]
         self._waiting.clear()
         return rest
 
 
-def completion_logprobs(entries: list[Entry], vocabulary: Vocabulary) -> dict[str, Any]:
-    """The shape of /v1/completions: four parallel lists."""
+def completion_logprobs(tokens: list[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the object of /v1/completions: four parallel lists."""
     return {
-        "tokens": [vocabulary.label(entry.token_id) for entry in entries],
-        "token_logprobs": [entry.values.logprob if entry.values else None for entry in entries],
-        "top_logprobs": [_by_label(entry.values, vocabulary) for entry in entries],
-        "text_offset": [entry.offset for entry in entries],
+        "tokens": [vocabulary.label(token.token_id) for token in tokens],
+        "token_logprobs": [token.values.logprob if token.values else None for token in tokens],
+        "top_logprobs": [_by_label(token.values, vocabulary) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
 
 
@@ -69,10 +69,10 @@ def _by_label(values: TokenLogprobs | None, vocabulary: Vocabulary) -> dict[str,
     return found
 
 
-def chat_logprobs(entries: list[Entry], vocabulary: Vocabulary) -> dict[str, Any]:
-    """The shape of /v1/chat/completions: a list of objects with the token's exact bytes."""
+def chat_logprobs(tokens: list[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the object of /v1/chat/completions: a list of objects with each token's exact bytes."""
     return {
-        "content": [_chat_entry(entry.values, vocabulary) for entry in entries if entry.values],
+        "content": [_chat_entry(token.values, vocabulary) for token in tokens if token.values],
         "refusal": None,
     }
 

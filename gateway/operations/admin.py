@@ -87,5 +87,5 @@ async def drain(worker: str, gateway: Here, force: bool = False) -> dict[str, An
         await gateway.bus.publish(gateway.bus.names.control(worker), command)
     except (BusUnavailable, BusFull) as error:
         raise unavailable(f"the order cannot be sent: {error}") from error
-    gateway.cluster.told_to_leave(worker, card.epoch)
+    gateway.cluster.mark_draining(worker, card.epoch)
     return {"id": command.id, "worker": worker, "epoch": card.epoch, "state": "draining"}

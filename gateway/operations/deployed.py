@@ -8,7 +8,7 @@ from typing import Any
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment, ModelCard, Profile
-from gateway.delivery.cluster import Ready
+from gateway.delivery.cluster import ReadyInstance
 from gateway.state import Gateway
 
 
@@ -69,7 +69,7 @@ def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
     worker, card = found
     profile = gateway.catalogue.profiles.get((deployment.model, worker.kind))
     is_whole = deployment.configuration is None or card.tp == deployment.configuration.tp
-    is_told = is_whole and cluster.is_of_shape(Ready(card, worker.id, worker.epoch), metrics)
+    is_told = is_whole and cluster.is_of_shape(ReadyInstance(card, worker.id, worker.epoch), metrics)
     if profile is None or not is_told:
         return None
     blocks = metrics.last.kv_blocks

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.delivery.inflight import Flight
+from gateway.delivery.request import RequestState
 
 KEEPALIVE_S: Final = 1.0  # a listener that stops after some time looks at the clock with each line
 KEPT: Final = 4096  # that a slow listener has not taken yet
@@ -39,13 +39,13 @@ class EndedRequests:
         self._clock = clock
         self._is_closed = False
 
-    def tell(self, flight: Flight, status: str) -> None:
+    def tell(self, state: RequestState, status: str) -> None:
         """One sequence ended: stop, length, abort, or the code of its error."""
         if not self._listeners:
             return
-        record = self._record(flight, status)
+        record = self._record(state, status)
         for listener in self._listeners:
-            self._put(listener, record, flight)
+            self._put(listener, record, state)
 
     def close(self) -> None:
         """Ends every listener's stream: the process is leaving."""
@@ -72,27 +72,27 @@ class EndedRequests:
         finally:
             self._listeners.remove(listener)
 
-    def _record(self, flight: Flight, status: str) -> dict[str, Any]:
+    def _record(self, state: RequestState, status: str) -> dict[str, Any]:
         """`at`: seconds since 1970, when it arrived. A call with n choices is n of these, with one id."""
-        seconds = self._clock() - flight.arrived
+        seconds = self._clock() - state.request.arrived
         return {
             "at": round(time.time() - seconds, 6),
-            "id": flight.trace_id,
-            "model": flight.model,
-            "prompt_tokens": len(flight.prompt_token_ids),
-            "output_tokens": len(flight.received),
-            "max_tokens": flight.sampling.max_tokens,
+            "id": state.request.trace_id,
+            "model": state.request.model,
+            "prompt_tokens": len(state.request.prompt_token_ids),
+            "output_tokens": len(state.received),
+            "max_tokens": state.request.sampling.max_tokens,
             "status": status,
-            "attempts": flight.attempt,
+            "attempts": state.attempt,
             "seconds": round(seconds, 6),
         }
 
-    def _put(self, listener: _Listener, record: dict[str, Any], flight: Flight) -> None:
+    def _put(self, listener: _Listener, record: dict[str, Any], state: RequestState) -> None:
         if len(listener.pending) >= self._kept or listener.num_bytes >= KEPT_BYTES:
             listener.num_lost += 1
             return
         if listener.has_prompts:
-            record = record | {"prompt_token_ids": flight.prompt_token_ids}
+            record = record | {"prompt_token_ids": state.request.prompt_token_ids}
         data = b"event: request\ndata: %b\n\n" % msgspec.json.encode(record)
         listener.pending.append(data)
         listener.num_bytes += len(data)

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, one per call. Without `tracing.endpoint` nothing of it is loaded."""
+"""OpenTelemetry traces, one per call. Without `tracing.endpoint` none of its packages is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def tracer_of(settings: TracingSettings, gateway_id: str, morphs: Morphs, cluster: Cluster) -> Tracer | None:
-    """None where traces are off. Raises SettingsError where the packages for them are missing."""
+    """Return the tracer; None if traces are off. Raises SettingsError if a package is missing."""
     if not settings.endpoint:
         return None
     try:

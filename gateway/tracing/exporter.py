@@ -1,4 +1,4 @@
-"""Spans to a collector, from a thread of their own. A collector that is away costs spans and nothing else."""
+"""The exporter of spans, in a thread of its own. A collector that is away costs spans and nothing else."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ TIMEOUT_S: Final = 5.0  # of one batch, with its retries
 
 
 class Exporter(SpanExporter):
-    """`num_sent`: spans that the collector took. One line in the log when it takes no more, and one when it
-    does again; the library's own would be some a second."""
+    """Writes one log line when the collector takes no more spans, and one when it does again.
+
+    The library itself would write several a second. `num_sent`: spans that the collector took.
+    """
 
     def __init__(self, url: str) -> None:
         self.num_sent = 0
         self._url = url
         self._inner = trace_exporter.OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S)
         self._is_away = False
-        self._said = _LastWords()
-        logging.getLogger(trace_exporter.__name__).addFilter(self._said)
+        self._last = _LastMessage()
+        logging.getLogger(trace_exporter.__name__).addFilter(self._last)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._inner.export(spans)
@@ -34,17 +36,17 @@ class Exporter(SpanExporter):
             if self._is_away:
                 log.info("traces reach %s again", self._url)
         elif not self._is_away:
-            log.warning("traces do not reach %s and are dropped: %s", self._url, self._said.message)
+            log.warning("traces do not reach %s and are dropped: %s", self._url, self._last.message)
         self._is_away = result is not SpanExportResult.SUCCESS
         return result
 
     def shutdown(self) -> None:
         self._inner.shutdown()  # type: ignore[no-untyped-call]
-        logging.getLogger(trace_exporter.__name__).removeFilter(self._said)
+        logging.getLogger(trace_exporter.__name__).removeFilter(self._last)
 
 
-class _LastWords(logging.Filter):
-    """Keeps what the library says to itself."""
+class _LastMessage(logging.Filter):
+    """Keeps the library's last message and drops it from the log."""
 
     message = "no reason given"
 

@@ -1,7 +1,7 @@
-"""Which calls are traced, and when their spans are made: at the end, from what was noted meanwhile.
+"""The tracer: which calls are traced, and their spans, made at the end from what was noted meanwhile.
 
-A call that is traced costs its notes while it runs, one that is not a look at its headers. The spans wait in
-a queue of the library's, and a thread of its own sends them.
+A traced call costs its notes while it runs, any other one look at its headers. Spans wait in a queue of the
+OpenTelemetry library, whose thread sends them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -23,22 +23,19 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from bus.settings import TracingSettings
 from gateway.delivery.cluster import Cluster
-from gateway.delivery.inflight import Flight
 from gateway.delivery.journey import Journey
+from gateway.delivery.request import RequestState
 from gateway.http.body import Scope
 from gateway.morphs import KEPT, Morphs
-from gateway.tracing import facts
+from gateway.openai.request_log import RequestLog
+from gateway.tracing import spans
 from gateway.tracing.exporter import Exporter
-from gateway.tracing.phases import Phase, phases
-
-if TYPE_CHECKING:
-    from gateway.openai.ended import Ended
 
 log = logging.getLogger("gateway")
 
 MAX_WAITING: Final = 4096  # spans, of 1 to 2 KB; more are dropped
 SEND_MS: Final = 1000.0
-CLOSE_S: Final = 2.0  # for what waits when the process leaves
+CLOSE_S: Final = 2.0  # to send what waits when the process ends
 MAX_SEQUENCES: Final = 8  # of one call, that have spans of their own: a span takes 0.05 ms of the event loop
 
 _W3C: Final = TraceContextTextMapPropagator()
@@ -65,8 +62,8 @@ class Tracer:
     def num_sent(self) -> int:
         return self._exporter.num_sent
 
-    def begin(self, scope: Scope, arrived: float) -> Trace | None:
-        """None where this call is not sampled. `arrived`: of the monotonic clock."""
+    def begin(self, scope: Scope, arrived: float) -> CallTrace | None:
+        """Begin the span of a call; None if the call is not sampled. `arrived`: monotonic seconds."""
         carrier = {
             name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CONTEXT
         }
@@ -75,25 +72,25 @@ class Tracer:
             f"POST {scope['path']}",
             _W3C.extract(carrier),
             SpanKind.SERVER,
-            facts.of_request(scope),
+            spans.of_request(scope),
             start_time=ahead_ns + round(arrived * 1e9),
         )
-        return Trace(self, span, ahead_ns) if span.is_recording() else None
+        return CallTrace(self, span, ahead_ns) if span.is_recording() else None
 
-    def end(self, trace: Trace, ended: Ended) -> None:
-        """The call is over. What goes wrong here costs the trace and not the call."""
+    def end(self, trace: CallTrace, ended: RequestLog) -> None:
+        """Make the spans of a call that is over. An error here costs the trace and not the call."""
         try:
-            self._draw(trace, ended)
+            self._make_spans(trace, ended)
         except Exception:
             log.exception("a trace is lost")
 
     async def close(self) -> None:
-        """Sends what waits, for `CLOSE_S` at most."""
+        """Send what waits, for CLOSE_S at most."""
         loop, is_closed = asyncio.get_running_loop(), asyncio.Event()
 
         def shut_down() -> None:
             self._provider.shutdown()
-            with contextlib.suppress(RuntimeError):  # nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(is_closed.set)
 
         threading.Thread(target=shut_down, name="traces-close", daemon=True).start()
@@ -101,22 +98,22 @@ class Tracer:
             async with asyncio.timeout(CLOSE_S):
                 await is_closed.wait()
 
-    def _draw(self, trace: Trace, ended: Ended) -> None:
+    def _make_spans(self, trace: CallTrace, ended: RequestLog) -> None:
         now, span = time.monotonic(), trace.span
-        span.set_attributes(facts.of_end(ended))
-        for flight in trace.flights:
-            for phase in phases(flight, now):
-                self._child(trace, phase)
-            for at, event in facts.of_replays(flight):
+        span.set_attributes(spans.of_end(ended))
+        for state in trace.states:
+            for phase in spans.phases(state, now):
+                self._make_child(trace, phase)
+            for at, event in spans.of_replays(state):
                 span.add_event("replay", event, trace.wall_ns(at))
         for at_s, event in self._morphs_of(trace, ended):
             span.add_event("morph", event, round(at_s * 1e9))
-        if (status := facts.status(ended)) is not None:
+        if (status := spans.status(ended)) is not None:
             span.set_status(status)
         span.end(trace.wall_ns(now))
         self.num_made += 1
 
-    def _child(self, trace: Trace, phase: Phase) -> None:
+    def _make_child(self, trace: CallTrace, phase: spans.Phase) -> None:
         start_ns = trace.wall_ns(phase.start)
         child = self._tracer.start_span(
             phase.name, trace.context, SpanKind.INTERNAL, phase.facts, start_time=start_ns
@@ -128,34 +125,34 @@ class Tracer:
         child.end(trace.wall_ns(phase.end))
         self.num_made += 1
 
-    def _morphs_of(self, trace: Trace, ended: Ended) -> list[facts.Happened]:
-        """Of the workers that served it, and of those that were in a group with them."""
-        workers = {target.worker for target in facts.targets(trace.flights)}
-        for target in facts.targets(trace.flights):
-            if (card := self._cluster.workers.get(target.worker)) is not None:
-                workers.update(name for one in card.instances for name in one.workers)
+    def _morphs_of(self, trace: CallTrace, ended: RequestLog) -> list[spans.TimedFacts]:
+        """Return the morphs of the workers that served the call, and of those in a group with them."""
+        attempts = [attempt for state in trace.states for attempt in spans.attempts_of(state)]
+        own = {attempt.worker for attempt in attempts if attempt.number}
+        cards = [self._cluster.workers[name] for name in own if name in self._cluster.workers]
+        workers = own.union(name for card in cards for one in card.instances for name in one.workers)
         start_s, end_s = trace.wall_ns(ended.arrived) / 1e9, time.time()
-        return facts.of_morphs(self._morphs.recent(KEPT), workers, start_s, end_s)
+        return spans.of_morphs(self._morphs.recent(KEPT), workers, start_s, end_s)
 
 
-class Trace:
-    """One call that is traced."""
+class CallTrace:
+    """A call that is traced."""
 
     def __init__(self, tracer: Tracer, span: Span, ahead_ns: int) -> None:
         self.span = span
         self.context = set_span_in_context(span)
-        self.flights: Sequence[Flight] = ()
+        self.states: Sequence[RequestState] = ()
         self._tracer = tracer
-        self._ahead_ns = ahead_ns  # the wall clock's lead over the monotonic one, once for all spans
+        self._ahead_ns = ahead_ns  # the wall clock's lead over the monotonic one, the same for all spans
 
-    def follow(self, flights: Sequence[Flight]) -> None:
-        """From here on they note what happens to them; of many the first."""
-        self.flights = flights[:MAX_SEQUENCES]
+    def follow(self, states: Sequence[RequestState]) -> None:
+        """Let the call's requests, or the first of many, note what happens to them from now on."""
+        self.states = states[:MAX_SEQUENCES]
         now = time.monotonic()
-        for flight in self.flights:
-            flight.journey = Journey(now)
+        for state in self.states:
+            state.journey = Journey(now)
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: RequestLog) -> None:
         self._tracer.end(self, ended)
 
     def wall_ns(self, at: float) -> int:

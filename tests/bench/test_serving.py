@@ -31,8 +31,8 @@ from bench.serving.report import (
 )
 from bus.messages import InstanceCard, MorphReport
 from gateway import state
-from gateway.delivery.cluster import Ready
-from gateway.delivery.inflight import Flight
+from gateway.delivery.cluster import ReadyInstance
+from gateway.delivery.request import RequestState
 from gateway.errors import ApiError
 from instar.replay import outcomes
 from instar.replay.outcomes import UNFINISHED, conclude_stream
@@ -91,7 +91,7 @@ def test_every_way_uses_all_workers_and_static_ones_never_change(num_workers: in
 # ------------------------------------------------------------------------------------- who gets it
 
 
-def ready(*workers: str) -> Ready:
+def ready(*workers: str) -> ReadyInstance:
     card = InstanceCard(
         id=f"m@{workers[0]}",
         model="m",
@@ -106,7 +106,7 @@ def ready(*workers: str) -> Ready:
         degrees=list(TOKENS_AT),
         tokens_at=TOKENS_AT,
     )
-    return Ready(card, workers[0], 1)
+    return ReadyInstance(card, workers[0], 1)
 
 
 def test_round_robin_takes_one_after_the_other_by_number_whatever_they_have_to_do() -> None:
@@ -148,14 +148,12 @@ def become(core: Core, group: Sequence[str]) -> None:
         core.cards[name] = replace(core.cards[name], link="h:1", instances=[instance])
 
 
-def long_flight(core: Core, name: str) -> Flight:
-    flight = core.flight(name, max_tokens=100)
-    flight.prompt_token_ids = [1] * 900
-    return flight
+def long_flight(core: Core, name: str) -> RequestState:
+    return core.state(name, prompt=[1] * 900, max_tokens=100)
 
 
-def at(flight: Flight) -> str:
-    return flight.target.worker if flight.target else ""
+def at(state: RequestState) -> str:
+    return state.target.worker if state.target else ""
 
 
 @pytest.mark.parametrize("pick", PICKS)

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 from bus.settings import RedisSettings
-from gateway.http.connection import Link
+from gateway.http.connection import ClientSocket
 from gateway.http.sse import EventStream
 from tests.support.gateway_harness import ANSWER, BODY, running
 
@@ -129,7 +129,7 @@ async def test_a_request_in_the_pipeline_is_not_timed_by_the_answer_before_it(
 async def test_the_rest_of_a_stream_is_waited_for_until_the_socket_took_it_or_the_client_left() -> None:
     transport = Mock()
     for leaves in (True, False):
-        link = Link(transport)
+        link = ClientSocket(transport)
         stream = EventStream(link, 100)
         stream.open()
         link.is_paused = True

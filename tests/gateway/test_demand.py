@@ -29,10 +29,8 @@ from bus.messages import (
 from bus.policy import Policy
 from bus.settings import ControllerSettings, MonitorSettings, Settings
 from controller import service as controller_service
-from gateway.delivery.demand import demands
-from gateway.delivery.dispatch import Candidate
-from gateway.delivery.inflight import Flight
-from gateway.delivery.placement import PART_PATIENCE_S
+from gateway.delivery.dispatch import SPLIT_PATIENCE_S, Candidate
+from gateway.delivery.request import RequestState, RetryReason
 from gateway.errors import ApiError
 from monitor import service as monitor_service
 from tests.support import service_loop
@@ -70,30 +68,30 @@ class Cluster(Core):
         self.report(metrics_for(*self.cards.values(), used=used, longest=longest))
         self.poll()
 
-    def ask(self, name: str, num_tokens: int) -> Flight:
-        flight = self.flight(name, max_tokens=num_tokens - 1)
-        self.delivery.submit(flight)
-        return flight
+    def ask(self, name: str, num_tokens: int) -> RequestState:
+        state = self.state(name, max_tokens=num_tokens - 1)
+        self.delivery.submit(state)
+        return state
 
     def candidates(self) -> list[Candidate]:
         return self.delivery.placement.candidates("m")
 
     def told(self) -> list[tuple[int, int]]:
-        return [(one.tokens, one.count) for one in demands(self.delivery.table, "g")]
+        return [(one.tokens, one.count) for one in self.delivery.demands("g")]
 
 
-def workers_of(flights: list[Flight]) -> list[str | None]:
-    return [flight.target.worker if flight.target else None for flight in flights]
+def workers_of(states: list[RequestState]) -> list[str | None]:
+    return [state.target.worker if state.target else None for state in states]
 
 
 def test_a_long_request_waits_for_a_group_and_goes_there() -> None:
     core = Cluster()
-    flight = core.ask("long", 1000)
-    assert flight.target is None and core.told() == [(1000, 1)]
+    state = core.ask("long", 1000)
+    assert state.target is None and core.told() == [(1000, 1)]
     assert core.gateway.has_demand.is_set()
     core.group(*FOUR)
     core.poll()
-    assert flight.target is not None and flight.target.worker == "w0"
+    assert state.target is not None and state.target.worker == "w0"
     assert core.told() == []
     core.gateway.check_integrity()
 
@@ -101,10 +99,10 @@ def test_a_long_request_waits_for_a_group_and_goes_there() -> None:
 def test_a_group_is_believed_to_be_large_before_its_first_metrics() -> None:
     core = Cluster()
     core.look()
-    flight = core.ask("long", 1000)
+    state = core.ask("long", 1000)
     core.group(*FOUR)
     core.poll()
-    assert flight.target is not None
+    assert state.target is not None
 
 
 def test_a_group_that_parted_is_not_believed_its_old_metrics() -> None:
@@ -129,12 +127,12 @@ def test_a_request_that_no_shape_holds_is_refused_at_once_with_what_one_could() 
 
 def test_workers_that_went_a_moment_ago_still_count() -> None:
     core = Cluster()
-    flight = core.ask("long", 1000)
+    state = core.ask("long", 1000)
     del core.cards["w3"]
     core.poll()
-    assert isinstance(flight.sink, Ear) and flight.sink.error is None
+    assert isinstance(state.sink, Ear) and state.sink.error is None
     core.poll(after_s=11)
-    assert flight.sink.error is not None and "holds 400 tokens" in flight.sink.error.message
+    assert state.sink.error is not None and "holds 400 tokens" in state.sink.error.message
 
 
 def test_long_requests_go_first_come_first_served() -> None:
@@ -160,10 +158,10 @@ def test_a_long_request_waits_for_room_in_a_full_group() -> None:
     core = Cluster("w0", "w1", "w2", "w3", "w4")
     core.group(*FOUR)
     core.look(used=900, longest=900)
-    flight = core.ask("long", 1000)
-    assert flight.target is None and core.told() == [(1000, 1)]
+    state = core.ask("long", 1000)
+    assert state.target is None and core.told() == [(1000, 1)]
     core.look(used=100, longest=100)
-    assert flight.target is not None
+    assert state.target is not None
 
 
 def test_a_short_request_keeps_away_from_a_group_that_is_to_part() -> None:
@@ -171,23 +169,23 @@ def test_a_short_request_keeps_away_from_a_group_that_is_to_part() -> None:
     core.group(*FOUR)
     core.look()
     core.report(metrics_for(core.cards["w0"], *(core.cards[name] for name in FOUR[1:])))
-    flights = [core.ask(str(i), 50) for i in range(3)]
-    assert {flight.target.worker for flight in flights if flight.target} == {"w4"}
+    states = [core.ask(str(i), 50) for i in range(3)]
+    assert {state.target.worker for state in states if state.target} == {"w4"}
 
 
 def test_a_short_request_waits_for_the_only_group_to_part_and_at_last_keeps_it() -> None:
     core = Cluster()
     core.group(*FOUR)
     core.look(used=240)
-    flight = core.ask("short", 50)
-    assert flight.target is None and core.told() == []
+    state = core.ask("short", 50)
+    assert state.target is None and core.told() == []
     core.cards = {name: worker_card(name) for name in FOUR}
     core.poll()
-    assert flight.target is not None
+    assert state.target is not None
     core.group(*FOUR)
     core.look(used=240)
     second = core.ask("second", 50)
-    core.now += PART_PATIENCE_S
+    core.now += SPLIT_PATIENCE_S
     core.look(used=240)
     assert second.target is not None
     core.gateway.check_integrity()
@@ -197,13 +195,13 @@ def test_the_requests_of_a_group_go_to_all_its_members() -> None:
     core = Cluster()
     core.group(*FOUR)
     core.look(used=0, longest=1000)
-    flights = [core.ask(str(i), 20) for i in range(8)]
-    assert workers_of(flights) == [*FOUR, *FOUR]
+    states = [core.ask(str(i), 20) for i in range(8)]
+    assert workers_of(states) == [*FOUR, *FOUR]
     assert core.cluster.ready("m")[0].card.workers == list(FOUR)
     (group,) = core.candidates()
     assert (group.num_own, group.free_tokens) == (8, 1200 - 8 * 20)
     core.report(metrics_for(*core.cards.values(), used=160, longest=1000, running=2))
-    core.delivery.table.metrics_arrived()
+    core.delivery.table.on_metrics()
     (group,) = core.candidates()
     assert (group.num_measured, group.free_tokens, group.num_own_since) == (8, 1040, 0)
     core.gateway.check_integrity()
@@ -226,12 +224,12 @@ def test_a_members_death_costs_its_share_of_the_requests() -> None:
     core = Cluster()
     core.group(*FOUR)
     core.look(longest=1000)
-    flights = [core.ask(str(i), 20) for i in range(8)]
-    for flight in flights:
-        core.sent(flight)
-    core.watch.on_worker_gone("w2", 1, "worker_lost")
-    assert [flight.strikes for flight in flights] == [0, 0, 1, 0] * 2
-    assert {flight.attempt for flight in flights} == {1, 2} and "w2" not in workers_of(flights)
+    states = [core.ask(str(i), 20) for i in range(8)]
+    for state in states:
+        core.sent(state)
+    core.losses.on_worker_gone("w2", 1, RetryReason.WORKER_LOST)
+    assert [state.strikes for state in states] == [0, 0, 1, 0] * 2
+    assert {state.attempt for state in states} == {1, 2} and "w2" not in workers_of(states)
     core.gateway.check_integrity()
 
 
@@ -242,15 +240,15 @@ def test_short_requests_beside_a_long_one_are_no_more_than_the_parts_will_hold()
     long = core.ask("long", 600)
     core.sent(long)
     core.look()
-    core.delivery.table.metrics_arrived()
-    flights = [core.ask(str(i), 40) for i in range(9)]
-    assert workers_of(flights) == ["w1", "w2", "w3", "w0", "w1", "w2", "w3", "w0", None]
+    core.delivery.table.on_metrics()
+    states = [core.ask(str(i), 40) for i in range(9)]
+    assert workers_of(states) == ["w1", "w2", "w3", "w0", "w1", "w2", "w3", "w0", None]
     core.now += 1
     late = core.ask("late", 10)  # though it would fit: others came before
     assert late.target is None
-    core.delivery.table.metrics_arrived()
+    core.delivery.table.on_metrics()
     core.look(used=240)
-    assert workers_of([flights[8], late]) == ["w1", "w2"]
+    assert workers_of([states[8], late]) == ["w1", "w2"]
     core.gateway.check_integrity()
 
 
@@ -260,7 +258,7 @@ def test_the_room_at_home_is_of_the_cache_and_not_of_a_context_that_ends_before_
     core.look()
     core.sent(core.ask("long", 140))
     core.look()
-    core.delivery.table.metrics_arrived()
+    core.delivery.table.on_metrics()
     assert workers_of([core.ask(str(i), 40) for i in range(9)]).count(None) == 1
 
 
@@ -275,12 +273,11 @@ def test_who_waits_for_a_group_with_its_precision_holds_nobody_up_that_goes_else
     core.report(
         replace(both, workers=both.workers + alone.workers, instances=[*both.instances, coarse]),
     )
-    exact = core.flight("exact", max_tokens=39)
-    exact.min_precision = "full"
+    exact = core.state("exact", min_precision="full", max_tokens=39)
     core.delivery.submit(exact)
     core.now += 1
     assert workers_of([exact, core.ask("any", 40)]) == [None, "w2"]
-    core.now += PART_PATIENCE_S - 1  # and who passes it does not make it wait for longer
+    core.now += SPLIT_PATIENCE_S - 1  # and who passes it does not make it wait for longer
     core.cluster.metrics_at = core.now
     core.delivery.attempts.place_waiting()
     assert workers_of([exact]) == ["w0"]
@@ -292,10 +289,10 @@ def test_no_queue_is_brought_into_a_group_that_is_to_be_made() -> None:
     core = Cluster("w0", "w1")
     running = [core.ask(name, 90) for name in ("a", "b")]
     queued = [core.ask(name, 50) for name in ("c", "d")]
-    for flight in running:
-        core.sent(flight)
-    for flight in queued:
-        core.sent(flight, begun=False)
+    for state in running:
+        core.sent(state)
+    for state in queued:
+        core.sent(state, begun=False)
     assert workers_of([*running, *queued]) == ["w0", "w1", "w0", "w1"]
     core.written()
     core.now += 1
@@ -305,50 +302,53 @@ def test_no_queue_is_brought_into_a_group_that_is_to_be_made() -> None:
     core.poll()
     assert workers_of([*running, *queued, later, long]) == ["w0", "w1", None, None, None, None]
     assert core.cancels() == [(["c"], 1), (["d"], 1)]
-    assert [one.request_id for one in core.delivery.table.waiting.values()] == ["c", "d", "long", "later"]
+    assert [one.id for one in core.delivery.table.waiting.values()] == ["c", "d", "long", "later"]
     core.deliver(running[0], [], finish="length")
     core.poll()
     assert workers_of([*queued, later]) == ["w0", "w0", None]  # first come, first served
     core.gateway.check_integrity()
-    core.cluster.parts_groups = False  # nothing forms by itself: why wait
+    core.cluster.can_split = False  # nothing forms by itself: why wait
     core.poll()
     assert None not in workers_of([*queued, later])
-    assert (queued[0].attempt, queued[0].strikes, queued[0].deadline) == (2, 0, queued[0].arrived + 60)
+    assert (queued[0].attempt, queued[0].strikes, queued[0].deadline) == (
+        2,
+        0,
+        queued[0].request.arrived + 60,
+    )
 
 
 def test_what_waits_at_a_member_beyond_what_it_can_take_along_comes_back() -> None:
     core = Cluster()
-    flights = [core.ask(str(i), 30) for i in range(20)]
-    for i, flight in enumerate(flights):
-        core.sent(flight, begun=i < 4)
+    states = [core.ask(str(i), 30) for i in range(20)]
+    for i, state in enumerate(states):
+        core.sent(state, begun=i < 4)
     core.group(*FOUR)
     core.poll()  # at each 1 token of one that runs, 120 of four that wait: 100 it could take along
-    assert [one.request_id for one in core.delivery.table.for_parts] == ["16", "17", "18", "19"]
-    assert workers_of(flights[:16]) == [*FOUR] * 4 and workers_of(flights[16:]) == [None] * 4
+    assert [one.id for one in core.delivery.table.for_parts] == ["16", "17", "18", "19"]
+    assert workers_of(states[:16]) == [*FOUR] * 4 and workers_of(states[16:]) == [None] * 4
     core.gateway.check_integrity()
 
 
 def test_no_more_come_back_than_are_too_many_though_the_last_metrics_still_count_them() -> None:
     core = Cluster("w0", "w1")
-    core.cluster.parts_groups = False
+    core.cluster.can_split = False
     core.group("w0", "w1")
     core.look()
-    flights = [core.flight(str(i), max_tokens=1) for i in range(12)]
-    for flight in flights:
-        flight.prompt_token_ids = [1] * 29
-        core.delivery.submit(flight)
-        core.sent(flight, begun=False)
+    states = [core.state(str(i), prompt=[1] * 29, max_tokens=1) for i in range(12)]
+    for state in states:
+        core.delivery.submit(state)
+        core.sent(state, begun=False)
     told = metrics_for(*core.cards.values())
     queued = [
         replace(one, last=replace(one.last, waiting=6, waiting_tokens=6 * 29)) for one in told.instances
     ]
     core.report(replace(told, instances=queued))
-    core.delivery.table.metrics_arrived()
-    core.cluster.parts_groups = True
+    core.delivery.table.on_metrics()
+    core.cluster.can_split = True
     attempts = [list[int](), list[int]()]
     for each in attempts:
         core.delivery.attempts.place_waiting()
-        each += [i for i, flight in enumerate(flights) if flight.was_recalled]
+        each += [i for i, state in enumerate(states) if state.was_recalled]
     assert attempts[0] == attempts[1] == [6, 7, 8, 9, 10, 11]
     core.gateway.check_integrity()
 
@@ -359,9 +359,9 @@ def test_a_last_chance_is_had_alone_in_the_whole_group() -> None:
     core.group(*FOUR)
     core.look(longest=1000)
     first, second = core.ask("first", 20), core.ask("second", 20)
-    for flight in (first, second):
-        core.sent(flight)
-        core.delivery.attempts.replay(flight, "worker_lost", "test")
+    for state in (first, second):
+        core.sent(state)
+        core.delivery.attempts.replay(state, RetryReason.WORKER_LOST, "test")
     assert first.target is not None and second.target is None
     core.sent(first)
     core.deliver(first, [], finish="length")
@@ -373,22 +373,22 @@ def test_a_request_that_comes_back_keeps_its_place_by_arrival() -> None:
     core = Cluster()
     core.group(*FOUR)
     core.poll()
-    flight = core.ask("first", 1000)
-    core.sent(flight, begun=False)
+    state = core.ask("first", 1000)
+    core.sent(state, begun=False)
     core.cards = {name: worker_card(name) for name in FOUR}  # it parts meanwhile
     core.poll()
     later = core.ask("later", 1100)
-    core.deliver(flight, [], finish="error", error="63 blocks are missing", reject_reason=KV_CAPACITY)
-    assert [one.request_id for one in core.delivery.table.for_room] == ["first", "later"]
+    core.deliver(state, [], finish="error", error="63 blocks are missing", reject_reason=KV_CAPACITY)
+    assert [one.id for one in core.delivery.table.for_room] == ["first", "later"]
     core.group(*FOUR)
     core.poll()
-    assert flight.target is not None and later.target is None
+    assert state.target is not None and later.target is None
     core.gateway.check_integrity()
 
 
 def test_where_nothing_parts_by_itself_a_group_takes_short_requests_at_once() -> None:
     core = Cluster()
-    core.cluster.parts_groups = False
+    core.cluster.can_split = False
     core.group(*FOUR)
     core.look(used=200)
     assert core.ask("short", 50).target is not None
@@ -410,12 +410,12 @@ def test_where_there_are_only_groups_requests_go_in_the_order_they_came() -> Non
 
 def test_a_deadline_in_the_wait_for_a_group_says_so() -> None:
     core = Cluster()
-    flight = core.ask("long", 1000)
+    state = core.ask("long", 1000)
     core.now += 61
-    core.watch.tick()
-    assert isinstance(flight.sink, Ear) and flight.sink.error is not None
-    assert (flight.sink.error.status, flight.sink.error.code) == (504, "deadline_exceeded")
-    assert "no instance could hold its 1000 tokens" in flight.sink.error.message
+    core.losses.tick()
+    assert isinstance(state.sink, Ear) and state.sink.error is not None
+    assert (state.sink.error.status, state.sink.error.code) == (504, "deadline_exceeded")
+    assert "no instance could hold its 1000 tokens" in state.sink.error.message
     assert core.told() == []
 
 
@@ -423,16 +423,16 @@ def test_a_worker_that_finds_its_cache_too_small_gives_the_request_back() -> Non
     core = Cluster()
     core.group(*FOUR)
     core.poll()
-    flight = core.ask("long", 1000)
-    core.sent(flight, begun=False)
+    state = core.ask("long", 1000)
+    core.sent(state, begun=False)
     core.cards = {name: worker_card(name) for name in FOUR}  # it parted meanwhile
-    core.deliver(flight, [], finish="error", error="63 blocks are missing", reject_reason=KV_CAPACITY)
-    assert (flight.target, flight.strikes, core.told()) == (None, 0, [(1000, 1)])
+    core.deliver(state, [], finish="error", error="63 blocks are missing", reject_reason=KV_CAPACITY)
+    assert (state.target, state.strikes, core.told()) == (None, 0, [(1000, 1)])
     core.poll()
-    assert flight.target is None
+    assert state.target is None
     core.group(*FOUR)
     core.poll()
-    assert flight.target is not None and flight.attempt == 2
+    assert state.target is not None and state.attempt == 2
     core.gateway.check_integrity()
 
 
@@ -440,13 +440,13 @@ def test_a_request_that_every_worker_gives_back_ends() -> None:
     core = Cluster(max_attempts=3)
     core.group(*FOUR)
     core.poll()
-    flight = core.ask("long", 1000)
+    state = core.ask("long", 1000)
     for _ in range(3):
-        core.sent(flight, begun=False)
-        core.deliver(flight, [], finish="error", error="63 blocks are missing", reject_reason=KV_CAPACITY)
+        core.sent(state, begun=False)
+        core.deliver(state, [], finish="error", error="63 blocks are missing", reject_reason=KV_CAPACITY)
         core.poll()
-    assert isinstance(flight.sink, Ear) and flight.sink.error is not None
-    assert flight.sink.error.message == (
+    assert isinstance(state.sink, Ear) and state.sink.error is not None
+    assert state.sink.error.message == (
         "no worker could hold it: 63 blocks are missing. The longest that this cluster holds is 1200 tokens"
     )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bus.messages import RejectReason
-from gateway.delivery.inflight import Flight
+from gateway.delivery.request import RequestState
 from gateway.errors import ApiError
 from tests.support.gateway_core import Core, Ear
 from tests.support.metrics_samples import metrics_of
@@ -31,9 +31,9 @@ def refusal(core: Core, model: str) -> ApiError:
     return caught.value
 
 
-def error_of(flight: Flight) -> ApiError | None:
-    assert isinstance(flight.sink, Ear)
-    return flight.sink.error
+def error_of(state: RequestState) -> ApiError | None:
+    assert isinstance(state.sink, Ear)
+    return state.sink.error
 
 
 def test_a_model_that_was_retired_does_not_exist_any_more() -> None:
@@ -77,37 +77,37 @@ def test_workers_without_models_make_no_model_wait() -> None:
 
 def test_what_a_retired_instance_did_not_finish_goes_on_elsewhere_with_its_tokens() -> None:
     core = core_of("w0", "w1")
-    (flight,) = core.submit("r")
-    assert flight.target
-    first = flight.target
-    core.deliver(flight, [5, 6])
-    core.deliver(flight, [], finish="error", error="it goes", reject_reason=RejectReason.RETIRED)
-    assert flight.target and flight.target.worker != first.worker
-    assert (flight.attempt, flight.strikes, flight.received) == (2, 0, [5, 6])
+    (state,) = core.submit("r")
+    assert state.target
+    first = state.target
+    core.deliver(state, [5, 6])
+    core.deliver(state, [], finish="error", error="it goes", reject_reason=RejectReason.RETIRED)
+    assert state.target and state.target.worker != first.worker
+    assert (state.attempt, state.strikes, state.received) == (2, 0, [5, 6])
     core.gateway.check_integrity()
 
 
 def test_what_finds_no_other_instance_ends_with_404_once_the_model_is_gone() -> None:
     core = core_of("w0")
-    (flight,) = core.submit("r")
-    core.deliver(flight, [], finish="error", error="it goes", reject_reason=RejectReason.RETIRED)
-    assert error_of(flight) is None
+    (state,) = core.submit("r")
+    core.deliver(state, [], finish="error", error="it goes", reject_reason=RejectReason.RETIRED)
+    assert error_of(state) is None
     retire(core)
     core.poll()
-    error = error_of(flight)
+    error = error_of(state)
     assert error and error.status == 404
     core.gateway.check_integrity()
 
 
 def test_what_is_sent_to_an_instance_that_is_gone_comes_back() -> None:
     core = core_of("w0", "w1")
-    (flight,) = core.submit("r", begun=False)
-    assert flight.target
-    first = flight.target.worker
+    (state,) = core.submit("r", begun=False)
+    assert state.target
+    first = state.target.worker
     retire(core, first)
     core.poll()
     core.poll(after_s=4.0)
     metrics = metrics_of(f"m@{first}")
     core.report(replace(metrics, instances=[]))
-    core.watch.tick()
-    assert flight.target and flight.target.worker != first and flight.attempt == 2
+    core.losses.tick()
+    assert state.target and state.target.worker != first and state.attempt == 2

@@ -9,18 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.delivery.dispatch import (
-    Behind,
     Candidate,
-    NoneFits,
-    NoRoom,
-    Parting,
+    NeedsGroup,
+    QueuesAhead,
     Seat,
+    TooLong,
+    WaitForSplit,
+    YieldToLong,
     choose,
     is_long,
     member_for,
 )
 
 LOW, HIGH = 100, 1000
+AHEAD = QueuesAhead(reserved_tokens=500)
 
 
 def seat(name: str, load: float = 0.0, short: float = 0.0) -> Seat:
@@ -68,7 +70,7 @@ def test_of_two_groups_a_long_request_takes_the_one_that_has_to_stay() -> None:
 
 def test_a_long_request_waits_for_room_in_a_group_rather_than_in_its_queue() -> None:
     there = [one("a"), one("g", tp=4, free_tokens=499, stays=True)]
-    assert choose(there, 500) == NoRoom()
+    assert choose(there, 500) == NeedsGroup()
     assert choose(there, 499) == there[1]
 
 
@@ -78,7 +80,7 @@ def test_a_group_of_unknown_room_is_tried() -> None:
 
 
 def test_what_no_instance_holds_names_the_largest() -> None:
-    assert choose([one("a"), one("g", tp=4)], HIGH + 1) == NoneFits(HIGH)
+    assert choose([one("a"), one("g", tp=4)], HIGH + 1) == TooLong(HIGH)
 
 
 def test_a_short_request_keeps_away_from_a_group_that_is_to_part() -> None:
@@ -94,17 +96,19 @@ def test_a_short_request_uses_the_room_of_a_group_that_stays_when_it_would_wait_
 
 def test_a_short_request_leaves_the_room_that_a_long_one_waits_for() -> None:
     there = [one("a", free_tokens=0), one("g", tp=4, stays=True, free_tokens=510)]
-    assert choose(there, 10, reserved_tokens=500) == there[1]
-    assert choose(there, 11, reserved_tokens=500) == there[0]
+    assert choose(there, 10, "", AHEAD) == there[1]
+    assert choose(there, 11, "", AHEAD) == there[0]
 
 
 def test_where_there_are_only_groups_a_short_request_goes_after_a_long_one_that_waits() -> None:
     group = one("g", tp=4, stays=True, free_tokens=509)
-    assert choose([group], 10, reserved_tokens=500) == Behind()
-    assert choose([group], 9, reserved_tokens=500) == group
-    assert choose([replace(group, stays=False)], 10, reserved_tokens=500) == Behind()
-    assert choose([group], 10, reserved_tokens=HIGH + 1) == group  # that one waits for another
-    assert choose([group, one("a", free_tokens=0)], 10, reserved_tokens=500) == one("a", free_tokens=0)
+    assert choose([group], 10, "", AHEAD) == YieldToLong()
+    assert choose([group], 9, "", AHEAD) == group
+    assert choose([replace(group, stays=False)], 10, "", AHEAD) == YieldToLong()
+    assert (
+        choose([group], 10, "", QueuesAhead(reserved_tokens=HIGH + 1)) == group
+    )  # that one waits for another
+    assert choose([group, one("a", free_tokens=0)], 10, "", AHEAD) == one("a", free_tokens=0)
 
 
 def test_where_there_are_only_groups_short_short_requests_run_there() -> None:
@@ -119,10 +123,10 @@ def test_load_is_that_of_one_workers_share() -> None:
 
 def test_a_request_that_would_keep_the_only_group_from_parting_should_wait_for_the_parts() -> None:
     idle, busy = one("g", tp=4), full("h", short=91)
-    assert choose([busy], 10) == Parting(busy)
+    assert choose([busy], 10) == WaitForSplit(busy)
     assert choose([busy], 9) == busy  # it parts all the same
     assert choose([idle, busy], 90) == idle  # alone it may have all of it
-    staying = full("s", stays=True, parts=False, free_tokens=0)
+    staying = full("s", stays=True, can_split=False, free_tokens=0)
     assert choose([busy, staying], 10) == staying  # nothing parts by itself
 
 
@@ -130,8 +134,8 @@ def test_beside_a_long_request_there_are_no_more_short_ones_than_the_parts_will_
     """Else a group that gets less done than comes would never part again."""
     busy = full("g", short=91, stays=True)
     assert choose([busy], 9) == busy
-    assert choose([busy], 10) == Parting(busy)
-    assert choose([replace(busy, parts=False)], 10) == replace(busy, parts=False)
+    assert choose([busy], 10) == WaitForSplit(busy)
+    assert choose([replace(busy, can_split=False)], 10) == replace(busy, can_split=False)
     single = one("a", free_tokens=0)
     assert choose([busy, single], 9) == busy and choose([busy, single], 10) == single
     assert choose([busy], 500) == busy  # a long one
@@ -159,7 +163,7 @@ def test_members_get_the_same_number_of_requests() -> None:
 
 candidates = st.builds(
     lambda name, load, tp, free, stays, parts, short: (
-        full(name, short, load=load, free_tokens=free, stays=stays or not parts, parts=parts)
+        full(name, short, load=load, free_tokens=free, stays=stays or not parts, can_split=parts)
         if tp > 1
         else one(name, load, free_tokens=free)
     ),
@@ -177,20 +181,20 @@ candidates = st.builds(
 def test_whatever_is_chosen_holds_it_and_respects_the_ranks(
     there: list[Candidate], num_tokens: int, reserved: int
 ) -> None:
-    found = choose(there, num_tokens, "", reserved)
+    found = choose(there, num_tokens, "", QueuesAhead(reserved_tokens=reserved))
     fitting = [c for c in there if num_tokens <= c.max_tokens]
     if not fitting:
-        assert found == NoneFits(max(c.max_tokens for c in there))
+        assert found == TooLong(max(c.max_tokens for c in there))
     elif is_long(there, num_tokens):
         roomy = [c for c in fitting if c.free_tokens is None or c.free_tokens >= num_tokens]
-        assert found in roomy if roomy else found == NoRoom()
+        assert found in roomy if roomy else found == NeedsGroup()
     else:
-        if isinstance(found, Parting | Behind):
+        if isinstance(found, WaitForSplit | YieldToLong):
             assert all(c.tp > 1 for c in fitting)
-            assert isinstance(found, Behind) or found.candidate.parts
+            assert isinstance(found, YieldToLong) or found.candidate.can_split
             return
         assert isinstance(found, Candidate) and found in fitting
-        if found.tp > 1 and found.parts:
+        if found.tp > 1 and found.can_split:
             assert any(each.is_home(num_tokens) for each in found.seats)
         singles = [c for c in fitting if c.tp == 1]
         if singles and found.tp > 1:  # only where a request would wait at every single worker

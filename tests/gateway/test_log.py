@@ -12,11 +12,11 @@ import pytest
 
 from bus.logs import JsonLines, extras
 from bus.settings import SloSettings
-from gateway.delivery.inflight import Flight
-from gateway.delivery.slo import Slos
+from gateway.delivery.endings import SloCounter
+from gateway.delivery.request import RequestState
 from gateway.errors import worker_lost
-from gateway.openai.ended import Ended
-from gateway.stats import ModelStats, Stats
+from gateway.openai.request_log import RequestLog
+from gateway.stats import GatewayStats, ModelStats
 from tests.support.gateway_core import Core
 from tests.support.gateway_harness import BODY, Gate
 
@@ -63,6 +63,28 @@ async def test_a_request_has_one_line_with_what_it_was_and_none_of_its_text(
     assert "SECRET" not in str(line) and "jumps" not in str([extras(one) for one in log.records])
 
 
+async def test_every_other_request_has_a_line_too(gate: Gate, log: pytest.LogCaptureFixture) -> None:
+    async with gate.http() as http:
+        for method, path in [
+            ("GET", "/v1/models"),
+            ("POST", "/v1/responses"),
+            ("PUT", "/v1/completions"),
+            ("GET", "/nothing%0athere"),
+            ("GET", "/admin/morphs/none"),
+            ("GET", "/health"),  # a probe: at debug only
+        ]:
+            await http.request(method, path, headers={"x-request-id": f"mine{path}"})
+    lines = await ended(gate, log, 5)
+    assert [(one["method"], one["path"], one["status"], one.get("error")) for one in lines] == [
+        ("GET", "/v1/models", 200, None),
+        ("POST", "/v1/responses", 404, "not_found"),
+        ("PUT", "/v1/completions", 405, "method_not_allowed"),
+        ("GET", "/nothing%0Athere", 404, "not_found"),
+        ("GET", "/admin/morphs/none", 404, "morph_not_found"),
+    ]
+    assert lines[0]["request_id"] == "mine/v1/models" and all(one["seconds"] >= 0 for one in lines)
+
+
 async def test_several_choices_are_one_line(gate: Gate, log: pytest.LogCaptureFixture) -> None:
     async with gate.http() as http:
         await http.post("/v1/completions", json=BODY | {"n": 3, "max_tokens": 4})
@@ -92,9 +114,9 @@ async def test_refusals_and_clients_that_left_have_their_line(
 
 
 def test_a_line_is_json_where_that_is_asked_for(log: pytest.LogCaptureFixture) -> None:
-    one = Ended("mine", "/v1/completions", 0.0)
+    one = RequestLog("mine", "POST", "/v1/completions", 0.0)
     one.refused(worker_lost("w0 died"))
-    one.log()
+    one.write()
     told = json.loads(JsonLines("gateway").format(log.records[-1]))
     expected = {"message": "request ended", "level": "info", "request_id": "mine", "status": 503}
     assert expected.items() <= told.items() and told["error"] == "worker_lost"
@@ -103,10 +125,11 @@ def test_a_line_is_json_where_that_is_asked_for(log: pytest.LogCaptureFixture) -
 # ------------------------------------------------------------------------------------- SLOs
 
 
-def flight(first: float = 0.0, last: float = 0.0, num_tokens: int = 0) -> Flight:
+def state(first: float = 0.0, last: float = 0.0, num_tokens: int = 0) -> RequestState:
     """That came at 100 s, with its first and last token so many seconds later."""
-    one = Core().flight("r")
-    one.arrived = 100.0
+    core = Core()
+    core.now = 100.0
+    one = core.state("r")
     one.received = [7] * num_tokens
     if num_tokens:
         one.first_token, one.last_token = 100.0 + first, 100.0 + last
@@ -116,26 +139,26 @@ def flight(first: float = 0.0, last: float = 0.0, num_tokens: int = 0) -> Flight
 @pytest.mark.parametrize(
     ("one", "how", "counted"),
     [
-        (flight(2.0, 3.0, 11), "length", (1, 0, 0, 1)),  # exactly at both limits
-        (flight(2.1, 2.2, 11), "stop", (1, 1, 0, 0)),
-        (flight(0.1, 2.2, 11), "stop", (1, 0, 1, 0)),
-        (flight(2.1, 9.2, 11), "stop", (1, 1, 1, 0)),
-        (flight(0.1, 0.1, 1), "length", (1, 0, 0, 1)),  # one token has no time between tokens
-        (flight(), "deadline_exceeded", (1, 1, 1, 0)),
-        (flight(0.1, 0.2, 5), "worker_lost", (1, 1, 1, 0)),
-        (flight(0.1, 0.2, 5), "abort", (0, 0, 0, 0)),  # nobody knows what it would have got
-        (flight(2.1, 2.2, 5), "abort", (1, 1, 0, 0)),
+        (state(2.0, 3.0, 11), "length", (1, 0, 0, 1)),  # exactly at both limits
+        (state(2.1, 2.2, 11), "stop", (1, 1, 0, 0)),
+        (state(0.1, 2.2, 11), "stop", (1, 0, 1, 0)),
+        (state(2.1, 9.2, 11), "stop", (1, 1, 1, 0)),
+        (state(0.1, 0.1, 1), "length", (1, 0, 0, 1)),  # one token has no time between tokens
+        (state(), "deadline_exceeded", (1, 1, 1, 0)),
+        (state(0.1, 0.2, 5), "worker_lost", (1, 1, 1, 0)),
+        (state(0.1, 0.2, 5), "abort", (0, 0, 0, 0)),  # nobody knows what it would have got
+        (state(2.1, 2.2, 5), "abort", (1, 1, 0, 0)),
     ],
 )
-def test_requests_are_judged_by_what_they_got(one: Flight, how: str, counted: tuple[int, ...]) -> None:
-    stats = Stats()
-    Slos(SLO, stats, clock=lambda: 101.0).count(one, how)
+def test_requests_are_judged_by_what_they_got(one: RequestState, how: str, counted: tuple[int, ...]) -> None:
+    stats = GatewayStats()
+    SloCounter(SLO, stats, clock=lambda: 101.0).count(one, how)
     assert numbers(stats.of("m")) == counted
 
 
 def test_a_client_that_left_after_waiting_too_long_counts() -> None:
-    stats = Stats()
-    Slos(SLO, stats, clock=lambda: 103.0).count(flight(), "abort")
+    stats = GatewayStats()
+    SloCounter(SLO, stats, clock=lambda: 103.0).count(state(), "abort")
     assert numbers(stats.of("m")) == (1, 1, 0, 0)
 
 

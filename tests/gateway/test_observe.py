@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bus.messages import KIND_OF, Event, LayerShape, MorphReport
 from gateway import stats
-from gateway.delivery.precision import lowest_named
+from gateway.delivery.candidates import lowest_named
 from gateway.operations.metrics import exposition
 from tests.support.gateway_core import Core
 from tests.support.metrics_samples import metrics_of
@@ -32,10 +32,10 @@ def core() -> Core:
     core.worker("w0")
     core.poll()
     core.report(metrics_of("m@w0", layers=SHAPE))
-    (flight,) = core.submit("a")
+    (state,) = core.submit("a")
     for core.fingerprint, token_ids in (("tp1-full", [1, 2]), ("tp2-int8x0.5-int4x1", [3]), ("", [4])):
-        core.deliver(flight, token_ids)
-    core.delivery.endings.end(flight, "stop")
+        core.deliver(state, token_ids)
+    core.delivery.endings.end(state, "stop")
     return core
 
 

@@ -139,11 +139,11 @@ def test_an_instance_whose_worker_drains_takes_no_orders_any_more() -> None:
         assert (refusal.value.status, refusal.value.code) == (409, "worker_draining")
 
 
-def test_a_worker_that_was_told_to_leave_is_asked_for_nothing_before_its_card_says_so() -> None:
+def test_a_worker_that_was_mark_draining_is_asked_for_nothing_before_its_card_says_so() -> None:
     there = cluster()
-    there.told_to_leave("w0", epoch=there.workers["w0"].epoch - 1)  # an earlier life of it
+    there.mark_draining("w0", epoch=there.workers["w0"].epoch - 1)  # an earlier life of it
     assert there.ready_models()
-    there.told_to_leave("w0", there.workers["w0"].epoch)
+    there.mark_draining("w0", there.workers["w0"].epoch)
     assert not there.ready_models()
     with pytest.raises(ApiError, match="w0 is draining"):
         ordered("demo@w0/resize", {"blocks": 9}, there)

@@ -1,4 +1,4 @@
-"""Pure parts of the gateway: dispatch, limits, keys, the in-flight table."""
+"""Pure parts of the gateway: dispatch, limits, keys, the in-state table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
-from gateway.delivery.dispatch import Candidate, NoneFits, choose
-from gateway.delivery.inflight import Flight, InFlight, Target
+from gateway.delivery.dispatch import Candidate, TooLong, choose
+from gateway.delivery.request import GenerationRequest, InstanceAddress, RequestState
+from gateway.delivery.table import RequestTable
 from gateway.errors import ApiError
 from gateway.http.auth import Keys, check_admin
 from gateway.http.limits import Admission, RateLimiter
+from tests.support.gateway_core import Ear
 
 
 def candidate(name: str, **changes: Any) -> Candidate:
@@ -60,7 +62,7 @@ def test_of_equals_the_emptier_cache_wins_then_the_name() -> None:
 
 def test_only_an_instance_that_can_hold_the_request_takes_it() -> None:
     assert chosen(candidate("a"), candidate("b", max_tokens=500, num_measured=9.0), tokens=300) == "b"
-    assert choose([candidate("a"), candidate("b", max_tokens=200)], 300) == NoneFits(200)
+    assert choose([candidate("a"), candidate("b", max_tokens=200)], 300) == TooLong(200)
     assert choose([], 1) is None
 
 
@@ -159,21 +161,27 @@ def test_a_page_of_our_own_administers_without_keys(host: bytes) -> None:
     check_admin(Keys([]), headers, "127.0.0.1", loopback_only=True)
 
 
-def flight(name: str) -> Flight:
-    sampling = SamplingParams(max_tokens=4, seed=0)
-    return Flight(name, "m", [1, 2], sampling, None, arrived=0.0, deadline=1.0)  # type: ignore[arg-type]
+def state(name: str) -> RequestState:
+    request = GenerationRequest(
+        id=name,
+        model="m",
+        prompt_token_ids=[1, 2],
+        sampling=SamplingParams(max_tokens=4, seed=0),
+        arrived=0.0,
+    )
+    return RequestState(request, Ear(), deadline=1.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["add", "send", "void", "end"]))))
 def test_the_table_stays_whole_whatever_happens_to_flights(events: list[tuple[str, str]]) -> None:
-    table = InFlight()
+    table = RequestTable()
     attempts: dict[str, int] = {}
     for name, event in events:
-        known = table.flights.get(name)
+        known = table.requests.get(name)
         if event == "add" and known is None:
-            table.add(flight(name))
+            table.add(state(name))
         elif event == "send" and known is not None and known.target is None:
-            table.assign(known, Target("i", f"w{len(name)}", 1))
+            table.assign(known, InstanceAddress("i", f"w{len(name)}", 1))
             assert known.attempt == attempts.get(name, 0) + 1 or known.attempt == 1
             attempts[name] = known.attempt
         elif event == "void" and known is not None and known.target is not None:
@@ -185,10 +193,10 @@ def test_the_table_stays_whole_whatever_happens_to_flights(events: list[tuple[st
 
 
 def test_flights_of_older_epochs_are_found_with_the_lost_one() -> None:
-    table = InFlight()
+    table = RequestTable()
     for epoch, name in enumerate("abc"):
-        one = flight(name)
+        one = state(name)
         table.add(one)
-        table.assign(one, Target("m@w", "w", epoch))
-    assert [one.request_id for one in table.at("w", 1)] == ["a", "b"]
-    assert table.at("other", 9) == []
+        table.assign(one, InstanceAddress("m@w", "w", epoch))
+    assert [one.id for one in table.at_worker("w", 1)] == ["a", "b"]
+    assert table.at_worker("other", 9) == []

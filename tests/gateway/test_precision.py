@@ -10,9 +10,9 @@ import pytest
 
 from bus.messages import LayerShape, RejectReason, layers_below_full
 from bus.precisions import Precision, is_below
-from gateway.delivery.dispatch import BelowFloor, Candidate, NoneFits, choose
-from gateway.delivery.inflight import Flight
-from gateway.delivery.precision import lowest_half
+from gateway.delivery.candidates import lowest_half
+from gateway.delivery.dispatch import BelowFloor, Candidate, TooLong, choose
+from gateway.delivery.request import RequestState
 from gateway.errors import ApiError
 from tests.support.gateway_core import Core, Ear
 from tests.support.gateway_harness import ANSWER, BODY, Gate, metrics_of
@@ -51,9 +51,9 @@ def test_an_instance_of_unknown_precision_is_asked_after_those_that_are_known() 
 
 
 def test_without_an_instance_that_keeps_the_floor_there_is_none_for_now() -> None:
-    there = [candidate("a", "int4"), candidate("b", "full", is_below=True)]
+    there = [candidate("a", "int4"), candidate("b", "full", has_refused=True)]
     assert choose(there, 10, "full") == BelowFloor()
-    assert choose(there, 300, "full") == NoneFits(100)  # that will not change
+    assert choose(there, 300, "full") == TooLong(100)  # that will not change
 
 
 # --------------------------------------------------------------------------- the core
@@ -67,11 +67,10 @@ def core_of(*workers: str) -> Core:
     return core
 
 
-def floored(core: Core, name: str = "r", *, waits: bool = True) -> Flight:
-    flight = core.flight(name)
-    flight.min_precision, flight.waits_for_precision = "full", waits
-    core.delivery.submit(flight)
-    return flight
+def floored(core: Core, name: str = "r", *, waits: bool = True) -> RequestState:
+    state = core.state(name, min_precision="full", waits_for_precision=waits)
+    core.delivery.submit(state)
+    return state
 
 
 def swapped(core: Core, *layers: LayerShape) -> None:
@@ -81,8 +80,8 @@ def swapped(core: Core, *layers: LayerShape) -> None:
 def test_a_request_waits_for_its_precision_and_goes_when_it_is_back() -> None:
     core = core_of("w0")
     swapped(core, INT4)
-    flight = floored(core)
-    assert flight.target is None and core.written() == []
+    state = floored(core)
+    assert state.target is None and core.written() == []
     swapped(core, LayerShape())
     core.delivery.attempts.place_waiting()
     (submit,) = core.written()
@@ -92,44 +91,44 @@ def test_a_request_waits_for_its_precision_and_goes_when_it_is_back() -> None:
 
 def test_a_worker_that_swapped_meanwhile_refuses_and_another_takes_the_request() -> None:
     core = core_of("w0", "w1")
-    flight = floored(core)
-    assert flight.target is not None
-    first = flight.target
-    core.sent(flight, begun=False)
-    core.deliver(flight, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
-    assert flight.target is not None and flight.target != first
-    assert (flight.attempt, flight.strikes, flight.was_admitted) == (2, 0, False)
+    state = floored(core)
+    assert state.target is not None
+    first = state.target
+    core.sent(state, begun=False)
+    core.deliver(state, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
+    assert state.target is not None and state.target != first
+    assert (state.attempt, state.strikes, state.was_admitted) == (2, 0, False)
     core.gateway.check_integrity()
 
 
 def test_two_instances_that_both_refuse_are_not_asked_again_before_the_next_look() -> None:
     core = core_of("w0", "w1")
-    flight = floored(core)
+    state = floored(core)
     for _ in range(2):
-        core.sent(flight, begun=False)
-        core.deliver(flight, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
-    assert (flight.target, flight.attempt) == (None, 2)
+        core.sent(state, begun=False)
+        core.deliver(state, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
+    assert (state.target, state.attempt) == (None, 2)
     core.poll()
-    assert flight.attempt == 3
+    assert state.attempt == 3
 
 
 def test_a_refused_request_that_waits_is_not_sent_back_at_once() -> None:
     core = core_of("w0")
-    flight = floored(core)
-    core.sent(flight, begun=False)
-    core.deliver(flight, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
-    assert flight.target is None
+    state = floored(core)
+    core.sent(state, begun=False)
+    core.deliver(state, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
+    assert state.target is None
     core.poll()
-    assert flight.target is not None and flight.attempt == 2
+    assert state.target is not None and state.attempt == 2
 
 
 def test_a_request_that_will_not_wait_is_refused_before_and_after_it_was_sent() -> None:
     core = core_of("w0")
-    flight = floored(core, waits=False)
-    core.sent(flight, begun=False)
-    core.deliver(flight, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
-    assert isinstance(flight.sink, Ear) and flight.sink.error is not None
-    assert (flight.sink.error.status, flight.sink.error.code) == (503, "precision_unavailable")
+    state = floored(core, waits=False)
+    core.sent(state, begun=False)
+    core.deliver(state, [], finish="error", error="a layer is at int4", reject_reason=BELOW_FLOOR)
+    assert isinstance(state.sink, Ear) and state.sink.error is not None
+    assert (state.sink.error.status, state.sink.error.code) == (503, "precision_unavailable")
     swapped(core, INT4)
     with pytest.raises(ApiError, match="'full' or better"):
         floored(core, "r2", waits=False)
@@ -139,28 +138,28 @@ def test_a_request_that_will_not_wait_is_refused_before_and_after_it_was_sent() 
 def test_a_deadline_in_the_wait_for_a_precision_says_so() -> None:
     core = core_of("w0")
     swapped(core, INT4)
-    flight = floored(core)
+    state = floored(core)
     core.now += 100
-    core.watch.tick()
-    assert isinstance(flight.sink, Ear) and flight.sink.error is not None
-    assert flight.sink.error.status == 504 and "every layer at 'full' or better" in flight.sink.error.message
+    core.losses.tick()
+    assert isinstance(state.sink, Ear) and state.sink.error is not None
+    assert state.sink.error.status == 504 and "every layer at 'full' or better" in state.sink.error.message
 
 
 def test_a_stream_that_lost_its_worker_waits_for_its_precision_though_it_would_not_have_at_first() -> None:
     core = core_of("w0")
-    flight = floored(core, waits=False)
-    core.sent(flight)
-    core.deliver(flight, [7])
+    state = floored(core, waits=False)
+    core.sent(state)
+    core.deliver(state, [7])
     core.worker("w0", epoch=2, pid=2)
     core.report(sample_of(epoch=2, layers=[INT4]))
     core.poll()
-    assert flight.target is None and core.delivery.table.has(flight)
-    deadline = flight.deadline
+    assert state.target is None and core.delivery.table.has(state)
+    deadline = state.deadline
     core.poll()
-    assert flight.deadline == deadline  # it does not wait for ever
+    assert state.deadline == deadline  # it does not wait for ever
     core.report(sample_of(epoch=2, layers=[LayerShape()]))
     core.poll()
-    assert flight.target is not None and flight.received == [7]
+    assert state.target is not None and state.received == [7]
 
 
 # --------------------------------------------------------------------------- over HTTP

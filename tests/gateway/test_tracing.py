@@ -17,10 +17,10 @@ import pytest
 from bench.common.service import free_port
 from bus.messages import StepOutput
 from bus.settings import RedisSettings, SettingsError, TracingSettings
-from gateway.delivery.inflight import Target
 from gateway.delivery.journey import Journey
+from gateway.delivery.request import InstanceAddress
 from gateway.tracing import tracer_of
-from gateway.tracing.phases import phases
+from gateway.tracing.spans import phases
 from tests.support.gateway_core import Core
 from tests.support.gateway_harness import BODY, Gate, running
 from tests.support.otlp_collector import Collector, collecting
@@ -200,25 +200,25 @@ def test_the_wait_is_over_when_the_first_step_begins_and_not_when_it_tells() -> 
     core = Core()
     core.worker()
     core.poll()
-    flight = core.flight("a")
-    flight.journey = Journey(core.now)
-    core.delivery.submit(flight)
-    core.sent(flight, begun=False)
+    state = core.state("a")
+    state.journey = Journey(core.now)
+    core.delivery.submit(state)
+    core.sent(state, begun=False)
     core.now += 1.0
     core.step_s = 0.25  # the prompt was short: the step that admitted it made a token, too
-    core.deliver(flight, [1])
-    queue, prefill, decode = phases(flight, core.now + 1.0)
+    core.deliver(state, [1])
+    queue, prefill, decode = phases(state, core.now + 1.0)
     assert queue.end - queue.start == pytest.approx(0.75)
     assert prefill.end - prefill.start == pytest.approx(0.25) and decode.start == core.now
-    assert flight.began == queue.end
+    assert state.began == queue.end
 
 
 def test_of_many_attempts_the_first_and_the_last_are_kept() -> None:
     journey = Journey(0.0)
     for number in range(1, 100):
-        journey.sent(Target("m@w0", "w0", 1), number, 1, float(number))
+        journey.sent(InstanceAddress("m@w0", "w0", 1), number, 1, float(number))
         journey.void("precision_floor", number + 0.5)
-    journey.sent(Target("m@w0", "w0", 1), 100, 1, 100.0)
+    journey.sent(InstanceAddress("m@w0", "w0", 1), 100, 1, 100.0)
     numbers = [attempt.number for attempt in journey.attempts]
     assert len(numbers) == 8 and numbers[:4] == [1, 2, 3, 4] and numbers[-1] == 100
 

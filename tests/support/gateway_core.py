@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from bus.messages import (
 )
 from bus.names import Names
 from bus.settings import GatewaySettings, Settings
-from gateway.delivery.inflight import Flight
+from gateway.delivery.request import Floor, GenerationRequest, RequestState
 from gateway.errors import ApiError
 from gateway.state import Gateway
 
@@ -68,7 +69,14 @@ class Ear:
     def on_admitted(self) -> None:
         pass
 
-    def on_tokens(self, token_ids: list[int], delta: Delta, skip: int, step: StepOutput | None) -> bool:
+    def on_tokens(
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        delta: Delta,
+        skip: int,
+        step: StepOutput | None,
+    ) -> bool:
         self.tokens += token_ids
         return False
 
@@ -89,9 +97,9 @@ class Core:
         self.now = time.monotonic()
         self.bus = DeafBus()
         self.gateway = Gateway(Settings(gateway=GatewaySettings(**settings)), cast(Bus, self.bus))
-        self.delivery, self.watch = self.gateway.delivery, self.gateway.watch
+        self.delivery, self.losses = self.gateway.delivery, self.gateway.losses
         self.cluster = self.gateway.cluster
-        parts = (self.watch, self.delivery, self.delivery.placement)
+        parts = (self.losses, self.delivery, self.delivery.placement)
         for part in (*parts, self.delivery.attempts, self.delivery.endings):
             part._clock = lambda: self.now
         self.cards: dict[str, WorkerCard] = {}
@@ -125,51 +133,68 @@ class Core:
         self.now += after_s
         live = [LiveWorker(card, card.epoch, 1000) for card in self.cards.values()]
         self.cluster.update(live, self.now)
-        self.watch.on_poll()
+        self.losses.on_poll()
 
     def report(self, metrics: Metrics) -> None:
         self.cluster.add_metrics(metrics, self.now)
 
-    def flight(self, name: str, sink: Any = None, **sampling: Any) -> Flight:
-        params = SamplingParams(**{"max_tokens": 50, "seed": 1} | sampling)
-        return Flight(name, "m", [1], params, sink or Ear(), self.now, self.now + 60)
+    def state(
+        self,
+        name: str,
+        sink: Any = None,
+        *,
+        prompt: Sequence[int] = (1,),
+        min_precision: Floor = "",
+        waits_for_precision: bool = True,
+        **sampling: Any,
+    ) -> RequestState:
+        request = GenerationRequest(
+            id=name,
+            model="m",
+            prompt_token_ids=list(prompt),
+            sampling=SamplingParams(**{"max_tokens": 50, "seed": 1} | sampling),
+            arrived=self.now,
+            min_precision=min_precision,
+            waits_for_precision=waits_for_precision,
+        )
+        return RequestState(request, sink or Ear(), self.now + 60)
 
-    def submit(self, *names: str, begun: bool = True) -> list[Flight]:
-        flights = [self.flight(name) for name in names]
-        for flight in flights:
-            self.delivery.submit(flight)
-            self.sent(flight, begun=begun)
-        return flights
+    def submit(self, *names: str, begun: bool = True) -> list[RequestState]:
+        states = [self.state(name) for name in names]
+        for state in states:
+            self.delivery.submit(state)
+            self.sent(state, begun=begun)
+        return states
 
-    def sent(self, flight: Flight, *, begun: bool = True) -> None:
+    def sent(self, state: RequestState, *, begun: bool = True) -> None:
         """Redis took it; the worker began it."""
-        self.delivery.on_sent(flight)
+        self.delivery.on_sent(state)
         if begun:
-            self.deliver(flight, [])
+            self.deliver(state, [])
 
     def deliver(
         self,
-        flight: Flight,
+        state: RequestState,
         token_ids: list[int],
         at: int | None = None,
         finish: FinishReason | None = None,
         error: str | None = None,
         reject_reason: RejectReason | None = None,
     ) -> None:
-        assert flight.target is not None
+        assert state.target is not None
         delta = Delta(
-            request_id=flight.request_id,
-            attempt=flight.attempt,
-            index=len(flight.received) if at is None else at,
+            request_id=state.id,
+            attempt=state.attempt,
+            index=len(state.received) if at is None else at,
             token_ids=token_ids,
             finish_reason=finish,
             error=error,
             reject_reason=reject_reason,
         )
         step = StepOutput(
-            worker=flight.target.worker,
-            epoch=flight.target.epoch,
-            instance=flight.target.instance,
+            worker=state.target.worker,
+            epoch=state.target.epoch,
+            instance=state.target.instance,
             step=1,
             born_ns=0,
             fingerprint=self.fingerprint,
@@ -182,9 +207,9 @@ class Core:
     def written(self) -> list[Submit | Cancel]:
         """What waits in the outbox, in order; it is taken out."""
         outbox = self.gateway.outbox
-        messages = [outbox._written(item)[1] for item in outbox._queue if not item.is_void]
+        messages = [write.message for write in outbox._queue if not write.is_void]
         outbox._queue.clear()
-        return cast(list[Submit | Cancel], messages)
+        return messages
 
     def cancels(self) -> list[tuple[list[str], int | None]]:
         return [

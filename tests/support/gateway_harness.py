@@ -105,10 +105,10 @@ class Gate:
             await asyncio.sleep(0.02)
 
     async def settled(self) -> None:
-        """Nothing in flight any more."""
+        """Nothing in state any more."""
         deadline = time.monotonic() + 8
         while (found := (await self.state())["gateway"])["inflight"] or found["streams"]:
-            assert time.monotonic() < deadline, f"still in flight: {found}"
+            assert time.monotonic() < deadline, f"still in state: {found}"
             await asyncio.sleep(0.02)
 
 

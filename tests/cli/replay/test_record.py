@@ -15,20 +15,28 @@ import pytest
 
 from bus.messages import SamplingParams
 from bus.settings import RedisSettings
-from gateway.delivery.inflight import Flight
+from gateway.delivery.request import GenerationRequest, RequestState
 from gateway.operations.requests import EndedRequests
 from instar.cli import main
 from instar.replay.requests import Dialect, find_dialect
 from instar.replay.traces import Shaping, load
 from instar.replay.wire import Server
+from tests.support.gateway_core import Ear
 from tests.support.gateway_harness import BODY, Gate, running
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
 
 
-def flight(number: int, arrived: float = 5.0) -> Flight:
-    sampling = SamplingParams(max_tokens=9, seed=1)
-    made = Flight(f"r{number}", "demo", [7, 8, 9], sampling, None, arrived, 60.0, f"id{number}")  # type: ignore
+def state(number: int, arrived: float = 5.0) -> RequestState:
+    request = GenerationRequest(
+        id=f"r{number}",
+        model="demo",
+        prompt_token_ids=[7, 8, 9],
+        sampling=SamplingParams(max_tokens=9, seed=1),
+        arrived=arrived,
+        trace_id=f"id{number}",
+    )
+    made = RequestState(request, Ear(), deadline=60.0)
     made.received += [1, 2]
     return made
 
@@ -42,10 +50,10 @@ async def taken(stream: AsyncIterator[bytes]) -> list[tuple[str, Any]]:
 
 async def test_nobody_listens_and_nothing_is_kept() -> None:
     ended = EndedRequests()
-    ended.tell(flight(0), "stop")
+    ended.tell(state(0), "stop")
     stream = ended.listen(has_prompts=False)
     assert await taken(stream) == []
-    ended.tell(flight(1), "length")
+    ended.tell(state(1), "length")
     assert [one["id"] for _, one in await taken(stream)] == ["id1"]
 
 
@@ -53,7 +61,7 @@ async def test_a_record_says_when_it_came_and_what_it_was() -> None:
     ended = EndedRequests(clock=lambda: 7.5)
     plain, full = ended.listen(has_prompts=False), ended.listen(has_prompts=True)
     await anext(plain), await anext(full)
-    ended.tell(flight(0), "abort")
+    ended.tell(state(0), "abort")
     [(kind, record)] = await taken(plain)
     expected = {"model": "demo", "prompt_tokens": 3, "output_tokens": 2, "max_tokens": 9, "status": "abort"}
     assert kind == "request" and expected.items() <= record.items() and record["seconds"] == 2.5
@@ -67,7 +75,7 @@ async def test_a_listener_that_is_behind_is_told_how_many_it_lost() -> None:
     stream = ended.listen(has_prompts=False)
     await anext(stream)
     for number in range(5):
-        ended.tell(flight(number), "stop")
+        ended.tell(state(number), "stop")
     found = await taken(stream)
     assert [one["id"] for kind, one in found if kind == "request"] == ["id0", "id1", "id2"]
     assert found[-1] == ("lost", 2)
@@ -82,7 +90,7 @@ async def test_a_listener_that_is_behind_holds_no_more_than_some_bytes(
     await anext(stream)
     for _ in range(2):  # what was taken makes room again
         for number in range(5):
-            ended.tell(flight(number), "stop")
+            ended.tell(state(number), "stop")
         found = await taken(stream)
         assert len(found) < 4 and found[-1] == ("lost", 6 - len(found))
 
@@ -91,9 +99,9 @@ async def test_what_ended_before_the_gateway_left_is_told_to_a_slow_listener() -
     ended = EndedRequests()
     stream = ended.listen(has_prompts=False)
     await anext(stream)
-    ended.tell(flight(0), "stop")
+    ended.tell(state(0), "stop")
     await taken(stream)
-    ended.tell(flight(1), "stop")
+    ended.tell(state(1), "stop")
     ended.close()
     assert [one["id"] for _, one in await taken(stream)] == ["id1"]
     assert [data async for data in stream] == []

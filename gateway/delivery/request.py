@@ -1,0 +1,157 @@
+"""A request that the gateway accepted, and its state until it ends.
+
+A `GenerationRequest` is one sequence that a client asked for: one prompt, one choice. It never changes. Its
+`RequestState` has all that is needed to continue elsewhere: the attempt, where it runs, the tokens received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NamedTuple, Protocol
+
+from bus.messages import Delta, FinishReason, SamplingParams, StepOutput
+from bus.precisions import Precision
+from gateway.delivery.journey import Journey
+from gateway.errors import ApiError
+
+Floor = Precision | Literal[""]  # the lowest precision that a request accepts; "": any
+
+
+class RetryReason(StrEnum):
+    """Why an attempt ended without ending its request."""
+
+    PRECISION_FLOOR = "precision_floor"
+    KV_CAPACITY = "kv_capacity"
+    RETIRED = "retired"
+    RECALLED = "recalled"  # the gateway took it out of a worker's queue
+    GAP = "gap"  # a token is missing
+    SILENT = "silent"
+    WORKER_LOST = "worker_lost"
+    WORKER_LEFT = "worker_left"
+    EPOCH_CHANGED = "epoch_changed"
+    LEASE_MISSING = "lease_missing"
+    GATEWAY_LEASE_LOST = "gateway_lease_lost"
+    BUS_RESTARTED = "bus_restarted"
+    BUS_FULL = "bus_full"
+
+
+class InstanceAddress(NamedTuple):
+    """One incarnation of an instance's worker. Deltas from another address than the attempt's are void."""
+
+    instance: str
+    worker: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt and how to continue it. Made from the body of a call; the Submit is made from it."""
+
+    id: str
+    model: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrived: float  # seconds of the monotonic clock
+    trace_id: str = ""  # the client's id of its call
+    min_precision: Floor = ""  # no layer may be below it in any step of this request
+    waits_for_precision: bool = True  # until the deadline; False: refuse it instead
+    # What becomes of its tokens: the worker does not get these.
+    index: int = 0  # of its choice in the answer
+    stop: tuple[str, ...] = ()
+    echo: str | None = None  # the prompt's text, to be sent before the output's
+    has_output: bool = True  # False: the prompt is echoed and scored, nothing else (max_tokens 0)
+    returns_precision: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the longest output."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+class Sink(Protocol):
+    """The receiver of a call's tokens."""
+
+    def on_admitted(self) -> None:
+        """Note that a worker began one of the call's requests."""
+
+    def on_tokens(
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        delta: Delta,
+        skip: int,
+        step: StepOutput | None,
+    ) -> bool:
+        """Take new tokens of `request`: in order, each once. Return True to get no more of them.
+
+        `skip`: how many tokens of `delta` came before. `step`: what made them; None if there are none.
+        """
+
+    def on_end(self) -> None:
+        """Note that a request ended by itself, after its last tokens."""
+
+    def on_error(self, error: ApiError) -> None:
+        """Note that a request failed."""
+
+    def flush(self) -> None:
+        """Write out what a batch of tokens brought."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Where a request is. `attempt` counts submissions, `strikes` those that a worker's failure ended.
+
+    Times are seconds of the monotonic clock; 0: not yet. A worker must begin by `deadline`.
+    """
+
+    request: GenerationRequest
+    sink: Sink
+    deadline: float
+    received: list[int] = field(default_factory=list)
+    attempt: int = 0
+    strikes: int = 0
+    target: InstanceAddress | None = None  # of this attempt; None: it waits for an instance
+    is_sent: bool = False  # Redis has the Submit of this attempt
+    is_running: bool = False  # the worker of this attempt began
+    was_admitted: bool = False  # a worker of any attempt began
+    was_recalled: bool = False
+    num_misfits: int = 0  # times that a worker's whole KV cache was too small
+    refused_by: frozenset[InstanceAddress] = frozenset()  # below its floor or retired, since the last poll
+    last_sign: float = 0.0  # of life: sent, admitted or a token
+    began: float = 0.0  # when the first worker did
+    first_token: float = 0.0
+    last_token: float = 0.0
+    ended: str = ""  # how: stop, length, abort or the code of an error
+    journey: Journey | None = None  # only if the call is traced
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+        return len(self.request.prompt_token_ids) + len(self.received)
+
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """`extra` of a log line: the client's id of its call, and the id of this request."""
+        return {"request_id": self.request.trace_id, "sequence": self.id}
+
+    def tpot_s(self) -> float | None:
+        """Return the mean seconds between tokens; None for fewer than two."""
+        gaps = len(self.received) - 1
+        return (self.last_token - self.first_token) / gaps if gaps > 0 else None
+
+    def missed_finish(self) -> FinishReason | None:
+        """Return how the request ended if it has all its tokens and only the last message was lost."""
+        sampling = self.request.sampling
+        if self.received and self.received[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.received) >= sampling.max_tokens else None
+
+    def end_attempt(self, reason: RetryReason, now: float) -> None:
+        """Note in the trace why this attempt does not continue."""
+        if self.journey is not None:
+            self.journey.void(reason, now)

@@ -1,0 +1,97 @@
+"""The log line of each request, written when it is over. It has none of the request's text."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+from gateway.delivery.request import RequestState
+from gateway.errors import ApiError
+from gateway.openai.call import Completion
+
+log = logging.getLogger("gateway")
+
+CLIENT_LEFT: Final = 499  # nginx's status of an answer that the client did not wait for
+DIGITS: Final = 4  # tenths of a millisecond
+PROBES: Final = ("/health", "/ready", "/metrics")
+
+
+class RequestLog:
+    """What is known of an HTTP request at its end.
+
+    `status`: as sent, before a stream's text. `code`: of the error that refused it. `call`: None unless it
+    was a completion whose body was understood.
+    """
+
+    def __init__(self, request_id: str, method: str, path: str, arrived: float) -> None:
+        self.status = 200
+        self.code = ""
+        self.call: Completion | None = None
+        self.arrived = arrived
+        self.request_id = request_id
+        self._method = method
+        self._path = path
+
+    def refused(self, error: ApiError) -> None:
+        self.status = error.status
+        self.code = error.code or "other"
+
+    def write(self) -> None:
+        if log.isEnabledFor(level := self._level()):
+            log.log(level, "request ended", extra=self._fields(time.monotonic()))
+
+    def _level(self) -> int:
+        """Return DEBUG for probes and for what dashboards and scrapers ask again and again."""
+        if self.status == 500:
+            return logging.WARNING
+        is_polled = self._method in ("GET", "HEAD") and not self._path.startswith("/v1/")
+        return logging.DEBUG if is_polled and (self.status < 400 or self._path in PROBES) else logging.INFO
+
+    def _fields(self, now: float) -> dict[str, Any]:
+        fields = {
+            "request_id": self.request_id,
+            "method": self._method[:20],
+            "path": quote(self._path[:200], safe="/:@"),  # one line, whatever the client sent
+            "status": self.status,
+            "seconds": round(now - self.arrived, DIGITS),
+        }
+        if self.code:
+            fields["error"] = self.code
+        return fields | _of_call(self.call) if self.call is not None else fields
+
+
+def _of_call(call: Completion) -> dict[str, Any]:
+    """Return the fields of a completion, those without a value left out.
+
+    Of several choices: the first token of any, and the mean time per token over all.
+    """
+    states = call.states
+    fields = {
+        "id": call.envelope.id,
+        "model": call.envelope.model,
+        "finish": ",".join(sorted({state.ended for state in states} - {""})),
+        "prompt_tokens": call.num_prompt_tokens,
+        "output_tokens": sum(len(state.received) for state in states),
+        "queue_s": _first_s(states, (state.began for state in states)),
+        "ttft_s": _first_s(states, (state.first_token for state in states)),
+        "tpot_s": _mean_tpot_s(states),
+        "attempts": max((state.attempt for state in states), default=0),
+        "precision": call.fingerprint,
+    }
+    return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def _first_s(states: Sequence[RequestState], times: Iterable[float]) -> float | None:
+    """Return the seconds from arrival to the earliest of `times`; a time of 0 is none."""
+    known = [at for at in times if at]
+    return round(min(known) - states[0].request.arrived, DIGITS) if known else None
+
+
+def _mean_tpot_s(states: Sequence[RequestState]) -> float | None:
+    timed = [state for state in states if len(state.received) > 1]
+    seconds = sum(state.last_token - state.first_token for state in timed)
+    num_gaps = sum(len(state.received) - 1 for state in timed)
+    return round(seconds / num_gaps, DIGITS + 1) if num_gaps else None

@@ -1,0 +1,195 @@
+"""What the spans of a call say.
+
+Names are those of OpenTelemetry's conventions for HTTP and generative AI where there is one, vLLM's for
+latencies, and `instar.` for the rest. Codes and numbers only: no text of prompts or answers, and no message
+of an error, since those quote what the client sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from opentelemetry.trace import Status, StatusCode
+from opentelemetry.util.types import AttributeValue
+
+from gateway.delivery.journey import Attempt, ShapeChange
+from gateway.delivery.request import RequestState
+from gateway.http.body import Scope
+from gateway.morphs import Entry
+from gateway.openai.call import Completion
+from gateway.openai.request_log import RequestLog
+
+Facts = dict[str, AttributeValue]
+TimedFacts = tuple[float, Facts]
+
+OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+ENDED_WELL: Final = ("stop", "length", "abort")
+
+
+# --------------------------------------------------------------------------- the span of the call
+
+
+def of_request(scope: Scope) -> Facts:
+    return {
+        "http.request.method": "POST",
+        "http.route": scope["path"],
+        "url.path": scope["path"],
+        "url.scheme": scope["scheme"],
+        "gen_ai.operation.name": OPERATIONS.get(scope["path"], "unknown"),
+        "gen_ai.provider.name": "instar",
+        "gen_ai.request.id": scope["state"]["request_id"],
+    }
+
+
+def of_end(log: RequestLog) -> Facts:
+    facts: Facts = {"http.response.status_code": log.status}
+    if error := error_type(log):
+        facts["error.type"] = error
+    return facts | _of_call(log.call, log.arrived) if log.call is not None else facts
+
+
+def _of_call(call: Completion, arrived: float) -> Facts:
+    states, sampling, usage = call.states, call.states[0].request.sampling, call.usage()
+    facts: Facts = {
+        "gen_ai.request.model": call.envelope.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.choice.count": len(states),
+        "gen_ai.request.stream": call.is_stream,
+        "gen_ai.response.id": call.envelope.id,
+        "gen_ai.response.model": call.envelope.model,
+        "gen_ai.response.finish_reasons": [state.ended for state in states if state.ended],
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "instar.attempts": max(state.attempt for state in states),
+        "instar.fingerprint": call.fingerprint,
+    }
+    if began := [state.began for state in states if state.began]:
+        facts["gen_ai.latency.time_in_queue"] = min(began) - arrived
+    if first := [state.first_token for state in states if state.first_token]:
+        facts["gen_ai.latency.time_to_first_token"] = min(first) - arrived
+    return facts
+
+
+def error_type(log: RequestLog) -> str:
+    """Return the code of the call's error; "" without one, as for a client that left."""
+    if log.code:
+        return log.code
+    if log.call is not None and log.call.error is not None:  # in the middle of a stream
+        return log.call.error.code or "other"
+    return "500" if log.status == 500 else ""
+
+
+def status(log: RequestLog) -> Status | None:
+    """Return the span's status: by the conventions for servers, a client's mistake is no error."""
+    is_ours = bool(error_type(log)) and not 400 <= log.status < 500
+    return Status(StatusCode.ERROR) if is_ours else None
+
+
+def of_replays(state: RequestState) -> Iterator[TimedFacts]:
+    """Yield an event for each attempt that was sent and did not continue."""
+    for attempt in attempts_of(state):
+        if attempt.void and attempt.number:
+            facts: Facts = {
+                "instar.sequence": state.id,
+                "instar.attempt": attempt.number,
+                "instar.worker": attempt.worker,
+                "instar.reason": attempt.void,
+                "instar.tokens": attempt.num_tokens,
+            }
+            yield attempt.ended, facts
+
+
+def attempts_of(state: RequestState) -> list[Attempt]:
+    return state.journey.attempts if state.journey is not None else []
+
+
+def of_morphs(entries: Sequence[Entry], workers: set[str], start_s: float, end_s: float) -> list[TimedFacts]:
+    """Return an event for each morph of these workers between two times, in seconds since 1970.
+
+    Its time is the end of the morph, or the beginning if it ended later or still runs.
+    """
+    found: list[TimedFacts] = []
+    for entry in entries:
+        if entry.started > end_s or (entry.ended or end_s) < start_s or workers.isdisjoint(entry.workers):
+            continue
+        at_s = entry.ended if entry.ended is not None and entry.ended <= end_s else entry.started
+        facts: Facts = {
+            "instar.morph.id": entry.id,
+            "instar.morph.kind": entry.kind,
+            "instar.morph.outcome": entry.state,
+            "instar.instance": entry.target,
+            "instar.morph.started": entry.started,
+        }
+        if entry.ended is not None:
+            facts["instar.morph.seconds"] = entry.ended - entry.started
+        if entry.pause_s is not None:
+            facts["instar.morph.pause_seconds"] = entry.pause_s
+        if entry.cause:
+            facts["instar.morph.cause"] = entry.cause
+        found.append((max(start_s, at_s), facts))
+    return found
+
+
+# --------------------------------------------------------------------------- its children
+
+
+@dataclass(slots=True)
+class Phase:
+    """A child span: an attempt waits (queue), makes its first token (prefill), then the others (decode).
+
+    Times are those of the request; `events` are changes of the shape that makes its tokens.
+    """
+
+    name: str
+    start: float
+    end: float
+    facts: Facts
+    events: list[TimedFacts] = field(default_factory=list)
+    status: Status | None = None
+
+
+def phases(state: RequestState, now: float) -> list[Phase]:
+    """Return the phases of all attempts, in order."""
+    found: list[Phase] = []
+    for attempt in attempts_of(state):
+        found += _phases_of(state, attempt, attempt.ended or now)
+        if attempt.void:
+            found[-1].facts["instar.void"] = attempt.void
+    if found and state.ended not in ENDED_WELL:
+        found[-1].facts["error.type"] = state.ended or "unknown"
+        found[-1].status = Status(StatusCode.ERROR)
+    return found
+
+
+def _phases_of(state: RequestState, attempt: Attempt, ended: float) -> Iterator[Phase]:
+    who: Facts = {"instar.sequence": state.id}
+    if attempt.number:
+        who |= {
+            "instar.attempt": attempt.number,
+            "instar.instance": attempt.instance,
+            "instar.worker": attempt.worker,
+            "instar.epoch": attempt.epoch,
+        }
+    yield Phase("queue", attempt.since, attempt.began or ended, dict(who))
+    first_shape = _of_shape(attempt.shapes[0]) if attempt.shapes else {}
+    if attempt.began:
+        tokens: Facts = {"gen_ai.usage.input_tokens": attempt.num_known}
+        yield Phase("prefill", attempt.began, attempt.first_token or ended, who | tokens | first_shape)
+    if attempt.first_token:
+        tokens = {"gen_ai.usage.output_tokens": attempt.num_tokens}
+        if not attempt.void:
+            tokens["gen_ai.response.finish_reasons"] = [state.ended]
+        changes = [(shape.at, _of_shape(shape)) for shape in attempt.shapes[1:]]
+        yield Phase("decode", attempt.first_token, ended, who | tokens | first_shape, changes)
+
+
+def _of_shape(shape: ShapeChange) -> Facts:
+    return {
+        "instar.fingerprint": shape.fingerprint,
+        "instar.layers_below_full": shape.layers_below_full,
+        "instar.first_token": shape.index,
+    }
