@@ -26,7 +26,7 @@ from worker.memory.backend import NO_PAGE
 from worker.model import Model, ModelError, read_config
 from worker.model.config import ModelConfig
 from worker.model.layout import ModelPlan, RangePlan, plan_model
-from worker.model.model import DTYPES, hollow_model, mapped
+from worker.model.model import DTYPES, reserve_model, view_mapped
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.weights import LoadedRange
 from worker.morph.outcome import NotApplied
@@ -148,7 +148,7 @@ class Newcomer:
     def reserve(self) -> None:
         """Addresses of the weights."""
         settings = self.settings
-        self._model = hollow_model(self.config, self.plan, self.source, self.pool, self.shard)
+        self._model = reserve_model(self.config, self.plan, self.source, self.pool, self.shard)
         self.limits = Shape(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -243,7 +243,7 @@ class Newcomer:
         spans = spans_of(pages, self.pool.page_bytes, plan.nbytes)
 
         def install_it() -> None:
-            mapped(loaded, own)
+            view_mapped(loaded, own)
             install()
 
         return Piece(
@@ -273,7 +273,7 @@ class Newcomer:
         def install() -> None:
             if precision == "full":
                 loaded, plan = self._full(layer, part)
-                mapped(loaded, plan.at(self.shard))
+                view_mapped(loaded, plan.at(self.shard))
             variants.check(layer, part, precision)
             variants.install(layer, part, precision)
 

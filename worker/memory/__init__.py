@@ -2,12 +2,11 @@
 
 ======================  ==========================================================================
 `PagePool`              owns the device's budget; hands pages to ranges
-`VirtualRange`          address space with pages mapped where something lives; torch views on it
-`CpuBackend`            a memfd is the physical memory, `mmap(MAP_FIXED)` maps it
-`CudaBackend`           cuMemCreate, cuMemMap and friends (imported where CUDA is: `memory.cuda`)
-`KVCache`               one range per layer, seen as blocks; grows and shrinks by pages in all of them
-`BlockAllocator`        which block ids are free
-`layouts`               the orders a KV cache can be stored in, as kernels see them
+`VirtualRange`          a reserved run of addresses, partly mapped, and torch views of it
+`CpuBackend`            pages of a memfd, mapped by `mmap(MAP_FIXED)`
+`CudaBackend`           pages of a GPU, mapped by cuMemMap (`memory.cuda`, imported where CUDA is)
+`KVCache`               one range per layer, seen as blocks; all layers grow and shrink together
+`BlockAllocator`        the block numbers that are free
 ======================  ==========================================================================
 """
 

@@ -21,11 +21,13 @@ def write_only(first: int, end: int) -> None:
 
 
 class AddressSpace(Protocol):
-    """A reserved run of addresses. It lives until the last object that refers to it is gone, views
-    included: a view that outlives its pages faults, and never shows another owner's memory.
+    """A reserved run of addresses.
 
-    `pages[i]` is the physical page behind the space's page i, or NO_PAGE. The backend keeps it, after every
-    single call to the system: whichever call fails, it says what is mapped.
+    It lives until the last object that refers to it is gone, views included. A view that outlives its pages
+    faults and never shows another owner's memory.
+
+    `pages[i]` is the physical page behind the space's page i, or NO_PAGE. The backend updates it after every
+    call to the system, so it is right whichever call fails.
     """
 
     address: int
@@ -33,54 +35,70 @@ class AddressSpace(Protocol):
     pages: PageNumbers
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] over the addresses, without a copy. The page of its first byte must be mapped."""
+        """Return uint8 [nbytes] over the addresses, without a copy.
+
+        The page of the first byte must be mapped.
+        """
 
 
 class Backend(Protocol):
-    """Physical memory of one device. Calls are not thread-safe; the pool's owner makes them.
+    """The physical memory of one device.
 
-    A page that was unmapped keeps its memory for its next owner: to get it from the system again takes longer
-    than to fill it.
+    Calls are not thread-safe, except `write`; the pool's owner makes them. An unmapped page keeps its memory
+    for its next owner, since getting it from the system again takes longer than filling it.
     """
 
     page_bytes: int
     device: torch.device
 
     def create(self, num_pages: int) -> None:
-        """Have physical pages 0..num_pages-1; the system may be asked for each when it is first mapped. Once.
-        Raises MappingFailed if the device cannot hold them."""
+        """Create physical pages 0..num_pages-1, once.
+
+        The system may provide the memory of a page when it is first mapped. Raises MappingFailed if the
+        device cannot hold them.
+        """
 
     def reserve(self, nbytes: int) -> AddressSpace:
-        """Address space of `nbytes` (whole pages) with nothing mapped. Raises MappingFailed."""
+        """Reserve `nbytes` of addresses (whole pages) with nothing mapped. Raises MappingFailed."""
 
     def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
-        """Map physical `pages` at the space's pages first_page.. . All or nothing, unless undoing fails too:
-        `space.pages` knows. Raises MappingFailed; also where the device has no memory left for a page.
-        zeroed: they read as zeros, whoever had them before; without, for owners that fill what they read."""
+        """Map physical `pages` at the space's pages from `first_page` on: all of them, or none.
+
+        If undoing a partial map fails too, `space.pages` says what is mapped. zeroed: the pages read as
+        zeros; without it they hold what their last owner left. Raises MappingFailed, also if the device has
+        no memory left for a page.
+        """
 
     def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
-        """Undo `map`, when everything that was launched on the device so far has ended. Nothing may be
-        launched on the addresses meanwhile. Raises MappingFailed; `space.pages` knows what is still mapped,
-        and what it held may be lost."""
+        """Unmap pages after everything that was launched on the device has ended.
+
+        Nothing may be launched on these addresses meanwhile. Raises MappingFailed; then `space.pages` says
+        what is still mapped, and its contents may be lost.
+        """
 
     def write(
         self, space: AddressSpace, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only
     ) -> None:
-        """Copy uint8 [n] from host memory to where pages are mapped. The device has it when this returns.
-        then: called with the first byte of the space and the end of each piece that was written, while a CPU
-        has it in its caches; what it launches on a device runs beside the steps, as the copy does.
+        """Copy uint8 [n] from host memory to mapped pages; return when the device has it.
 
-        Any thread may make this call: nobody may map or unmap these pages meanwhile. Raises OSError
-        or RuntimeError, when some of it may be written.
+        then: called with the first byte and the end of each piece after it was written, while a CPU has it in
+        its caches. What it launches on a GPU runs beside the steps, as the copy does.
+
+        Any thread may call this; nothing may map or unmap these pages meanwhile. Raises OSError or
+        RuntimeError after a partial write.
         """
 
     def discard(self, pages: PageNumbers) -> None:
-        """Return the memory of these physical pages, mapped or not, to the system until their next access.
-        Their contents are lost. Raises MappingFailed."""
+        """Return the memory of these physical pages to the system until their next access.
+
+        The pages may be mapped. Their contents are lost. Raises MappingFailed.
+        """
 
     def close(self) -> None:
-        """Give the physical memory back. Nothing may be mapped. A backend that is dropped without it gives
-        the memory back when its last space is gone."""
+        """Free the physical memory. Nothing may be mapped.
+
+        A backend that is dropped without this call frees its memory with its last space.
+        """
 
 
 def runs(pages: PageNumbers) -> list[tuple[int, int, int]]:
@@ -91,7 +109,7 @@ def runs(pages: PageNumbers) -> list[tuple[int, int, int]]:
 
 
 class OutOfPages(RuntimeError):
-    """The pool cannot give that many pages; nothing was changed. Free some, or wait until some are freed."""
+    """The pool cannot give that many pages; nothing was changed. Free pages first, or wait."""
 
     def __init__(self, needed: int, free: int, budget: int, owner: str) -> None:
         self.needed, self.free, self.budget, self.owner = needed, free, budget, owner
@@ -103,7 +121,7 @@ class MappingFailed(RuntimeError):
 
 
 class OutOfBlocks(RuntimeError):
-    """Fewer KV blocks are free than were asked for; nothing was taken."""
+    """Fewer KV blocks are free than were requested; nothing was taken."""
 
     def __init__(self, needed: int, free: int, capacity: int) -> None:
         self.needed, self.free, self.capacity = needed, free, capacity
@@ -111,7 +129,7 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlocksInUse(RuntimeError):
-    """A cache cannot shrink over live blocks: move them below `capacity` first (`kernels.copy_blocks`)."""
+    """A cache cannot shrink below live blocks: move them first (`kernels.copy_blocks`)."""
 
     def __init__(self, blocks: Sequence[int], capacity: int) -> None:
         self.blocks, self.capacity = list(blocks), capacity
@@ -121,4 +139,4 @@ class BlocksInUse(RuntimeError):
 
 
 class BrokenInvariant(RuntimeError):
-    """Bookkeeping contradicts itself: a defect in this program, not a condition to recover from."""
+    """Two records contradict each other: a defect in this program, not a condition to recover from."""

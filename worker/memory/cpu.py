@@ -41,7 +41,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
-# The values of Linux's headers that Python's mmap module does not carry (the same on x86-64 and arm64).
+# Constants of Linux that Python's mmap module lacks (the same on x86-64 and arm64).
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0x0, 0x10, 0x4000
 _MADV_POPULATE_READ = 22
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
@@ -53,7 +53,7 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class CpuSpace:
-    """Reserved addresses: PROT_NONE wherever no page is mapped, so a stray access is a fault."""
+    """Reserved addresses, PROT_NONE wherever no page is mapped, so that a stray access faults."""
 
     def __init__(self, nbytes: int, page_bytes: int) -> None:
         self.nbytes = nbytes
@@ -68,10 +68,10 @@ class CpuSpace:
 
 
 class CpuBackend:
-    """A memory budget on the host's RAM, used page by page: pages that were never touched cost nothing."""
+    """A memory budget in the host's RAM; pages that were never touched cost nothing."""
 
     def __init__(self, page_bytes: int = 64 * 1024) -> None:
-        """page_bytes: a multiple of the machine's page size. Raises ValueError."""
+        """Open the memfd. Raises ValueError unless page_bytes is a multiple of the machine's page."""
         if page_bytes <= 0 or page_bytes % mmap.PAGESIZE:
             raise ValueError(f"page_bytes is {page_bytes}; it must be a multiple of {mmap.PAGESIZE}")
         self.page_bytes = page_bytes
@@ -96,8 +96,8 @@ class CpuBackend:
             try:
                 _mmap(target, nbytes, _READ_WRITE, flags, self._fd, page * self.page_bytes)
             except MappingFailed:
-                # With the run that failed: mmap may have dropped the reservation below it already, and
-                # whoever asks the system for memory next would get those addresses.
+                # Including the run that failed: mmap may have dropped its reservation already, and the next
+                # allocation of the process could get those addresses.
                 self._reserve_again(space, first_page, start + length)
                 raise
             space.pages[first : first + length] = pages[start : start + length]
@@ -142,7 +142,7 @@ class CpuBackend:
         then: OnWritten,
         offset_bytes: int,
     ) -> None:
-        """To `address`, behind which lies the file from `position` on, `offset_bytes` within the space."""
+        """Write to `address`, which maps the file from `position` on and is `offset_bytes` into the space."""
         # Memory that is there is filled through the mapping (24 MB: 8.3 GB/s, into the file 4.6). Memory that
         # is not, by writing to the file, since the system then makes each frame with its contents (2.7 GB/s);
         # through the mapping it zeroes them first (1.5, and 0.8 if it stops for each).
@@ -179,7 +179,7 @@ def _write_file(fd: int, source: torch.Tensor, position: int) -> None:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Now rather than at the first access, which a step would wait for. Before Linux 5.14 it is refused."""
+    """Map the memory's frames now, so that no step waits for it. No effect before Linux 5.14."""
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(begin, address + nbytes - begin, _MADV_POPULATE_READ)
 

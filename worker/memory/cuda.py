@@ -18,14 +18,14 @@ from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritte
 
 
 class CudaSpace:
-    """Reserved device addresses. A kernel that touches one without a page ends in an illegal access."""
+    """Reserved device addresses. A kernel that touches an unmapped one ends in an illegal access."""
 
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.pages: PageNumbers = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
         self._device = device
         self.address = int(_check(driver.cuMemAddressReserve(nbytes, 0, 0, 0)))
-        # Not at exit: the driver is being taken down then, and frees everything itself.
+        # Not at exit: the driver shuts down then and frees everything itself.
         weakref.finalize(self, _free, self.address, self.pages, page_bytes, device).atexit = False
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ class CudaSpace:
 
 
 class _DeviceBytes:
-    """What torch reads to see foreign device memory; torch keeps it, and it keeps the addresses."""
+    """The interface through which torch views foreign device memory, and keeps it alive."""
 
     def __init__(self, space: CudaSpace, address: int, nbytes: int) -> None:
         self.space = space
@@ -53,8 +53,10 @@ class CudaBackend:
     """The memory of one GPU, in pages of a multiple of the driver's granularity (2 MiB)."""
 
     def __init__(self, device: str | torch.device = "cuda:0", page_bytes: int = 2 * 1024 * 1024) -> None:
-        """Makes `device` this thread's current one. Raises ValueError for a page size the driver cannot
-        map, MappingFailed if the driver says no."""
+        """Make `device` this thread's current device.
+
+        Raises ValueError for a page size that the driver cannot map, and MappingFailed.
+        """
         self.device = torch.device("cuda", torch.device(device).index or 0)
         self.page_bytes = page_bytes
         torch.cuda.set_device(self.device)
@@ -69,7 +71,7 @@ class CudaBackend:
         weakref.finalize(self, _release, self._handles).atexit = False
 
     def create(self, num_pages: int) -> None:
-        """Nothing yet but to see that the budget would fit."""
+        """Check that the budget fits; pages are made when they are first mapped."""
         free, wanted = torch.cuda.mem_get_info(self.device)[0], num_pages * self.page_bytes
         if wanted > free:
             raise MappingFailed(
@@ -113,13 +115,13 @@ class CudaBackend:
             self._copies.synchronize()
 
     def discard(self, pages: PageNumbers) -> None:
-        """Nothing: a mapped page of a GPU keeps its memory."""
+        """Do nothing: a mapped page of a GPU keeps its memory."""
 
     def close(self) -> None:
         _release(self._handles)
 
     def _make(self, pages: PageNumbers) -> None:
-        """The physical pages of these that were never mapped before: all of them, or none."""
+        """Create those of these pages that were never mapped before: all of them, or none."""
         before = len(self._handles)
         missing = [page for page in pages.tolist() if page not in self._handles]
         try:
@@ -140,7 +142,7 @@ class CudaBackend:
 
 
 def _unmap_each(address: int, pages: PageNumbers, page_bytes: int) -> None:
-    """`pages` is the part of a space's record that begins at `address`, and is kept as it goes."""
+    """Unmap pages and update their record; `pages` is the part of it that begins at `address`."""
     # One call per page, as it was mapped: the driver refuses to unmap part of a mapping.
     for i in np.flatnonzero(pages != NO_PAGE).tolist():
         _check(driver.cuMemUnmap(address + i * page_bytes, page_bytes))
@@ -148,8 +150,10 @@ def _unmap_each(address: int, pages: PageNumbers, page_bytes: int) -> None:
 
 
 def _free(address: int, pages: PageNumbers, page_bytes: int, device: torch.device) -> None:
-    """The addresses of a space that is gone, and first what its owner left mapped: the driver keeps
-    addresses that have memory behind them, and the memory with them."""
+    """Unmap what the owner of a space left mapped, then free its addresses.
+
+    The driver keeps addresses that have memory behind them, and the memory with them.
+    """
     if np.any(pages != NO_PAGE):
         torch.cuda.synchronize(device)
         _unmap_each(address, pages, page_bytes)
@@ -157,8 +161,10 @@ def _free(address: int, pages: PageNumbers, page_bytes: int, device: torch.devic
 
 
 def _release(handles: dict[int, Any], keep: int = 0) -> None:
-    """Give physical pages back, the newest first, all but `keep` of them. One that is still mapped lives on
-    until it is unmapped."""
+    """Release physical pages, the newest first, until `keep` are left.
+
+    A page that is still mapped lives until it is unmapped.
+    """
     while len(handles) > keep:
         page = next(reversed(handles))
         _check(driver.cuMemRelease(handles[page]))
@@ -184,7 +190,7 @@ def _read_write(location: Any) -> Any:
 
 
 def _check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call, or MappingFailed with the driver's words."""
+    """Return the value of a driver call, or raise MappingFailed with the driver's text."""
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
         _, text = driver.cuGetErrorString(status)

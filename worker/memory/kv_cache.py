@@ -17,11 +17,13 @@ RETAINED_BYTES: Final = 64 << 20
 
 
 class KVCache:
-    """One virtual range per layer, seen as [max_blocks, Hkv, 2, block_tokens, D]: header-centric.
+    """The KV blocks of one model on one device: [max_blocks, Hkv, 2, block_tokens, D] per layer.
 
-    Heads are outermost within a block, so a block of H heads is also two blocks of H/2 heads at the same
-    addresses. The view spans the reserved space from the first growth on and never changes; only blocks
-    below `num_blocks` have memory. All layers have the same number of pages, always.
+    Each layer has one virtual range. Heads are outermost in a block (header-centric, Gyges §4.1), so a block
+    of H heads is also two blocks of H/2 heads at the same addresses. The view spans the reserved space from
+    the first growth on and never changes; only blocks below `num_blocks` have memory. All layers always have
+    the same number of pages.
+
     A block need not divide a page: it may straddle two, and the last page may end in part of a block.
     """
 
@@ -37,7 +39,7 @@ class KVCache:
         max_blocks: int,
         owner: str,
     ) -> None:
-        """Reserves addresses for max_blocks per layer and maps nothing. Raises MappingFailed."""
+        """Reserve addresses for max_blocks per layer; map nothing. Raises MappingFailed."""
         self.pool, self.owner, self.dtype = pool, owner, dtype
         self.block_tokens, self.max_blocks = block_tokens, max_blocks
         self._most_blocks = max_blocks
@@ -61,7 +63,7 @@ class KVCache:
 
     @allocator.setter
     def allocator(self, allocator: BlockAllocator) -> None:
-        """Only the allocator in force may discard: another one no longer knows which blocks are in use."""
+        """Replace the allocator. Only the one in force may discard: an old one is out of date."""
         self._allocator.on_empty = None
         allocator.on_empty = self._discard_unused
         self._allocator = allocator
@@ -80,15 +82,15 @@ class KVCache:
 
     @property
     def growable_pages(self) -> int:
-        """Pages per layer by which it could grow now."""
+        """The pages per layer by which the cache can grow now."""
         room = min(self._ranges[0].num_pages, self.pages_for(self._most_blocks)) - self.pages_per_layer
         return max(0, min(room, self.pool.num_free // len(self._ranges)))
 
     def layers_at(self, degree: int) -> list[torch.Tensor]:
-        """The layers as a tensor-parallel group of `degree` sees them, at the same addresses:
-        [max_blocks * degree, Hkv // degree, 2, block_tokens, D]. Block c is its c * degree .. + degree - 1.
+        """Return the layers as a tensor-parallel group of `degree` sees them, at the same addresses.
 
-        Raises ValueError if the heads cannot be split so.
+        The shape is [max_blocks * degree, Hkv // degree, 2, block_tokens, D]; block c becomes blocks c *
+        degree to c * degree + degree - 1. Raises ValueError if the heads cannot be split.
         """
         num_kv_heads, *rest = self.block_shape
         if degree < 1 or num_kv_heads % degree:
@@ -99,24 +101,27 @@ class KVCache:
         return [layer.view(shape) for layer in self.layers]
 
     def pages_for(self, num_blocks: int) -> int:
-        """Pages per layer that hold `num_blocks` blocks."""
+        """Return the pages per layer that hold `num_blocks` blocks."""
         return self.pool.pages_for(num_blocks * self.block_bytes)
 
     def blocks_in(self, pages_per_layer: int) -> int:
-        """Whole blocks that so many pages per layer hold."""
+        """Return the whole blocks that so many pages per layer hold."""
         return min(pages_per_layer * self.pool.page_bytes // self.block_bytes, self._most_blocks)
 
     def limit(self, num_blocks: int) -> None:
-        """Have no more than these, ever: others who take part have no more. Raises as `shrink` does."""
+        """Set the most blocks that the cache may ever have. Raises as `shrink` does.
+
+        A group has no more blocks than its smallest member.
+        """
         self.shrink(max(0, self.pages_per_layer - self.pages_for(num_blocks)))
         self.allocator.truncate(min(num_blocks, self.num_blocks))
         self._most_blocks = num_blocks
 
     def grow(self, pages_per_layer: int) -> None:
-        """Map so many more pages in every layer, or none. New blocks hold what their pages held before:
-        attention reads no token that was not written.
+        """Map so many more pages in every layer, or none.
 
-        Raises OutOfPages (with the pages of all layers together), MappingFailed, ValueError past max_blocks.
+        New blocks hold what their pages held before: attention reads no token that was not written. Raises
+        OutOfPages (with the pages of all layers together), MappingFailed, and ValueError above max_blocks.
         """
         if pages_per_layer == 0:
             return
@@ -150,14 +155,14 @@ class KVCache:
             raise
 
     def release(self) -> None:
-        """Give all pages and addresses back, live blocks or not; the views must not be used any more."""
+        """Free all pages and addresses, live blocks or not. The views must not be used any more."""
         self.layers = []
         for layer in self._ranges:
             layer.release()
         self.allocator = BlockAllocator()
 
     def check_integrity(self) -> None:
-        """Raises BrokenInvariant for the blocks, and if layers differ in pages."""
+        """Check the blocks and that all layers have the same pages. Raises BrokenInvariant."""
         self.allocator.check_integrity()
         pages = {layer.num_mapped for layer in self._ranges}
         if len(pages) > 1:
@@ -177,8 +182,10 @@ class KVCache:
         self.allocator.num_touched = kept
 
     def _resize(self, before: int, after: int) -> None:
-        """`after` pages in every layer, or `before` again where that fails. Where even this fails, the error
-        has a note of it, the layers' records are true and `check_integrity` tells that they differ."""
+        """Map `after` pages in every layer, or `before` again if that fails.
+
+        If going back fails too, the error has a note of it, and `check_integrity` finds layers that differ.
+        """
         try:
             for layer in self._ranges:
                 if after > before:
@@ -195,10 +202,10 @@ class KVCache:
 
 
 class BlockAllocator:
-    """Block ids 0..capacity-1, the lowest free ones first.
+    """The block numbers 0..capacity-1, given out lowest first.
 
-    Lowest first, not first in first out: live blocks gather at the low end, so the tail is mostly free
-    when the cache shrinks and few blocks have to move. Costs a heap operation per block.
+    Lowest first, not first in first out: live blocks gather at the low end, so few must move when the cache
+    shrinks. Costs a heap operation per block.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -225,7 +232,7 @@ class BlockAllocator:
         return [block for block in range(self.capacity) if self._in_use[block]]
 
     def claim(self, blocks: Sequence[int]) -> None:
-        """Take these very blocks. Raises ValueError, and takes none, if one is not free."""
+        """Take these blocks. Raises ValueError, and takes none, if one is not free."""
         wanted = set(blocks)
         free = set(self._free)
         if not wanted <= free or len(wanted) != len(blocks):
@@ -236,7 +243,7 @@ class BlockAllocator:
         self.num_touched = max([self.num_touched, *(block + 1 for block in blocks)])
 
     def allocate(self, n: int) -> list[int]:
-        """Take n blocks, ascending. Raises OutOfBlocks and takes none if fewer are free."""
+        """Take n blocks, in ascending order. Raises OutOfBlocks, and takes none, if fewer are free."""
         if n > len(self._free):
             raise OutOfBlocks(n, len(self._free), self.capacity)
         taken = [heapq.heappop(self._free) for _ in range(n)]
@@ -247,7 +254,7 @@ class BlockAllocator:
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back. Raises ValueError, having freed none, if one is not in use or comes twice."""
+        """Free these blocks. Raises ValueError, and frees none, if one is not in use or given twice."""
         wrong = [b for b in blocks if not (0 <= b < self.capacity and self._in_use[b])]
         if wrong or len(set(blocks)) != len(blocks):
             raise ValueError(f"KV blocks freed that are not in use, or freed twice: {wrong or list(blocks)}")
@@ -258,12 +265,15 @@ class BlockAllocator:
             self.on_empty()
 
     def live_from(self, capacity: int) -> list[int]:
-        """Blocks in use at or above `capacity`: what must move before shrinking to it."""
+        """Return the blocks in use at or above `capacity`, which must move before shrinking to it."""
         return [block for block in range(capacity, self.capacity) if self._in_use[block]]
 
     def moves_below(self, capacity: int) -> list[tuple[int, int]]:
-        """(from, to) for every block in use at or above `capacity`: the lowest free ones below it are the
-        targets. Changes nothing. Raises OutOfBlocks if they do not all find one."""
+        """Plan a move (from, to) for every block in use at or above `capacity`.
+
+        The targets are the lowest free blocks below it. Raises OutOfBlocks if there are too few; changes
+        nothing.
+        """
         live = self.live_from(capacity)
         targets = heapq.nsmallest(len(live), (block for block in self._free if block < capacity))
         if len(targets) < len(live):
@@ -271,7 +281,7 @@ class BlockAllocator:
         return list(zip(live, targets, strict=True))
 
     def relocate(self, moves: Sequence[tuple[int, int]]) -> None:
-        """What was in each first block of `moves_below` is in the second one now; the first is free."""
+        """Record that the contents of each block moved, as planned by `moves_below`."""
         taken = {target for _, target in moves}
         self._free = [block for block in self._free if block not in taken] + [source for source, _ in moves]
         heapq.heapify(self._free)
@@ -279,14 +289,14 @@ class BlockAllocator:
             self._in_use[source], self._in_use[target] = False, True
 
     def extend(self, capacity: int) -> None:
-        """Grow to `capacity`; the new ids are free. Raises ValueError if it is less than now."""
+        """Grow to `capacity` with free blocks. Raises ValueError if that is less than now."""
         if capacity < self.capacity:
             raise ValueError(f"cannot extend {self.capacity} KV blocks to {capacity}; truncate")
         self._free.extend(range(self.capacity, capacity))  # the largest ids at the end keep the heap a heap
         self._in_use.extend(bytes(capacity - self.capacity))
 
     def truncate(self, capacity: int) -> None:
-        """Shrink to `capacity`. Raises BlocksInUse, and changes nothing, if a block above it is in use."""
+        """Shrink to `capacity`. Raises BlocksInUse, changing nothing, if a block above is in use."""
         live = self.live_from(capacity)
         if live:
             raise BlocksInUse(live, capacity)
@@ -295,7 +305,7 @@ class BlockAllocator:
         del self._in_use[capacity:]
 
     def check_integrity(self) -> None:
-        """Raises BrokenInvariant unless every block is either free, once, or in use."""
+        """Check that every block is free once, or in use. Raises BrokenInvariant."""
         free = set(self._free)
         expected = {block for block in range(self.capacity) if not self._in_use[block]}
         if len(free) != len(self._free) or free != expected:

@@ -28,14 +28,17 @@ _KINDS: dict[RangeKind, int] = {"weights": 1, "kv": 2}
 
 
 class PagePool:
-    """Owns all physical pages of a device: pages in weights + pages in KV + free pages = budget, always.
+    """All physical pages of a device: weights + KV + free = budget, always.
 
-    One thread owns it, between steps. `_use[p]` says what page p serves; which range and where is the
-    range's to know, and `check_integrity` compares the two.
+    One thread owns the pool, between steps. `_use[p]` is the use of page p; its place is known to its range,
+    and `check_integrity` compares the two.
     """
 
     def __init__(self, backend: Backend, budget_bytes: int) -> None:
-        """The budget is rounded down to whole pages. Raises ValueError below one, MappingFailed."""
+        """Create the pages, as many as the budget holds.
+
+        Raises ValueError for a budget below one page, and MappingFailed.
+        """
         self.backend = backend
         self.page_bytes = backend.page_bytes
         self.num_pages = budget_bytes // self.page_bytes
@@ -54,18 +57,18 @@ class PagePool:
         return PageCounts(budget=self.num_pages, weights=weights, kv=kv, free=free)
 
     def pages_for(self, nbytes: int) -> int:
-        """Whole pages that hold `nbytes`."""
+        """Return the whole pages that hold `nbytes`."""
         return -(-nbytes // self.page_bytes)
 
     def reserve(self, nbytes: int, *, kind: RangeKind, owner: str) -> VirtualRange:
-        """Address space for `nbytes`, with no page in it yet; it costs no memory. Raises MappingFailed."""
+        """Reserve addresses for `nbytes` without pages: they cost no memory. Raises MappingFailed."""
         space = self.backend.reserve(max(1, self.pages_for(nbytes)) * self.page_bytes)
         reserved = VirtualRange(self, space, kind, owner)
         self._ranges.append(reserved)
         return reserved
 
     def check_integrity(self) -> None:
-        """Raises BrokenInvariant if a page has two owners, none that knows of it, or the wrong kind."""
+        """Check that each page has one owner and the right use. Raises BrokenInvariant."""
         seen = np.zeros(self.num_pages, dtype=np.int8)
         for owned in self._ranges:
             pages = owned.pages[owned.pages != NO_PAGE]
@@ -74,7 +77,7 @@ class PagePool:
             seen[pages] = _KINDS[owned.kind]
         if not np.array_equal(seen, self._use):
             wrong = np.flatnonzero(seen != self._use)
-            raise BrokenInvariant(f"{len(wrong)} pages are not where the pool believes: {wrong[:8].tolist()}")
+            raise BrokenInvariant(f"{len(wrong)} pages have another use than recorded: {wrong[:8].tolist()}")
 
     def close(self) -> None:
         """Release every range, then the physical memory."""
@@ -83,8 +86,9 @@ class PagePool:
         self.backend.close()
 
     def lowest_free(self, num_pages: int, owner: str) -> PageNumbers:
-        """For ranges: pages to map. The lowest free numbers: live pages stay close together, a run of
-        neighbours is one mmap call, and pages that a device has made already go first. Raises OutOfPages.
+        """Return the lowest free pages, for a range to map. Raises OutOfPages.
+
+        Lowest first: neighbours are mapped by one call, and pages that the device has made already go first.
         """
         free = np.flatnonzero(self._use == _FREE)
         if len(free) < num_pages:
@@ -92,20 +96,21 @@ class PagePool:
         return free[:num_pages]
 
     def record(self, pages: PageNumbers, kind: RangeKind, is_mapped: npt.NDArray[np.bool_]) -> None:
-        """For ranges: these pages are mapped now, and serve `kind`, or are free."""
+        """Record which of these pages are mapped, and so serve `kind`; the others are free."""
         self._use[pages] = np.where(is_mapped, _KINDS[kind], _FREE)
 
     def forget(self, released: VirtualRange) -> None:
-        """For ranges: this one is gone."""
+        """Remove a range that was released."""
         self._ranges.remove(released)
 
 
 class VirtualRange:
-    """`pages[i]` is the physical page behind the range's page i, or NO_PAGE. Made by `PagePool.reserve`.
+    """Addresses of one owner, some with pages of the pool behind them.
 
-    Addresses never change while the range lives, so views, kernels and CUDA graphs stay valid while pages
-    come and go below them. Unmapping waits for what the device was told before; whoever unmaps must know that
-    nothing else comes to use the page.
+    `pages[i]` is the physical page behind the range's page i, or NO_PAGE. `PagePool.reserve` makes ranges.
+    Addresses never change while the range lives, so views, kernels and CUDA graphs stay valid while pages are
+    mapped and unmapped. Unmapping waits for what was launched on the device before; the caller must see that
+    nothing new uses the page.
     """
 
     def __init__(self, pool: PagePool, space: AddressSpace, kind: RangeKind, owner: str) -> None:
@@ -131,10 +136,11 @@ class VirtualRange:
         return int(np.count_nonzero(self.pages != NO_PAGE))
 
     def map(self, first_page: int, num_pages: int, *, zeroed: bool = True) -> None:
-        """Put pages of the pool behind [first_page, first_page + num_pages). All or nothing. zeroed: they
-        read as zeros; without, as what their last owner left, and it is quicker.
+        """Map free pages of the pool at [first_page, first_page + num_pages): all or none.
 
-        Raises OutOfPages, MappingFailed, and ValueError where the range ends or a page is mapped already.
+        zeroed: the pages read as zeros; without it they hold what their last owner left, which is quicker.
+        Raises OutOfPages, MappingFailed, and ValueError outside the range or for a page that is mapped
+        already.
         """
         where = self._span(first_page, num_pages)
         if np.any(self.pages[where] != NO_PAGE):
@@ -146,9 +152,10 @@ class VirtualRange:
             self._pool.record(taken, self.kind, self.pages[where] != NO_PAGE)
 
     def unmap(self, first_page: int, num_pages: int) -> None:
-        """Give the pages behind [first_page, first_page + num_pages) back.
+        """Unmap the pages at [first_page, first_page + num_pages) and return them to the pool.
 
-        Raises ValueError if one is not mapped, and MappingFailed, perhaps half-way: `pages` says what went.
+        Raises ValueError if one is not mapped, and MappingFailed, perhaps half-way: `pages` says what is
+        left.
         """
         where = self._span(first_page, num_pages)
         given = self.pages[where].copy()
@@ -168,14 +175,17 @@ class VirtualRange:
         self._pool.backend.discard(pages[pages != NO_PAGE])
 
     def resize(self, num_pages: int) -> None:
-        """Have the first `num_pages` pages mapped and no other; as `have`."""
+        """Map the first `num_pages` pages and no others; raises as `have` does."""
         if not 0 <= num_pages <= self.num_pages:
             raise ValueError(f"{self.owner}: {num_pages} pages of a range of {self.num_pages}")
         self.have(np.arange(self.num_pages) < num_pages)
 
     def have(self, is_wanted: npt.NDArray[np.bool_], *, zeroed: bool = True) -> None:
-        """Have these pages mapped and no others: bool [num_pages]. After a failure half-way it can be asked
-        for again, or for what was there before. Raises as `map` and `unmap` do."""
+        """Map the pages that `is_wanted`, bool [num_pages], marks, and no others.
+
+        After a failure half-way, call it again, or with what was mapped before. Raises as `map` and `unmap`
+        do.
+        """
         is_mapped = self.pages != NO_PAGE
         for first, length in runs_of(is_mapped & ~is_wanted):
             self.unmap(first, length)
@@ -183,8 +193,7 @@ class VirtualRange:
             self.map(first, length, zeroed=zeroed)
 
     def release(self) -> None:
-        """Give every page back and leave the pool. Views must not be used any more; they fault. Repeating
-        it is harmless."""
+        """Free every page and leave the pool. Views fault from here on. Repeating it is harmless."""
         if self._is_released:
             return
         self.resize(0)
@@ -192,13 +201,14 @@ class VirtualRange:
         self._pool.forget(self)
 
     def write(self, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only) -> None:
-        """Copy contiguous uint8 [n] from host memory to mapped pages; the device has it when this returns.
-        then: called with the first byte and the end of each piece of the range that was written, at once.
+        """Copy contiguous uint8 [n] from host memory to mapped pages; return when the device has it.
 
-        Any thread may call this while the engine's thread runs steps: it takes no lock of the interpreter's
-        while it copies, and no stream or thread that steps run on. Nobody may map or unmap these pages
-        meanwhile. Raises ValueError where the range ends or a page is not mapped, and OSError or RuntimeError
-        when some of it may be written.
+        then: called with the first byte and the end of each piece right after it was written.
+
+        Any thread may call this beside the engine's steps: it holds no interpreter lock while it copies and
+        uses no stream or thread of the steps. Nothing may map or unmap these pages meanwhile. Raises
+        ValueError outside the range or for an unmapped page, and OSError or RuntimeError after a partial
+        write.
         """
         page_bytes, end = self._pool.page_bytes, offset_bytes + source.numel()
         pages = self.pages[offset_bytes // page_bytes : -(-end // page_bytes)]
@@ -217,11 +227,11 @@ class VirtualRange:
         strides: Sequence[int] | None = None,
         offset_bytes: int = 0,
     ) -> torch.Tensor:
-        """A view of the range without a copy: `shape` and `strides` (default: contiguous) in elements.
+        """Return a view of the range; `shape` and `strides` (default: contiguous) in elements.
 
-        It may cover pages that are not mapped (now); touching those is a fault. Only the page of its first
-        byte must be mapped when it is made: CUDA tells the device of a pointer only for mapped memory.
-        Raises ValueError for that, for a view beyond the range, and for an offset between two elements.
+        The view may cover unmapped pages, which fault when they are touched. Only the page of its first byte
+        must be mapped now, since CUDA gives pointers to mapped memory alone. Raises ValueError otherwise, for
+        a view beyond the range, and for an offset that is not a multiple of the element size.
         """
         itemsize = dtype.itemsize
         strides = _contiguous(shape) if strides is None else strides
@@ -248,7 +258,7 @@ class VirtualRange:
 
 
 def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Where the mask is true: (index of the first, length) of each run."""
+    """Return (first index, length) of each run where the mask is true."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
 

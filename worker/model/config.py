@@ -14,15 +14,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from worker.model.families import FAMILIES, BiasRule, Family
 
-# transformers checks the fields of a config with this where its version knows it.
+# What newer versions of transformers raise for a field of a config.
 _Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes in elements. `sliding_windows[i]`: tokens that layer i sees, 0 for all of them.
+    """The sizes and options of a model, or of some of its layers.
 
-    `dtype` is the checkpoint's. `max_position_embeddings` is the longest context that the model may serve.
+    `sliding_windows[i]` is the tokens that layer i sees, 0 for all of them. `dtype` is the checkpoint's.
+    `max_position_embeddings` is the longest context that the model may serve.
     """
 
     folder: Path
@@ -43,12 +44,14 @@ class ModelConfig:
     has_qk_norm: bool
     sliding_windows: tuple[int, ...]
     rope: Rope
-    first_layer: int = 0  # of the model, where this is about some of its layers
+    first_layer: int = 0  # number in the model of layer 0 of this part
     has_ends: bool = True  # embedding, final norm and head
 
     def part(self, first: int, end: int) -> ModelConfig:
-        """The same of layers [first, end) alone: a stage of a pipeline, of which the first has the ends.
-        Raises ModelError where the model has no such layers."""
+        """Return the config of layers [first, end): a pipeline stage, of which the first has the ends.
+
+        Raises ModelError if the model has no such layers.
+        """
         if not 0 <= first < end <= self.num_layers:
             raise ModelError(f"{self.folder}: no layers [{first}, {end}); the model has {self.num_layers}")
         return replace(
@@ -68,13 +71,16 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def kv_block_bytes(self, block_tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of one KV block in all layers together."""
+        """Return the bytes of one KV block in all layers together."""
         return int(2 * self.kv_size * block_tokens * dtype.itemsize * self.num_layers)
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Raises ModelError: no folder, no or malformed config.json, an unsupported architecture, quantisation,
-    activation or rope scaling, sizes that do not fit together."""
+    """Read the config of a model folder.
+
+    Raises ModelError: no folder, no or malformed config.json, an unsupported architecture, quantisation,
+    activation or rope scaling, sizes that do not fit together.
+    """
     raw = _read_json(folder)
     architecture = _architecture(folder, raw)
     family = FAMILIES[architecture]
@@ -180,24 +186,27 @@ def _check_sizes(config: ModelConfig) -> None:
 
 
 class ModelError(Exception):
-    """Says which folder, file, tensor or number is wrong, what was expected, and what to do."""
+    """A model folder cannot be served: names the file, tensor or number, what was expected, the remedy."""
 
 
-# How frequencies are stretched past the context of pre-training. `dynamic` (NTK) changes them only for
-# contexts longer than max_position_embeddings, which are not served: a rotated key stays in the cache.
+# Ways to stretch frequencies past the context of pre-training. `dynamic` (NTK) changes them only for contexts
+# longer than max_position_embeddings, which are not served.
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Angle of dimension i at position p: p * inv_freq[i]; both waves are multiplied by `factor`."""
+    """Rotary position embeddings: dimension i turns by p * inv_freq[i] at position p.
+
+    Cosines and sines are multiplied by `factor`.
+    """
 
     scaling: str
     inv_freq: tuple[float, ...]  # D / 2 float32 values
     factor: float  # YaRN's attention factor, else 1
 
     def table(self, max_positions: int, device: torch.device) -> torch.Tensor:
-        """float32 [max_positions, D]: cosines in the first half, sines in the second."""
+        """Return float32 [max_positions, D]: cosines in the first half, sines in the second."""
         inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
         positions = torch.arange(max_positions, dtype=torch.float32, device=device)
         angles = torch.outer(positions, inv_freq)
@@ -205,7 +214,7 @@ class Rope:
 
 
 def read_rope(hf: Any, head_dim: int) -> Rope:
-    """From transformers' config, whose own functions compute the frequencies of every scaling.
+    """Read the rotary frequencies by transformers' own functions for each scaling.
 
     Raises ValueError for a scaling that is not supported.
     """
@@ -224,7 +233,7 @@ def read_rope(hf: Any, head_dim: int) -> Rope:
 
 
 def _parameters(hf: Any) -> dict[str, Any]:
-    """One dict in transformers 5, two attributes before."""
+    """Return the rope parameters: one dict in transformers 5, two attributes before."""
     found: dict[str, Any] | None = getattr(hf, "rope_parameters", None)
     return found or {
         "rope_theta": getattr(hf, "rope_theta", 10000.0),

@@ -1,4 +1,4 @@
-"""What differs between the model families, as data. One transformer serves them all."""
+"""The differences between model families, as data. One transformer serves them all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Family:
     sliding_window: WindowRule = "never"
 
 
-# By the name in config.json's `architectures`.
+# To add a family whose layers are made of these parts, add its entry, under the name that its config.json has
+# in `architectures`, and its options to FAMILIES in tests/support/model_folders.py.
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_type="llama", qkv_bias="as the config says", o_bias="as the config says"

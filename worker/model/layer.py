@@ -31,7 +31,7 @@ from worker.model.shard import ALONE, Shard
 
 
 class Attention:
-    """One layer's attention for one rank; at size > 1 the group's sum of the outputs is the layer's."""
+    """The attention of a layer for one rank. At size > 1 the group sums the ranks' outputs."""
 
     def __init__(
         self,
@@ -45,8 +45,11 @@ class Attention:
         sliding_window: int,
         precision: Precision = "full",
     ) -> None:
-        """norms: input_norm and post_norm, q_norm and k_norm where the family has them. qkv: one product
-        that makes queries, keys and values in this order, or three. The numbers of heads are this rank's."""
+        """Build from norms (input_norm, post_norm, and q_norm and k_norm if the family has them) and maps.
+
+        qkv: one map that makes queries, keys and values in this order, or three. The numbers of heads are
+        this rank's.
+        """
         self.precision: Precision = precision
         self.qkv, self.o = list(qkv), o
         self._split = (num_heads, num_kv_heads, num_kv_heads)
@@ -67,8 +70,10 @@ class Attention:
         cos_sin: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T, H], normed, to [T, H], or to [R, H] where only `rows` are asked for. cache [B, Hkv, 2, bt, D]
-        takes the keys and values of all T."""
+        """Run normed x [T, H] to [T, H], or to [R, H] if only `rows` are wanted.
+
+        cache [B, Hkv, 2, bt, D] takes the keys and values of all T.
+        """
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
@@ -79,14 +84,14 @@ class Attention:
         return self.o(mixed if rows is None else mixed[rows])
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, Hq, D], k and v [T, Hkv, D]; views of one buffer where one product makes them all."""
-        made = [product(x).view(x.shape[0], -1, self.head_dim) for product in self.qkv]
+        """Return q [T, Hq, D], k and v [T, Hkv, D]; views of one buffer if one map makes them all."""
+        made = [linear(x).view(x.shape[0], -1, self.head_dim) for linear in self.qkv]
         q, k, v = made if len(made) == 3 else made[0].split_with_sizes(self._split, 1)
         return q, k, v
 
 
 class FeedForward:
-    """One layer's SwiGLU for one rank; at size > 1 the group's sum of the outputs is the layer's."""
+    """The SwiGLU of a layer for one rank. At size > 1 the group sums the ranks' outputs."""
 
     def __init__(
         self,
@@ -97,8 +102,10 @@ class FeedForward:
         units: int = 1,
         precision: Precision = "full",
     ) -> None:
-        """gate_up makes for each of `units` the gate's `size` outputs, then as many of up; down reads
-        units * size inputs."""
+        """Build from gate_up, whose outputs are `size` of the gate and `size` of up for each unit.
+
+        down reads units * size inputs.
+        """
         self.precision: Precision = precision
         self.gate_up, self.down = gate_up, down
         self._size, self._units = size, units
@@ -108,14 +115,14 @@ class FeedForward:
         return [self.gate_up, self.down]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Run [T, H] to [T, H]."""
         gate, up = self.gate_up(x).view(x.shape[0] * self._units, 2, self._size).unbind(1)
         return self.down(silu_mul(gate, up).view(x.shape[0], self._units * self._size))
 
 
 @dataclass(slots=True)
 class Layer:
-    """What a step runs; a morph replaces either half between two steps. Both compute `shard`'s part."""
+    """What a step runs. A morph replaces either half between two steps. Both compute the part of `shard`."""
 
     attention: Attention
     feed_forward: FeedForward
@@ -147,7 +154,7 @@ def build_layer(
     precision: Precision = "full",
     shard: Shard = ALONE,
 ) -> Layer:
-    """Build layer `index` of the model for one rank. The FFN's tensors are the rank's part already."""
+    """Build layer `index` of the model for one rank. The tensors of the FFN are that rank's part."""
     return Layer(
         build_attention(config, attention, shard, config.sliding_windows[index], precision),
         build_feed_forward(config, feed_forward, precision),
@@ -158,7 +165,10 @@ def build_layer(
 def build_attention(
     config: ModelConfig, tensors: Tensors, shard: Shard, sliding_window: int, precision: Precision = "full"
 ) -> Attention:
-    """For one rank; `tensors` are those of all heads. Raises ValueError where the heads cannot be split."""
+    """Build the attention for one rank out of the tensors of all heads.
+
+    Raises ValueError if the heads cannot be split.
+    """
     heads = shard.part(config.num_heads, "attention heads")
     kv_heads = shard.part(config.num_kv_heads, "KV heads")
     columns = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
@@ -176,7 +186,7 @@ def build_attention(
 
 
 def build_feed_forward(config: ModelConfig, tensors: Tensors, precision: Precision = "full") -> FeedForward:
-    """For one rank, whose part `tensors` are (`RangePlan.at`)."""
+    """Build the FFN for one rank out of its part of the tensors (`RangePlan.at`)."""
     if precision == "full":
         return _dense_feed_forward(config, tensors)
     down = _quantized(tensors, "down", "inputs", precision)
@@ -200,7 +210,7 @@ def _dense_feed_forward(config: ModelConfig, tensors: Tensors) -> FeedForward:
 def _qkv(
     config: ModelConfig, tensors: Tensors, heads: slice, kv_heads: slice, precision: Precision
 ) -> list[Linear]:
-    """One product for a rank that has all heads; else three, as its rows do not lie together."""
+    """Return one map for a rank with all heads; else three, as its rows do not lie together."""
     if heads.stop - heads.start == config.num_heads:
         return [_rows(tensors, slice(None), precision)]
     starts = ((0, heads), (config.q_size, kv_heads), (config.q_size + config.kv_size, kv_heads))
@@ -232,7 +242,7 @@ def _quantized(tensors: Tensors, name: str, split: Split, precision: Precision) 
     group = codes.shape[2] * 8 // bits // scales.shape[2]
     input_scale = tensors.get(f"{name}.input_scale")
     if input_scale is not None and input_scale.dim() == 2:
-        # Every unit has the scale of what it reads: the whole input where outputs are split.
+        # Each unit has the scale of its inputs: of the whole input if outputs are split.
         input_scale = input_scale[0] if split == "outputs" else input_scale.flatten()
     return QuantizedWeight(codes, scales, zeros, bits, group, split, input_scale)
 

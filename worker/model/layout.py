@@ -31,22 +31,22 @@ import torch
 from worker.model.config import ModelConfig
 from worker.model.shard import Shard
 
-# Start of a parameter within its range: whole cache lines, and CUDA's vector loads.
+# Alignment of a parameter in its range, for whole cache lines and CUDA's vector loads.
 _ALIGN_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A tensor of the running model, as it is stored (padding included)."""
+    """A tensor of the running model as it is stored, padding included."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     offset_bytes: int
     dtype: torch.dtype
-    split: int | None = None  # the dimension of which every rank has a part; None: each has everything
+    split: int | None = None  # the dimension that is split over ranks; None: each rank has the whole
 
     def at(self, shard: Shard) -> Param:
-        """The rank's part. Raises ValueError where it cannot be split so."""
+        """Return the rank's part. Raises ValueError if the parameter cannot be split so."""
         if self.split is None:
             return self
         part = shard.part(self.shape[self.split], "parts of a matrix")
@@ -55,7 +55,7 @@ class Param:
         return replace(self, shape=shape, offset_bytes=self.offset_bytes + skipped)
 
     def stretches(self) -> Iterator[tuple[int, int]]:
-        """[begin, end) in bytes of the range: a stretch for each index before the split dimension."""
+        """Yield [begin, end) in bytes of the range for each index before the split dimension."""
         outer = self.split or 0
         inner = 1 + sum(
             (n - 1) * stride for n, stride in zip(self.shape[outer:], self.strides[outer:], strict=True)
@@ -68,7 +68,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """How an FFN matrix is stored: `rows` >= intermediate, `row_size` >= hidden elements from row to row."""
+    """The size of a stored FFN matrix: `rows` >= intermediate, `row_size` >= hidden elements per row."""
 
     rows: int
     row_size: int
@@ -76,8 +76,10 @@ class Padded:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """A tensor of the checkpoint and where it goes: `param[index]` begins with its rows (transposed if so
-    marked) from `row` on."""
+    """A tensor of the checkpoint and where it goes.
+
+    Its rows (columns if `is_transposed`) fill `param[index]` from `row` on.
+    """
 
     tensor: str
     shape: tuple[int, ...]  # in the checkpoint
@@ -91,7 +93,7 @@ class CheckpointTensor:
         return self.tensor.endswith("norm.weight")
 
     def target(self, params: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The rows it fills."""
+        """Return the rows that this tensor fills."""
         stored = params[self.param] if self.index is None else params[self.param][self.index]
         rows = self.shape[-1] if self.is_transposed else self.shape[0]
         return stored[self.row : self.row + rows]
@@ -99,7 +101,7 @@ class CheckpointTensor:
 
 @dataclass(slots=True)
 class RangePlan:
-    """One virtual range of weights."""
+    """The layout of one virtual range of weights."""
 
     name: str
     params: dict[str, Param] = field(default_factory=dict)
@@ -126,8 +128,10 @@ class RangePlan:
         self.sources.extend(sources)
 
     def repeated(self, times: int, each_bytes: int) -> RangePlan:
-        """`times` of it, one every `each_bytes`: parameters get a first dimension that counts them, and a
-        rank has some of them."""
+        """Return `times` of this range, one every `each_bytes`.
+
+        Parameters get a first dimension that counts them, and a rank has some of them.
+        """
         return RangePlan(
             self.name,
             {
@@ -144,13 +148,14 @@ class RangePlan:
         )
 
     def at(self, shard: Shard) -> RangePlan:
-        """The same range, of which a rank reads its part only. Raises ValueError where it cannot be split
-        so."""
+        """Return the range with the parts that a rank reads. Raises ValueError if it cannot be split so."""
         return replace(self, params={name: param.at(shard) for name, param in self.params.items()})
 
     def pages(self, page_bytes: int) -> npt.NDArray[np.bool_]:
-        """Which pages of the range hold something of a parameter. Those of the shards of one degree, if the
-        range was laid out for it, have no page in common but what every rank has."""
+        """Return a mask of the pages that hold some part of a parameter.
+
+        The shards of one degree, if the range was laid out for it, share only the pages that every rank has.
+        """
         is_needed = np.zeros(max(1, -(-self.nbytes // page_bytes)), np.bool_)
         for param in self.params.values():
             for begin, end in param.stretches():
@@ -162,7 +167,7 @@ class RangePlan:
 class ModelPlan:
     """All ranges of a model, or of a stage of it, on one device."""
 
-    embedding: RangePlan | None  # None: of a later stage; so the head
+    embedding: RangePlan | None  # None, like head, in a later stage of a pipeline
     layers: list[tuple[RangePlan, RangePlan]]  # (attention, FFN)
     head: RangePlan | None
     dtype: torch.dtype
@@ -178,7 +183,7 @@ class ModelPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Without padding, in the dtype they are served in."""
+        """The bytes without padding, in the dtype that is served."""
         elements = sum(math.prod(source.shape) for plan in self.ranges() for source in plan.sources)
         return int(elements * self.dtype.itemsize)
 
@@ -188,7 +193,7 @@ class ModelPlan:
 
 
 def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> ModelPlan:
-    """Lay the model, or the stage that the config is about, out for degrees up to `max_tp`."""
+    """Lay out the model, or the stage that the config describes, for degrees up to `max_tp`."""
     padded = pad_ffn(config, dtype, page_bytes, max_tp)
     layers = [
         (_attention(config, dtype, i), _feed_forward(config, dtype, i, padded))
@@ -200,12 +205,12 @@ def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp:
 
 
 def degrees(config: ModelConfig, max_tp: int) -> list[int]:
-    """Tensor-parallel degrees that the model can take: powers of two that divide its KV heads."""
+    """Return the tensor-parallel degrees of the model: powers of two that divide its KV heads."""
     return [tp for tp in (1, 2, 4, 8, 16) if tp <= max_tp and config.num_kv_heads % tp == 0]
 
 
 def pad_ffn(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> Padded:
-    """The smallest matrix of which each shard of each degree is a whole number of pages.
+    """Return the smallest matrix whose shards, at each degree, are whole numbers of pages.
 
     A shard of s rows of b bytes ends on a page if s * b is a multiple of it: s of page / gcd(page, b). Only
     row lengths with more factors of two than the one before are worth trying.

@@ -43,7 +43,7 @@ class Model:
         source: WeightSource,
         shard: Shard = ALONE,
     ) -> None:
-        """shard: whose part of the FFN the weights' tensors are."""
+        """Build the layers over the weights. shard: the part of the FFN that the weights' tensors are."""
         self.config, self.plan, self.dtype = config, plan, plan.dtype
         self.source = source
         self._weights = weights
@@ -62,32 +62,32 @@ class Model:
 
     @property
     def layers(self) -> list[Layer]:
-        """What the next step runs."""
+        """The layers that the next step runs."""
         return self._transformer.layers
 
     @property
     def weights(self) -> list[LayerWeights]:
-        """Of every layer, in full precision."""
+        """The ranges of every layer in full precision."""
         return self._weights.layers
 
     @property
     def ranges(self) -> list[LoadedRange]:
-        """In full precision: embedding, halves of layers, head."""
+        """All ranges in full precision: embedding, halves of layers, head."""
         return self._weights.ranges()
 
     def complete(self) -> None:
-        """Of one that was made without pages: what it runs is installed, embedding and head are there."""
+        """Finish a model made by `reserve_model`, once its layers, embedding and head have pages."""
         self._transformer = Transformer(self.config, self.layers, ends=_ends(self._weights))
 
     def shape(self) -> list[LayerShape]:
-        """The precision of each layer's halves, now."""
+        """Return the present precision of each layer's halves."""
         return [
             LayerShape(attention=layer.attention.precision, ffn=layer.feed_forward.precision)
             for layer in self.layers
         ]
 
     def install(self, layer: int, half: LayerHalf) -> None:
-        """Between two steps: the next one runs `half` in place of the layer's attention or FFN."""
+        """Replace the attention or FFN of a layer, between two steps."""
         if isinstance(half, Attention):
             self.layers[layer].attention = half
         else:
@@ -96,16 +96,16 @@ class Model:
     def forward(
         self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """One step, alone: token_ids int64 [T], packed as `plan` says; float32 [R, vocab] for logit_rows
-        int64 [R].
+        """Run one step alone: token_ids int64 [T], packed as `plan` says, to float32 [R, vocab].
 
-        The step's keys and values are in `kv` afterwards.
+        logit_rows int64 [R] are the rows whose logits are returned. The keys and values of the step go to
+        `kv`.
         """
         alone = Segment(0, len(self.layers), plan)
         return self._transformer.forward(token_ids, [alone], lambda _: kv.layers, logit_rows)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Of the first stage: as `Transformer.embed`."""
+        """Run the embedding of a first stage, as `Transformer.embed`."""
         return self._transformer.embed(token_ids)
 
     def run(
@@ -116,11 +116,11 @@ class Model:
         rows: torch.Tensor | None = None,
         group: ReduceGroup | None = None,
     ) -> torch.Tensor:
-        """The layers of this stage: as `Transformer.run`; the keys and values are in `kv` afterwards."""
+        """Run the layers of a stage, as `Transformer.run`; the keys and values go to `kv`."""
         return self._transformer.run(residual, plan, kv.layers, rows, group)
 
     def logits(self, residual: torch.Tensor) -> torch.Tensor:
-        """Of the first stage, of what the last one made: as `Transformer.logits`."""
+        """Run norm and head of a first stage on the last stage's output, as `Transformer.logits`."""
         return self._transformer.logits(residual)
 
     def forward_segments(
@@ -131,12 +131,14 @@ class Model:
         logit_rows: torch.Tensor,
         own: slice,
     ) -> torch.Tensor:
-        """One step of a group, which all of its members make together, each with its own planner's rows
-        asked for: as `Transformer.forward`."""
+        """Run one step of a group, which all members run together, as `Transformer.forward`.
+
+        Each member passes its own planner's rows in `own`.
+        """
         return self._transformer.forward(token_ids, segments, kv.layers_at, logit_rows, own)
 
     def release(self) -> None:
-        """Give all pages back; its variants must have given theirs. The model cannot run any more."""
+        """Free all pages; variants must have freed theirs. The model cannot run any more."""
         del self._transformer
         self._weights.release()
 
@@ -154,12 +156,12 @@ def load_model(
 ) -> Model:
     """Load a Hugging Face folder into the pool, on the pool's device.
 
-    dtype: what to serve in; None: the checkpoint's. load_format "dummy" needs only a config.json and draws
-    the weights from `seed`. max_tp: largest tensor-parallel degree to lay the weights out for. progress is
+    dtype: to serve in; None: the checkpoint's. load_format "dummy" needs only a config.json and draws the
+    weights from `seed`. max_tp: the largest tensor-parallel degree to lay the weights out for. progress is
     called with the bytes done and the bytes in all after every tensor. layers: [first, end) of a stage; the
-    first stage has embedding and head, too.
-    Raises ModelError, naming what is wrong, before a page is mapped wherever that can be known; a load that
-    fails gives all pages back.
+    first stage also has embedding and head.
+
+    Raises ModelError, before a page is mapped if possible. A load that fails frees all its pages.
     """
     config = read_config(Path(path))
     if layers is not None:
@@ -182,11 +184,14 @@ def _ends(weights: ModelWeights) -> Ends | None:
     return Ends(embedding, head["norm"], head.get("head", embedding))
 
 
-def hollow_model(
+def reserve_model(
     config: ModelConfig, plan: ModelPlan, source: WeightSource, pool: PagePool, shard: Shard = ALONE
 ) -> Model:
-    """Its tensors are on the device "meta". shard: the part of every layer that it is to compute; of the FFN
-    nothing else need ever have pages. In the engine's thread. Raises MappingFailed, and keeps nothing then.
+    """Reserve the addresses of a model without mapping a page; its tensors are on device "meta".
+
+    The caller maps and fills the pages beside the steps. shard: the part of every layer that the model is to
+    compute; no other part of the FFN needs pages. Runs in the engine's thread. Raises MappingFailed, and then
+    keeps nothing.
     """
     made: list[VirtualRange] = []
 
@@ -212,6 +217,6 @@ def hollow_model(
         raise
 
 
-def mapped(loaded: LoadedRange, plan: RangePlan) -> None:
-    """All pages of `plan`, the shard's, are there now: its tensors are views of them."""
+def view_mapped(loaded: LoadedRange, plan: RangePlan) -> None:
+    """Replace the tensors of a range by views of its pages, now that all pages of `plan` are mapped."""
     loaded.tensors.update(tensors_of(loaded.memory, plan))

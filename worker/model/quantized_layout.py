@@ -1,20 +1,4 @@
-"""Where the weights of a quantised half lie: pure arithmetic, as `layout` is for full precision.
-
-The FFN lies unit by unit, a unit being the shard of the largest tensor-parallel degree: every shard of any
-degree is a run of units and ends on a page, and groups never straddle one. The intermediate dimension is
-padded so that units are equal and whole tiles of codes. Norms and biases are small: they stay full and are
-copied into the attention's range, so that a half is one range in any variant.
-
-::
-
-    FFN range         unit 0 | unit 1 | ...        each padded to whole pages
-    unit              gate codes [Iu, H] | up codes [Iu, H] | their scales, zeros | down codes [H, Iu] | ...
-    attention range   qkv codes [Hq*D + 2*Hkv*D, H] | scales, zeros | o codes [H, Hq*D] | ... | biases, norms
-
-Codes are `kernels.packing`'s; scales are float16 and zeros uint8, one for each group of inputs. With
-activation-aware scales, `input_scale` float32 is beside each product's zeros (every unit's gate and up have
-one of their own). o stays dense where a head shard of the largest degree is no whole number of tiles.
-"""
+"""The layout of a quantised half: pure arithmetic, as `layout` is for full precision."""
 
 from __future__ import annotations
 
@@ -38,11 +22,10 @@ def plan_quantized(
     group: int | None = None,
     has_input_scale: bool = False,
 ) -> tuple[RangePlan, RangePlan]:
-    """(attention, FFN) of any layer in a quantised precision; the layers are alike.
+    """Lay out (attention, FFN) of any layer in fewer bits; the layers are alike.
 
-    group: inputs that share a scale in the weights to come, by default the precision's own number; where a
-    unit needs finer groups, its are of the largest size that divides both. Raises ValueError unless it is a
-    multiple of 32.
+    group: inputs that share a scale in the weights; if a unit needs finer groups, its groups have the largest
+    size that divides both. Raises ValueError unless it is a multiple of 32.
     """
     group = ENTRIES[precision].group if group is None else group
     if group < 1 or group % GROUP_STEP:
@@ -62,7 +45,7 @@ class _Products:
         self._bits, self._group, self._has_input_scale = bits, group, has_input_scale
 
     def add(self, plan: RangePlan, name: str, outputs: int, inputs: int, shards: int = 1) -> None:
-        """shards: into how many runs of inputs it must be possible to cut it."""
+        """Add a matrix whose inputs can be cut into `shards` runs."""
         group = math.gcd(self._group, inputs // shards)
         plan.add(f"{name}.codes", (outputs, packed_size(inputs, self._bits)), torch.uint8)
         plan.add(f"{name}.scales", (outputs, inputs // group), torch.float16)
@@ -95,5 +78,5 @@ def _feed_forward(
 
 
 def whole_tiles(inputs: int) -> int:
-    """Rounded up to what codes are packed in."""
+    """Round up to the tiles that codes are packed in."""
     return -(-inputs // TILE) * TILE

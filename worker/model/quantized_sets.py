@@ -25,7 +25,7 @@ METHODS: tuple[Method, ...] = get_args(Method)  # the better first
 FORMAT = "1"
 FOLDER = "instar"  # inside the model's
 
-# The matrices of a layer, by what they read: those of a line share an input_scale.
+# The matrices of a layer by the product that reads one input; matrices of one product share an input_scale.
 INPUTS: dict[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
@@ -37,8 +37,11 @@ MATRICES = tuple(name for names in INPUTS.values() for name in names)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedMatrix:
-    """codes uint8 [N, K rounded up to 64 * bits / 8] packed, scales float16 and zeros uint8
-    [N, ceil(K / group)], input_scale float32 [K] or None."""
+    """A packed matrix [N, K]: w[n, k] = scale * (code - zero) * input_scale[k].
+
+    codes uint8 [N, K rounded up to 64 * bits / 8], scales float16 and zeros uint8 [N, ceil(K / group)],
+    input_scale float32 [K] or None.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -49,14 +52,14 @@ class QuantizedMatrix:
     num_inputs: int
 
     def dense(self) -> torch.Tensor:
-        """float32 [N, K]: the full matrix that makes the same product, input_scale multiplied in."""
+        """Return float32 [N, K], the full matrix that makes the same product."""
         codes = unpack(self.codes, self.bits)[:, : self.num_inputs].float()
         groups = torch.arange(self.num_inputs, device=codes.device) // self.group
         values = codes.sub_(self.zeros[:, groups]).mul_(self.scales[:, groups])
         return values if self.input_scale is None else values.mul_(self.input_scale)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the endings of their names in a file."""
+        """Return the tensors by the endings of their names in a file."""
         parts = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
         return parts if self.input_scale is None else {**parts, "input_scale": self.input_scale}
 
@@ -64,11 +67,11 @@ class QuantizedMatrix:
 def round_to_nearest(
     weight: torch.Tensor, bits: int, group: int, input_scale: torch.Tensor | None = None
 ) -> QuantizedMatrix:
-    """weight float [N, K]. With input_scale [K], it is weight / input_scale that is rounded."""
+    """Quantise weight float [N, K] to nearest. With input_scale [K], round weight / input_scale."""
     scaled = weight.float() if input_scale is None else weight.float() / input_scale
     codes, scales, zeros = quantize_rtn(scaled, bits, group)
     padding = -codes.shape[1] % TILE
-    # Past the last input stands the last group's zero, which is 0 as a value.
+    # The padding past the last input has the code of the value 0.
     codes = torch.cat([codes, zeros[:, -1:].expand(-1, padding)], 1)
     return QuantizedMatrix(
         codes=pack(codes, bits),
@@ -83,7 +86,7 @@ def round_to_nearest(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetInfo:
-    """What a set says of itself. model: fingerprint of the checkpoint it was made from."""
+    """The metadata of a set. model: `checkpoint_digest` of the checkpoint it was made from."""
 
     bits: int
     group: int
@@ -93,12 +96,12 @@ class SetInfo:
 
 
 def matrix_name(layer: int, matrix: str) -> str:
-    """The full name of one of MATRICES."""
+    """Return the full name of one of MATRICES."""
     return f"model.layers.{layer}.{matrix}"
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(N, K) of each of MATRICES."""
+    """Return (N, K) of each of MATRICES."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     sizes = [config.q_size, config.kv_size, config.kv_size]
     shapes = [*((n, hidden) for n in sizes), (hidden, config.q_size), *[(ffn, hidden)] * 2, (hidden, ffn)]
@@ -110,7 +113,7 @@ def set_path(folder: Path, precision: str, method: str) -> Path:
 
 
 def find_set(folder: Path, precision: str, method: str = "") -> Path | None:
-    """The set of this method, or of the best one that there is; None if there is none."""
+    """Return the path of the set by this method ("": the best set there is), or None."""
     paths = (set_path(folder, precision, m) for m in ([method] if method else METHODS))
     return next((path for path in paths if path.is_file()), None)
 
@@ -119,7 +122,7 @@ class QuantizedSet:
     """A set opened for reading."""
 
     def __init__(self, path: Path, *, model: str) -> None:
-        """model: the fingerprint of the checkpoint it must belong to.
+        """Open a set that belongs to `model`, a checkpoint's digest.
 
         Raises ModelError: not readable, truncated, of another format, or made from another model.
         """
@@ -138,7 +141,7 @@ class QuantizedSet:
             )
 
     def matrix(self, name: str, shape: tuple[int, int]) -> QuantizedMatrix:
-        """The matrix of N x K = shape. Raises ModelError: missing, another shape, or damaged."""
+        """Read the matrix of N x K = shape. Raises ModelError: missing, another shape, or damaged."""
         info, (outputs, inputs) = self.info, shape
         groups = (outputs, -(-inputs // info.group))
         packed = (outputs, packed_size(-(-inputs // TILE) * TILE, info.bits))
@@ -158,7 +161,7 @@ class QuantizedSet:
         return made
 
     def layer(self, config: ModelConfig, layer: int) -> dict[str, QuantizedMatrix]:
-        """All of MATRICES. Raises ModelError."""
+        """Read all of MATRICES of a layer. Raises ModelError."""
         shapes = matrix_shapes(config)
         return {matrix: self.matrix(matrix_name(layer, matrix), shapes[matrix]) for matrix in MATRICES}
 
@@ -181,13 +184,13 @@ _REMEDY = "make it again with `instar quantize`, or remove it"
 
 
 def write_set(path: Path, info: SetInfo, matrices: Iterator[tuple[str, QuantizedMatrix]]) -> None:
-    """Write whole or not at all: beside the path first, then renamed. Raises OSError."""
+    """Write a set whole or not at all: beside the path first, then renamed. Raises OSError."""
     tensors: dict[str, torch.Tensor] = {}
     checksums: dict[str, int] = {}
     for name, matrix in matrices:
         for ending, part in matrix.tensors().items():
             stored = part.contiguous().cpu()
-            # q, k and v share theirs, and the library refuses shared memory.
+            # q, k and v share one input_scale, and safetensors refuses shared memory.
             tensors[f"{name}.{ending}"] = stored.clone() if ending == "input_scale" else stored
         checksums[name] = checksum(matrix)
     metadata = {
@@ -210,7 +213,7 @@ def write_set(path: Path, info: SetInfo, matrices: Iterator[tuple[str, Quantized
 
 
 def checksum(matrix: QuantizedMatrix) -> int:
-    """CRC-32 over all bytes of its tensors."""
+    """Return the CRC-32 of all bytes of the matrix's tensors."""
     value = 0
     for part in matrix.tensors().values():
         value = zlib.crc32(part.contiguous().cpu().numpy().data, value)

@@ -1,4 +1,4 @@
-"""One rank's part of a tensor-parallel group, as a value."""
+"""The part of a layer that one rank of a tensor-parallel group computes, as a value."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `size`. Shapes derive from it wherever they are needed; nothing remembers it globally,
-    since the degree changes while the model serves."""
+    """Rank `rank` of `size`.
+
+    Shapes derive from it wherever they are needed. Nothing remembers it globally, since the degree changes
+    while the model serves.
+    """
 
     rank: int = 0
     size: int = 1
@@ -21,15 +24,17 @@ class Shard:
             raise ValueError(f"rank {self.rank} of a group of {self.size}")
 
     def part(self, n: int, what: str) -> slice:
-        """This rank's range of n things. Raises ValueError if they do not divide evenly."""
+        """Return this rank's range of n things. Raises ValueError if they do not divide evenly."""
         if n % self.size:
             raise ValueError(f"{n} {what} cannot be split over {self.size} ranks")
         each = n // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def has(self, other: Shard) -> bool:
-        """Whether the other is a part of this one, or this one itself: low shard s becomes high shards
-        s * n .. s * n + n - 1."""
+        """Return True if `other` is a part of this shard, or this shard itself.
+
+        Low shard s becomes high shards s * n to s * n + n - 1.
+        """
         times, rest = divmod(other.size, self.size)
         return rest == 0 and other.rank // times == self.rank
 

@@ -17,29 +17,29 @@ from worker.model.layout import CheckpointTensor, plan_model
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
-# At 0.02, the usual initialisation, greedy output of a random model repeats one token.
+# With 0.02, the usual initialisation, greedy output of a random model repeats one token.
 DUMMY_STD = 0.06
 
 
 class WeightSource(Protocol):
-    """A place to take weights from."""
+    """A source of weight values."""
 
-    depends_on_device: bool  # whether it writes other values into a target elsewhere
+    depends_on_device: bool  # True if the values differ between devices
 
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
-        """Raises ModelError unless every source is there, with its shape; reads no weights."""
+        """Check that every tensor is there with its shape, reading no weights. Raises ModelError."""
 
     def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
-        """Write the source's values into `target`, in the target's dtype. Raises ModelError."""
+        """Write a tensor's values into `target`, in the dtype of `target`. Raises ModelError."""
 
 
 class CheckpointWeights:
-    """model.safetensors, or the shards that model.safetensors.index.json names."""
+    """The tensors of model.safetensors, or of the shards that its index names."""
 
     depends_on_device = False
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError if there is neither, or a shard is missing."""
+        """Find each tensor's file. Raises ModelError: no checkpoint, or a missing shard."""
         self.folder = folder
         self._file_of = _files_of_tensors(folder)
 
@@ -65,9 +65,9 @@ class CheckpointWeights:
         return tensor in self._file_of
 
     def read(self, tensor: str, rows: slice | None = None) -> torch.Tensor:
-        """A tensor or some of its rows, in the checkpoint's dtype. Raises ModelError."""
-        # Opened for each tensor: its pages of the file leave this process's memory with the last tensor of
-        # it, so the peak is the weights plus one tensor. Opening costs less than a millisecond.
+        """Read a tensor or some of its rows, in the checkpoint's dtype. Raises ModelError."""
+        # Opened for each tensor, so that memory peaks at the weights plus one tensor: an open file keeps what
+        # was read of it. Opening costs less than a millisecond.
         path = self._file_of.get(tensor)
         if path is None:
             raise ModelError(f"{self.folder}: the checkpoint has no tensor {tensor}")
@@ -91,7 +91,7 @@ class RandomWeights:
         return f"random weights of seed {self.seed}"
 
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
-        """Anything can be made up."""
+        """Accept every tensor."""
 
     def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
         if source.is_norm:
@@ -146,8 +146,11 @@ def _open(path: Path) -> Any:
 
 
 def checkpoint_digest(config: ModelConfig, checkpoint: CheckpointWeights) -> str:
-    """SHA-256, as hex, of what computes: sizes, rotary frequencies, and the first and last row of every
-    tensor. Reads a few MB of a checkpoint of any size. Raises ModelError."""
+    """Return a SHA-256, as hex, that identifies the checkpoint wherever its files lie.
+
+    It covers sizes, rotary frequencies, and the first and last row of every tensor: a few MB are read from a
+    checkpoint of any size. Raises ModelError.
+    """
     digest = hashlib.sha256(repr((config.num_heads, config.num_kv_heads, config.rms_norm_eps)).encode())
     digest.update(repr((config.rope, config.sliding_windows)).encode())
     plan = plan_model(config, config.dtype, page_bytes=4096, max_tp=1)

@@ -1,15 +1,17 @@
 """The decoder of Llama, Mistral, Qwen2 and Qwen3, over packed tokens and a paged cache.
 
-Letters as in `kernels`: T tokens of the step, R rows whose logits are asked for, H hidden size, Hq and Hkv
-heads of this rank, D head dimension. Norms and the residual follow the pre-norm Transformer (Llama,
-Touvron et al. 2023); grouped-query attention, SwiGLU and rotary embeddings are the kernels'.
+Serving, profiles and the offline tools all run it: it is the only forward pass of a model.
+
+Letters as in `kernels`: T tokens of the step, R rows whose logits are wanted, H hidden size, Hq and Hkv heads
+of this rank, D head dimension. Norms and the residual follow the pre-norm Transformer (Llama, Touvron et al.
+2023); grouped-query attention, SwiGLU and rotary embeddings are the kernels'.
 
 Tensor parallelism splits heads and FFN rows, and two sums over the group make a layer (Megatron-LM, Shoeybi
-et al. 2019). While the degree changes, the layers are two segments: those below a boundary run at one
-degree, those above at the other, and between them a step changes over once (Gyges, section 4.3).
+et al. 2019). While the degree changes, the layers form two segments: those below a boundary run at one
+degree, those above at the other, and a step changes over once between them (Gyges, section 4.3).
 
-A stage of a pipeline has some of the layers and runs them from residual to residual; the first one has the
-embedding and the head, too, so that a step begins and ends there.
+A pipeline stage has some of the layers and runs them from residual to residual. The first stage also has the
+embedding and the head, so that a step begins and ends there.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ CachesAt = Callable[[int], list[torch.Tensor]]  # degree -> the cache of each la
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Layers [first, end) at one degree, of which at least one.
+    """Layers [first, end) at one degree.
 
-    Everyone plans its own: `plan` is of all rows that run here, those of every planner of the group, in
+    Every member plans its own rows: `plan` covers all rows that run here, of every planner of the group, in
     block numbers of this degree. Where a step changes its degree, `rows` of the lower segment are its rows
-    among those of the higher one: it takes them, or one rank of its group gives them. A rank without a row
-    of its own takes part all the same.
+    among those of the higher one: the lower segment takes them, or one rank of its group gives them. A rank
+    without rows takes part too.
     """
 
     first: int
@@ -48,7 +50,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where a step begins and ends: embedding and head [vocab, H], norm [H] before the head."""
+    """The ends of a model: embedding and head [vocab, H], norm [H] before the head."""
 
     embedding: torch.Tensor
     norm: torch.Tensor
@@ -65,7 +67,10 @@ class Transformer:
         *,
         ends: Ends | None,
     ) -> None:
-        """ends: None for a later stage of a pipeline."""
+        """Build over `layers`, which the owner may replace between steps.
+
+        ends: None for a later stage of a pipeline.
+        """
         self.layers, self.eps, self._ends = layers, config.rms_norm_eps, ends
         device = (ends.norm if ends else layers[0].attention.input_norm).device
         self.cos_sin = config.rope.table(config.max_position_embeddings, device)
@@ -78,13 +83,13 @@ class Transformer:
         logit_rows: torch.Tensor,
         own: slice = slice(None),
     ) -> torch.Tensor:
-        """float32 [R, vocab].
+        """Run a step: token_ids int64 [T] of the first segment's rows to float32 [R, vocab].
 
-        token_ids: int64 [T] of the first segment's rows. logit_rows: int64, of the last segment's rows; the
-        same on every rank of its group. own: which of logit_rows this rank's planner asked for, R of them.
-        In the last layer only logit_rows go on after attention: nothing reads the others any more.
+        logit_rows: int64, rows of the last segment, the same on every rank of its group. own: those of
+        logit_rows that this rank's planner wants, R of them. In the last layer only logit_rows continue after
+        attention: nothing reads the others any more.
 
-        Raises ValueError for segments that are not the layers as they are, and the group's PeerLost.
+        Raises ValueError for segments that are not the layers as they are, and PeerLost of the group.
         """
         self._check(segments)
         residual = self.embed(token_ids)
@@ -92,7 +97,7 @@ class Transformer:
         before = segments[0]
         for segment in segments:
             if segment.degree > before.degree:
-                x, residual = self._rise(before, segment, residual)
+                x, residual = self._gather_to_higher_tp(before, segment, residual)
             elif segment.degree < before.degree:
                 x, residual = x[segment.rows], residual[segment.rows]
             is_last = segment.end == len(self.layers)
@@ -103,7 +108,7 @@ class Transformer:
         return linear(x[own], self.ends.head).float()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids int64 [T] to the residual [T, H] before the first layer."""
+        """Return the residual [T, H] before the first layer of int64 [T]."""
         return self.ends.embedding.index_select(0, token_ids)
 
     def run(
@@ -114,15 +119,18 @@ class Transformer:
         rows: torch.Tensor | None = None,
         group: ReduceGroup | None = None,
     ) -> torch.Tensor:
-        """All layers of this stage: residual [T, H], which is written to, to the residual behind them. rows,
-        of the last stage: only these go on after the last layer's attention; [R, H] then. group: the ranks of
-        a stage of several, of which each runs its shard of all rows; raises PeerLost then, too."""
+        """Run all layers of this stage: residual [T, H], which is overwritten, to the residual behind them.
+
+        rows, for the last stage: the rows that continue after the last layer's attention; the result is [R,
+        H] then. group: the ranks of a stage of several, each of which runs its shard of all rows; then
+        PeerLost may be raised.
+        """
         x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
         stage = Segment(0, len(self.layers), plan, group.size if group else 1, group)
         return self._run(stage, caches, x, residual, rows, None)[1]
 
     def logits(self, residual: torch.Tensor) -> torch.Tensor:
-        """Of the residual [R, H] behind the model's last layer: float32 [R, vocab]."""
+        """Return float32 [R, vocab] of the residual [R, H] behind the model's last layer."""
         return linear(rms_norm(residual, self.ends.norm, self.eps), self.ends.head).float()
 
     @property
@@ -139,10 +147,12 @@ class Transformer:
         last_rows: torch.Tensor | None,
         next_norm: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, H], normed for the segment's first layer, to the next layer's; the residual grows in place.
-        last_rows: which go on after the last layer's attention; None: all. next_norm: of the layer that
-        follows; None: it runs elsewhere, and x is of no use.
-        Without rows there is nothing to compute, nor to sum: the group has the same rows."""
+        """Run x [T, H], normed for the segment's first layer, to the next layer's x; add to the residual.
+
+        last_rows: the rows that continue after the last layer's attention; None: all. next_norm: of the layer
+        that follows; None: it runs elsewhere, and x is of no use. Without rows there is nothing to compute or
+        to sum, in the whole group.
+        """
         if not x.shape[0]:
             return x, residual
         for i in range(segment.first, segment.end):
@@ -161,8 +171,13 @@ class Transformer:
                 x = add_rms_norm(x, residual, norm, self.eps)
         return x, residual
 
-    def _rise(self, low: Segment, high: Segment, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual of all rows of `high`. Each row comes from one rank; the others add zeros to it."""
+    def _gather_to_higher_tp(
+        self, low: Segment, high: Segment, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and residual of all rows of `high`.
+
+        Each row comes from one rank of the lower degree; the others add zeros to it.
+        """
         wide = residual.new_zeros(high.plan.positions.shape[0], residual.shape[1])
         if low.is_giver:
             wide[low.rows] = residual
@@ -170,7 +185,7 @@ class Transformer:
         return rms_norm(wide, self.layers[high.first].attention.input_norm, self.eps), wide
 
     def _check(self, segments: Sequence[Segment]) -> None:
-        """That the segments are the layers in their order, each at the degree that it is at."""
+        """Check that the segments are the layers in order, each at its present degree."""
         at = 0
         for segment in segments:
             if not at == segment.first < segment.end:

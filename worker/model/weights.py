@@ -1,4 +1,4 @@
-"""The weights of one model in the page pool: made, filled and given back range by range."""
+"""The weights of one model in the page pool: mapped, filled and released range by range."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class LoadedRange:
-    """One range with its pages mapped and its weights in it. Of an FFN at a shard only some pages stay mapped
-    (`worker.morph.reshard`); to touch the rest of its tensors is a fault."""
+    """One range with its pages mapped and its weights in them.
+
+    Of an FFN at a shard only some pages stay mapped (`worker.morph.reshard`); touching the rest of its
+    tensors faults.
+    """
 
     memory: VirtualRange
     tensors: Tensors
@@ -37,8 +40,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
-    """What a model costs alone, in full precision: the weights, what padding for tensor parallelism adds, and
-    the pages of both."""
+    """The bytes of a model alone in full precision: weights, padding for TP, pages of both."""
 
     weights: int
     padding: int
@@ -53,13 +55,13 @@ class WeightBytes:
 class ModelWeights:
     """All ranges of a model, or of a stage of it, on this device."""
 
-    embedding: LoadedRange | None  # None: of a later stage; so the head
+    embedding: LoadedRange | None  # None, like head, in a later stage of a pipeline
     layers: list[LayerWeights]
     head: LoadedRange | None
     size: WeightBytes
 
     def release(self) -> None:
-        """Give every page back; the tensors must not be used any more."""
+        """Free every page; the tensors must not be used any more."""
         for loaded in self.ranges():
             loaded.memory.release()
             loaded.tensors.clear()
@@ -78,8 +80,8 @@ def load_weights(
 ) -> ModelWeights:
     """Map and fill every range, tensor by tensor, straight into place.
 
-    Everything that can be known is checked before a page is mapped. Raises ModelError, and MappingFailed
-    from the system; then nothing stays mapped.
+    Everything that can be known is checked before a page is mapped. Raises ModelError, and MappingFailed from
+    the system; then nothing stays mapped.
     """
     source.check([tensor for part in plan.ranges() for tensor in part.sources])
     pages = sum(pool.pages_for(part.nbytes) for part in plan.ranges())
@@ -100,7 +102,7 @@ def load_weights(
 
 
 class _Loader:
-    """Loads ranges one after the other and can take all of them back."""
+    """Loads ranges one after the other and can release all of them."""
 
     def __init__(
         self, owner: str, pool: PagePool, source: WeightSource, plan: ModelPlan, progress: OnProgress | None
@@ -129,7 +131,7 @@ class _Loader:
 
 
 def tensors_of(memory: VirtualRange, plan: RangePlan) -> Tensors:
-    """Views of a range whose pages are mapped."""
+    """Return the tensors of a range whose pages are mapped, as views."""
     return {
         name: memory.tensor(param.dtype, param.shape, param.strides, param.offset_bytes)
         for name, param in plan.params.items()
@@ -137,7 +139,7 @@ def tensors_of(memory: VirtualRange, plan: RangePlan) -> Tensors:
 
 
 def tensors_in(buffer: torch.Tensor, plan: RangePlan) -> Tensors:
-    """The same views of uint8 [plan.nbytes] anywhere."""
+    """Return the tensors of a range that lies in `buffer`, uint8 [plan.nbytes] anywhere, as views."""
     return {
         name: buffer[param.offset_bytes :][: (plan.nbytes - param.offset_bytes) // size * size]
         .view(param.dtype)

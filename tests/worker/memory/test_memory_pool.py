@@ -191,7 +191,7 @@ def test_integrity_notices_a_page_that_is_counted_twice(pool: PagePool) -> None:
     with pytest.raises(BrokenInvariant, match="another owner"):
         pool.check_integrity()
     b.pages[:] = -1
-    with pytest.raises(BrokenInvariant, match="1 pages are not where the pool believes"):
+    with pytest.raises(BrokenInvariant, match="1 pages have another use than recorded"):
         pool.check_integrity()
     b.pages[:] = kept
 
