@@ -13,9 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from bench.common.results import DEMO
-from worker.engine.build import MIB, Shape, fill_caches, make_cache, make_instance, make_pool
-from worker.engine.engine import Engine
-from worker.model import load_model
 
 STANDARD_DEVIATION = 0.06  # at transformers' 0.02 greedy output repeats one token
 
@@ -69,18 +66,6 @@ def model_folder(size: str, max_len: int = 2048) -> Iterator[Path]:
 
 def load_transformers(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def load_engine(folder: Path, shape: Shape, budget_mib: int) -> Engine:
-    """Return an engine that serves the folder as instance "bench", in float32 on the CPU."""
-    pool = make_pool(torch.device("cpu"), budget_mib * MIB)
-    model = load_model(folder, pool, dtype=torch.float32)
-    limits = shape.limits(model)
-    cache = make_cache(pool, model, limits, "bench")
-    fill_caches(pool, [(cache, model, limits)])
-    engine = Engine()
-    engine.add_instance(make_instance("bench", model, cache, limits))
-    return engine
 
 
 def num_matrix_weights(size: str) -> int:

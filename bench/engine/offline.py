@@ -13,44 +13,32 @@ workload's floating-point operations and nothing else.
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
 import random
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import bench.common.own_cores  # noqa: F401 before torch, as the next
 import kernels  # before torch: it settles how torch's threads wait
-from bench.common.results import RESULTS
+from bench.common.results import Bar, bar, conclude, parser, say, say_bars
 
 # isort: split
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from bench.common.dummy_model import CONFIGS, load_engine, load_transformers, num_matrix_weights, saved_model
-from bus.messages import SamplingParams
+from bench.common.dummy_model import CONFIGS, load_transformers, num_matrix_weights, saved_model
+from bench.common.engines import best_of, load_engine, run_prompts, silence
 from worker.engine.build import Shape
 from worker.engine.engine import Engine
-from worker.engine.sequence import Request
 
 SIZE = "30M"
 BARS = {"generate": 2.5, "generate_batch": 5.0}
 STATIC_BATCH = 8
 CONCURRENT = 6  # of generate_batch: the fastest of 4, 6, 8, 16, 32, see bench/LOG.md
 PAGE_SIZE = 256
-RESULT = RESULTS / "offline.json"
 
 Prompts = list[list[int]]
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def workload(count: int) -> Prompts:
@@ -60,20 +48,6 @@ def workload(count: int) -> Prompts:
 
 
 # ------------------------------------------------------------------------------------- the three ways
-
-
-def run_engine(engine: Engine, prompts: Prompts, num_out: int) -> tuple[float, Prompts]:
-    """Seconds, and the tokens of each prompt."""
-    outputs: Prompts = [[] for _ in prompts]
-    sampling = SamplingParams(max_tokens=num_out, seed=0, temperature=0.0)
-    began = time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        engine.submit("bench", Request(id=str(i), prompt_token_ids=prompt, sampling=sampling))
-    while engine.has_work:
-        for result in engine.step():
-            for output in result.outputs:
-                outputs[int(output.request.id)] += output.delta.token_ids
-    return time.perf_counter() - began, outputs
 
 
 def run_generate(model: Any, prompts: Prompts, num_out: int) -> tuple[float, Prompts]:
@@ -121,19 +95,15 @@ def run_generate_batch(model: Any, prompts: Prompts, num_out: int) -> tuple[floa
 
 
 def matrix_gflops(tokens: int, seconds: float) -> float:
-    """Billions of float32 operations a second of torch's product at the model's largest shape."""
+    """Return the GFLOP/s of torch's float32 product at the model's largest shape."""
     hidden, inner = CONFIGS[SIZE]["hidden_size"], CONFIGS[SIZE]["intermediate_size"]
     x, w = torch.randn(tokens, hidden), torch.randn(2 * inner, hidden)
-    best, ends = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < ends:
-        began = time.perf_counter()
-        torch.nn.functional.linear(x, w)
-        best = min(best, time.perf_counter() - began)
+    best = best_of(seconds, lambda: torch.nn.functional.linear(x, w))[0]
     return float(2 * x.numel() * w.shape[0] / best / 1e9)
 
 
 def workload_gflop(prompts: Prompts, num_out: int) -> float:
-    """Billions of operations of all matrix products, attention's included; logits only where sampled."""
+    """Return the billions of operations of all products and attention, with logits only where sampled."""
     c = CONFIGS[SIZE]
     head = c["hidden_size"] * c["vocab_size"]
     body = num_matrix_weights(SIZE) - head
@@ -149,13 +119,11 @@ def workload_gflop(prompts: Prompts, num_out: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="16 requests of 32 tokens out: a minute")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--engine-only", action="store_true", help="no baselines: for profiling")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="16 requests of 32 tokens out: a minute")
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--engine-only", action="store_true", help="no baselines: for profiling")
+    args = options.parse_args()
     silence()
     kernels.configure(args.threads)
     count, num_out = (16, 32) if args.quick else (64, 128)
@@ -164,34 +132,26 @@ def main() -> int:
         total_in = sum(map(len, prompts))
         say(f"{count} requests, {total_in} tokens in, {num_out} out each, {args.threads} threads")
         engine = load_engine(folder, Shape(max_num_seqs=64, max_num_batched_tokens=512), 1024)
-        run_engine(engine, prompts[:4], 4)
+        run_prompts(engine, prompts[:4], 4)
         if args.engine_only:
-            seconds, _ = run_engine(engine, prompts, num_out)
+            seconds, _ = run_prompts(engine, prompts, num_out)
             say(f"engine {count * num_out / seconds:.1f} tok/s")
             return 0
-        result = compare(engine, load_transformers(folder), prompts, num_out)
+        result, bars = compare(engine, load_transformers(folder), prompts, num_out)
     result |= {"quick": args.quick, "threads": args.threads, "requests": count, "tokens_out": num_out}
-    RESULT.parent.mkdir(exist_ok=True)
-    if not args.quick:
-        RESULT.write_text(json.dumps(result) + "\n")
-    say(json.dumps(result))
-    return 0 if all(result[f"ratio_{name}"] >= bar for name, bar in BARS.items()) else 1
+    return conclude(result, is_kept=not args.quick, bars=bars)
 
 
-def silence() -> None:
-    """transformers warns about a missing GPU and about its own defaults."""
-    warnings.filterwarnings("ignore")
-    for name in ("transformers", "ContinuousBatchingLogger"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def compare(engine: Engine, model: Any, prompts: Prompts, num_out: int) -> dict[str, Any]:
+def compare(
+    engine: Engine, model: Any, prompts: Prompts, num_out: int
+) -> tuple[dict[str, Any], dict[str, Bar]]:
+    """Return the result and its bars."""
     total = len(prompts) * num_out
     rates: dict[str, list[float]] = {"engine": [], "generate": [], "generate_batch": []}
     texts: dict[str, Prompts] = {}
     gflops: list[float] = []
     runs: dict[str, Callable[[], tuple[float, Prompts]]] = {
-        "engine": lambda: run_engine(engine, prompts, num_out),
+        "engine": lambda: run_prompts(engine, prompts, num_out),
         "generate": lambda: run_generate(model, prompts, num_out),
         "generate_batch": lambda: run_generate_batch(model, prompts, num_out),
     }
@@ -204,22 +164,28 @@ def compare(engine: Engine, model: Any, prompts: Prompts, num_out: int) -> dict[
     peak = total / workload_gflop(prompts, num_out) * statistics.median(gflops)
     same = {name: share_equal(texts["engine"], texts[name]) for name in BARS}
     say(f"{'matrix peak':>15}: {peak:7.1f} output tok/s  ({statistics.median(gflops):.0f} GFLOP/s)")
-    for name, bar in BARS.items():
-        say(f"engine / {name}: {rate['engine'] / rate[name]:.2f} (bar {bar}), same tokens {same[name]:.1%}")
+    ratios = {name: rate["engine"] / rate[name] for name in BARS}
+    bars = {f"engine / {name}": bar(BARS[name], ratio, ratio >= BARS[name]) for name, ratio in ratios.items()}
+    say_bars(bars)
+    say(", ".join(f"same tokens as {name}: {share:.1%}" for name, share in same.items()))
     say(f"share of the matrix peak: {rate['engine'] / peak:.1%}")
-    return {
+    result = {
         "bench": "offline",
         "engine_tok_s": round(rate["engine"], 1),
         **{f"{name}_tok_s": round(rate[name], 1) for name in BARS},
-        **{f"ratio_{name}": round(rate["engine"] / rate[name], 2) for name in BARS},
+        **{f"ratio_{name}": round(ratio, 2) for name, ratio in ratios.items()},
         **{f"same_tokens_{name}": round(same[name], 4) for name in BARS},
         "peak_tok_s": round(peak, 1),
         "share_of_peak": round(rate["engine"] / peak, 3),
         "gflops": round(statistics.median(gflops), 1),
     }
+    return result, bars
 
 
 def share_equal(ours: Prompts, theirs: Prompts) -> float:
-    """Share of requests with the same text. Random weights make near ties, and one of them changes all that
-    follows, so this is evidence that the work was the same, not an oracle."""
+    """Return the share of requests with the same text.
+
+    Random weights make near ties, and one of them changes all that follows, so this is evidence that the work
+    was the same, not an oracle.
+    """
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)

@@ -1,4 +1,4 @@
-"""One model in stages on workers of one core each, against one worker of one core; on the CPU in float32.
+"""A model in stages on workers of one core each, against one worker of one core, on the CPU in float32.
 
     python -m bench.engine pipeline_stages [--size 100M] [--stages 2] [--turns 3]
 
@@ -11,44 +11,38 @@ after it. At best, batches of two stages are done in half the time, and a single
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import bench.common.own_cores  # noqa: F401 before torch, as the next
 import kernels  # before torch: it settles how torch's threads wait
-from bench.common.results import RESULTS
+from bench.common.results import conclude, parser, say
 
 # isort: split
 import torch
 
-from bench.common.dummy_model import CONFIGS, load_engine, saved_model
-from bench.engine.offline import say, silence
+from bench.common.dummy_model import CONFIGS, saved_model
+from bench.common.engines import INSTANCE, greedy, load_engine, silence, take_turns
 from bench.engine.stage_processes import PIPELINE, Stage, StageProcesses, Staging, lead
-from bus.messages import SamplingParams
 from worker.engine.build import Shape
 from worker.engine.engine import Engine
-from worker.engine.sequence import Request
 
 BUDGET_MIB = 1024
 SHAPE = Shape(max_num_seqs=16)
 BATCH, NUM_IN, NUM_OUT, SINGLE_OUT = 16, 128, 48, 64
-RESULT = RESULTS / "pipeline_stages.json"
+NAMES = ("tokens_per_s", "busiest_cpu_s", "ttft_s", "tpot_s")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=CONFIGS, default="100M")
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=3)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--size", choices=CONFIGS, default="100M")
+    options.add_argument("--stages", type=int, default=2)
+    options.add_argument("--turns", type=int, default=3)
+    args = options.parse_args()
     silence()
     kernels.configure(1)
     layers = CONFIGS[args.size]["num_hidden_layers"]
@@ -56,10 +50,7 @@ def main() -> int:
     with saved_model(args.size) as folder, torch.inference_mode():
         result = _measure(folder, bounds, args.turns)
     result |= {"bench": "pipeline_stages", "size": args.size, "bounds": bounds}
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result) + "\n")
-    sys.stdout.write(json.dumps(result) + "\n")
-    return 0
+    return conclude(result, is_kept=True)
 
 
 def _measure(folder: Path, bounds: list[int], turns: int) -> dict[str, object]:
@@ -68,32 +59,18 @@ def _measure(folder: Path, bounds: list[int], turns: int) -> dict[str, object]:
     staging = Staging(folder=folder, bounds=bounds, shape=SHAPE, budget_mib=BUDGET_MIB)
     with StageProcesses(staging) as processes:
         staged.add_instance(lead(Stage(staging, 0), processes.wait(), woken))
-        runs = {"one": _runner(whole, "bench", woken), "stages": _runner(staged, PIPELINE, woken)}
-        taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in runs}
-        for turn in range(turns + 1):
-            for name, run in runs.items():
-                before = processes.cpu_seconds()
-                batch_s, _, _ = run(BATCH, NUM_OUT)
-                busiest_s = max(b - a for a, b in zip(before, processes.cpu_seconds(), strict=True))
-                _, ttft_s, last_s = run(1, SINGLE_OUT)
-                tpot_s = (last_s - ttft_s) / (SINGLE_OUT - 1)
-                told = (BATCH * NUM_OUT / batch_s, busiest_s, ttft_s, tpot_s)
-                say(
-                    f"{name}: {told[0]:.1f} tok/s, {busiest_s:.2f} CPU s of the busiest, first token"
-                    f" {ttft_s:.3f} s, then {tpot_s * 1e3:.2f} ms"
-                )
-                if turn:  # the first warms up
-                    taken[name].append(told)
+        runs = {"one": _runner(whole, INSTANCE, woken), "stages": _runner(staged, PIPELINE, woken)}
+        turn = {name: partial(_turn, name, run, processes) for name, run in runs.items()}
+        taken = take_turns(turn, turns)
         staged.close()
     medians = {
         name: [statistics.median(column) for column in zip(*rows, strict=True)]
         for name, rows in taken.items()
     }
-    names = ("tokens_per_s", "busiest_cpu_s", "ttft_s", "tpot_s")
     result: dict[str, object] = {
         f"{key}_{name}": round(value, 5)
         for name, row in medians.items()
-        for key, value in zip(names, row, strict=True)
+        for key, value in zip(NAMES, row, strict=True)
     }
     one, stages = medians["one"], medians["stages"]
     return result | {
@@ -102,18 +79,31 @@ def _measure(folder: Path, bounds: list[int], turns: int) -> dict[str, object]:
     }
 
 
-Runner = Callable[[int, int], tuple[float, float, float]]
+Runner = Callable[
+    [int, int], tuple[float, float]
+]  # requests, tokens -> seconds to the end, to the first token
+
+
+def _turn(name: str, run: Runner, processes: StageProcesses) -> tuple[float, ...]:
+    """Run a batch and a single request; return the values of NAMES."""
+    before = processes.cpu_seconds()
+    batch_s, _ = run(BATCH, NUM_OUT)
+    busiest_s = max(b - a for a, b in zip(before, processes.cpu_seconds(), strict=True))
+    last_s, ttft_s = run(1, SINGLE_OUT)
+    rate, tpot_s = BATCH * NUM_OUT / batch_s, (last_s - ttft_s) / (SINGLE_OUT - 1)
+    say(
+        f"{name}: {rate:.1f} tok/s, {busiest_s:.2f} CPU s of the busiest, first token {ttft_s:.3f} s, "
+        f"then {tpot_s * 1e3:.2f} ms"
+    )
+    return rate, busiest_s, ttft_s, tpot_s
 
 
 def _runner(engine: Engine, instance: str, woken: threading.Event) -> Runner:
-    """requests, tokens -> seconds until all have ended, until the first token of one, until its last."""
-
-    def run(num: int, tokens: int) -> tuple[float, float, float]:
+    def run(num: int, tokens: int) -> tuple[float, float]:
         began, first = time.perf_counter(), 0.0
         for i in range(num):
             prompt = [(i * 31 + j * 37) % 4000 for j in range(NUM_IN)]
-            sampling = SamplingParams(max_tokens=tokens, seed=0, temperature=0.0)
-            engine.submit(instance, Request(id=str(i), prompt_token_ids=prompt, sampling=sampling))
+            engine.submit(instance, greedy(str(i), prompt, tokens))
         while engine.has_work:
             if not engine.can_step():
                 woken.wait(1.0)
@@ -122,7 +112,6 @@ def _runner(engine: Engine, instance: str, woken: threading.Event) -> Runner:
             results = engine.step()
             if not first and any(out.delta.token_ids for result in results for out in result.outputs):
                 first = time.perf_counter() - began
-        ended = time.perf_counter() - began
-        return ended, first, ended
+        return time.perf_counter() - began, first
 
     return run

@@ -9,41 +9,34 @@ engine, one token of transformers and one such sum take turns; the medians are c
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import bench.common.own_cores  # noqa: F401 before torch, as the next
 import kernels  # before torch: it settles how torch's threads wait
-from bench.common.results import RESULTS
+from bench.common.results import bar, conclude, parser, say, say_bars
 
 # isort: split
 import torch
 
-from bench.common.dummy_model import load_engine, load_transformers, num_matrix_weights, saved_model
-from bench.engine.offline import say, silence
-from bus.messages import SamplingParams
+from bench.common.dummy_model import load_transformers, num_matrix_weights, saved_model
+from bench.common.engines import INSTANCE, greedy, load_engine, silence, take_turns, timed
 from worker.engine.build import Shape
 from worker.engine.engine import Engine
-from worker.engine.sequence import Request
 
 SIZE = "100M"
 BAR = 1.6
 PROMPT = [(i * 37) % 8000 for i in range(16)]
 WARM_TOKENS = 4
-RESULT = RESULTS / "single_stream.json"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="32 tokens instead of 256")
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="32 tokens instead of 256")
+    options.add_argument("--threads", type=int, default=2)
+    args = options.parse_args()
     silence()
     kernels.configure(args.threads)
     num_tokens = 32 if args.quick else 256
@@ -56,23 +49,20 @@ def main() -> int:
         }
         result = measure(turns, num_tokens)
     result |= {"quick": args.quick, "threads": args.threads}
-    RESULT.parent.mkdir(exist_ok=True)
-    if not args.quick:
-        RESULT.write_text(json.dumps(result) + "\n")
-    say(json.dumps(result))
-    return 0 if result["ratio"] < BAR else 1
+    bars = {"times the floor": bar(BAR, result["ratio"], result["ratio"] < BAR)}
+    say_bars(bars)
+    return conclude(result, is_kept=not args.quick, bars=bars)
 
 
 def engine_tokens(engine: Engine, num_tokens: int) -> Callable[[], object]:
-    """Each call makes the next token of one stream."""
-    sampling = SamplingParams(max_tokens=num_tokens + 2 * WARM_TOKENS, seed=0, temperature=0.0)
-    engine.submit("bench", Request(id="one", prompt_token_ids=PROMPT, sampling=sampling))
+    """Return a call that makes the next token of one stream."""
+    engine.submit(INSTANCE, greedy("one", PROMPT, num_tokens + 2 * WARM_TOKENS))
     engine.step()
     return engine.step
 
 
 def transformers_tokens(model: Any) -> Callable[[], object]:
-    """The same with a forward pass of transformers over its own cache: generate's loop without its checks."""
+    """Return the same of transformers over its own cache: the loop of `generate` without its checks."""
     state = model(torch.tensor([PROMPT]), use_cache=True)
 
     def step() -> object:
@@ -85,21 +75,14 @@ def transformers_tokens(model: Any) -> Callable[[], object]:
 
 
 def measure(turns: dict[str, Callable[[], object]], num_tokens: int) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
-    for i in range(WARM_TOKENS + num_tokens):
-        for name, turn in turns.items():
-            began = time.perf_counter()
-            turn()
-            if i >= WARM_TOKENS:
-                seconds[name].append(time.perf_counter() - began)
-        if (i + 1) % 64 == 0:
-            say(f"{i + 1} of {WARM_TOKENS + num_tokens} tokens")
+    calls = {name: partial(timed, turn) for name, turn in turns.items()}
+    seconds = take_turns(calls, num_tokens, warm_up=WARM_TOKENS)
     weight_bytes = 4 * num_matrix_weights(SIZE)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in median.items():
         times, low, high = value / median["floor"], min(seconds[name]) * 1e3, max(seconds[name]) * 1e3
         say(f"{name:>15}: {value * 1e3:6.2f} ms a token, {times:.2f} of the floor ({low:.1f} to {high:.1f})")
-    say(f"{weight_bytes / 1e6:.0f} MB at {weight_bytes / median['floor'] / 1e9:.1f} GB/s; bar {BAR}")
+    say(f"{weight_bytes / 1e6:.0f} MB at {weight_bytes / median['floor'] / 1e9:.1f} GB/s")
     return {
         "bench": "single_stream",
         "ratio": round(median["engine"] / median["floor"], 3),

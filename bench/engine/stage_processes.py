@@ -1,7 +1,7 @@
-"""Stages of one model as processes of their own, with real sockets between them, as workers have.
+"""Stages of one model in processes, with real sockets between them, as workers have.
 
 The first stage is the caller's: `lead` makes it the leader of `StageProcesses`. Layers lie in memory in every
-precision that is wanted, side by side, and `use` chooses those of the next step.
+precision that is needed, side by side, and `use` chooses those of the next step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -24,7 +23,8 @@ import kernels  # before torch: it settles how torch's threads wait
 import psutil
 import torch
 
-from bench.engine.offline import silence
+from bench.common.engines import CPU, silence
+from bench.common.processes import END, Children
 from bus.messages import PARTS
 from bus.precisions import BITS, Precision
 from worker.distributed.probe import ProbeResponder
@@ -50,7 +50,7 @@ PIPELINE, TIMEOUT_S, START_S = "bench@w0", 60.0, 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """Stage i has layers [bounds[i], bounds[i + 1]). precisions: besides full."""
+    """How a model is staged: stage i has layers [bounds[i], bounds[i + 1]), in full and in `precisions`."""
 
     folder: Path
     bounds: Sequence[int]
@@ -67,10 +67,10 @@ class Staging:
 
 
 class Stage:
-    """One of them, in this process."""
+    """One stage, in this process."""
 
     def __init__(self, staging: Staging, number: int) -> None:
-        self.pool = make_pool(torch.device("cpu"), staging.budget_mib * MIB)
+        self.pool = make_pool(CPU, staging.budget_mib * MIB)
         self.model = load_model(
             staging.folder,
             self.pool,
@@ -112,29 +112,29 @@ class Stage:
         return Layer(attention, feed_forward, Shard())
 
     def use(self, precision: Precision) -> None:
-        """Between two steps: the next one runs its layers in this precision."""
+        """Run the layers in this precision from the next step on."""
         self.model.layers[:] = self._layers[precision]
 
     def weight_bytes(self, precision: Precision) -> int:
-        """Whole pages of what it runs in this precision, with embedding and head where it has them."""
+        """Return the bytes of whole pages in this precision, with the stage's embedding and head if any."""
         return self._plan.weight_bytes(len(self.model.layers), precision)
 
     def kv_bytes(self, num_blocks: int) -> int:
-        """Whole pages of so many blocks in its layers."""
+        """Return the bytes of whole pages of so many blocks in its layers."""
         return self.cache.num_layers * self.cache.pages_for(num_blocks) * self.pool.page_bytes
 
     def watch(self) -> None:
-        """From here on `watched` looks at activations."""
+        """Begin to measure activations in `watched`."""
         self._is_watched, self._peak_bytes = True, 0
 
     def peak_bytes(self) -> int:
-        """The most that a step had at once since `watch`, which ends."""
+        """Return the most activation bytes of a step since `watch`, and stop measuring."""
         self._is_watched = False
         return self._peak_bytes
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A step."""
+        """Measure the activations of a step, if `watch` was called."""
         if not self._is_watched:
             yield
             return
@@ -150,7 +150,7 @@ class Stage:
 
 
 def lead(stage: Stage, behind: Sequence[RemoteStage], woken: threading.Event) -> EngineCore:
-    """stage: the first. woken: set when `can_step` may have changed."""
+    """Make the first stage the leader; `woken` is set when `can_step` may have changed."""
     steps = start_leading(
         PIPELINE,
         "w0",
@@ -170,75 +170,38 @@ def lead(stage: Stage, behind: Sequence[RemoteStage], woken: threading.Event) ->
             return led
 
 
-class StageProcesses:
-    """The stages behind the leader's. `with` ends them."""
+class StageProcesses(Children):
+    """The stages after the leader's, each in a process; a context that ends them."""
 
     def __init__(self, staging: Staging) -> None:
         self._parts = staging.parts[1:]
-        context = get_context("spawn")
-        self._lines: list[Connection] = []
-        self._started = []
-        for number in range(1, 1 + len(self._parts)):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_follow, args=(staging, number, theirs), daemon=True)
-            process.start()
-            theirs.close()  # so that the end of a stage is heard of
-            self._lines.append(ours)
-            self._started.append(process)
-        self._processes = [psutil.Process(), *(psutil.Process(one.pid) for one in self._started)]
-
-    def __enter__(self) -> StageProcesses:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        numbers = range(1, 1 + len(self._parts))
+        super().__init__(_follow, [(staging, number) for number in numbers], timeout_s=TIMEOUT_S)
+        self._measured = [psutil.Process(), *(psutil.Process(one.pid) for one in self.processes)]
 
     def wait(self) -> list[RemoteStage]:
-        """Until all are loaded: what their leader is to know. Raises TimeoutError, and EOFError for one that
-        has died."""
-        doors = [_answer(line, START_S) for line in self._lines]
+        """Wait until all are loaded; return what their leader must know."""
         return [
             RemoteStage(f"w{number}", 1, address, key, first, end)
-            for number, ((address, key), (first, end)) in enumerate(zip(doors, self._parts, strict=True), 1)
+            for number, ((address, key), (first, end)) in enumerate(
+                zip(self.ready(START_S), self._parts, strict=True), 1
+            )
         ]
 
-    def ask(self, what: str, *arguments: Any) -> list[Any]:
-        """What that method of each `Stage` returns, between two steps of it."""
-        for line in self._lines:
-            line.send((what, *arguments))
-        return [_answer(line, TIMEOUT_S) for line in self._lines]
-
     def cpu_seconds(self) -> list[float]:
-        """Of each process, this one first."""
-        return [times.user + times.system for times in (one.cpu_times() for one in self._processes)]
-
-    def close(self) -> None:
-        for line in self._lines:
-            with suppress(OSError):
-                line.send(("end",))
-        for process in self._started:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-        for line in self._lines:
-            line.close()
-
-
-def _answer(line: Connection, within_s: float) -> Any:
-    if not line.poll(within_s):
-        raise TimeoutError(f"a stage says nothing in {within_s:g} s")
-    return line.recv()
+        """Return the CPU seconds of each process, this one first."""
+        return [times.user + times.system for times in (one.cpu_times() for one in self._measured)]
 
 
 # ------------------------------------------------------------------------------------- in a stage's process
 
 
-def _follow(staging: Staging, number: int, parent: Connection) -> None:
+def _follow(parent: Connection, staging: Staging, number: int) -> None:
     silence()
     kernels.configure(staging.threads)
     woken = threading.Event()
     transport = Transport("127.0.0.1", TIMEOUT_S)
-    ProbeResponder(transport, torch.device("cpu"))
+    ProbeResponder(transport, CPU)
     stages = StageHost(transport)
     stages.wake = woken.set
     with torch.inference_mode():
@@ -252,7 +215,7 @@ def _follow(staging: Staging, number: int, parent: Connection) -> None:
                     stages.step()
             with suppress(Empty):
                 what, *arguments = orders.get_nowait()
-                if what == "end":
+                if what == END:
                     break
                 parent.send(getattr(stage, what)(*arguments))
                 continue
@@ -263,7 +226,7 @@ def _follow(staging: Staging, number: int, parent: Connection) -> None:
 
 
 def _orders(parent: Connection, woken: threading.Event) -> SimpleQueue[tuple[Any, ...]]:
-    """What the parent says, "end" as its last word."""
+    """Return a queue of the parent's calls, which ends with END."""
     orders: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
 
     def read() -> None:
@@ -271,7 +234,7 @@ def _orders(parent: Connection, woken: threading.Event) -> SimpleQueue[tuple[Any
             while True:
                 orders.put(parent.recv())
                 woken.set()
-        orders.put(("end",))
+        orders.put((END,))
         woken.set()
 
     threading.Thread(target=read, name="orders", daemon=True).start()

@@ -1,5 +1,8 @@
-"""A whole model in a group of two ranks, for `bench.estimate`: two workers' processes that have become one by
-a Transform, and change their precision together by Swaps, as the service's do."""
+"""A whole model in a group of two ranks, for `bench.estimate`.
+
+Two workers' processes become a group by a Transform and change their precision together by Swaps, as the
+service's do.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from typing import Any, TypeVar
 import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 
 # isort: split
-from bench.estimate.truth import Prompts, Running, request
-from bench.transform.group import MODEL, WAIT_S, Worker, group
+from bench.common.engines import greedy
+from bench.estimate.truth import Prompts, Running
+from bench.transform.group import MODEL, WAIT_S, Leader, Worker
 from bus.deployments import Configuration
 from bus.messages import Swap
 from bus.precisions import Precision
@@ -29,12 +33,12 @@ TP = 2
 
 
 class Group:
-    """All layers at degree 2, to its end."""
+    """A whole model whose layers all have degree 2."""
 
     shape = Configuration(tp=TP)
 
     def __init__(self, folder: Path, num_layers: int, limits: Limits, **settings: Any) -> None:
-        """settings: of the workers. Raises RuntimeError where no group comes about."""
+        """`settings` are those of the workers. Raises RuntimeError if no group is formed."""
         self._num_layers = num_layers
         self._ids = itertools.count()
         self._precision: Precision = "full"
@@ -44,7 +48,7 @@ class Group:
                 tempfile.TemporaryDirectory(prefix="instar-bench-", dir="/dev/shm")
             )
             self._workers = self._stack.enter_context(
-                group(
+                Leader(
                     folder,
                     TP,
                     Rank,
@@ -64,7 +68,7 @@ class Group:
             raise
 
     def use(self, precision: Precision) -> None:
-        """Raises RuntimeError where they do not swap."""
+        """Swap all layers. Raises RuntimeError if the swap is not applied."""
         if precision == self._precision:
             return
         swap = Swap(
@@ -81,20 +85,20 @@ class Group:
         self._precision = precision
 
     def run(self, prompts: Prompts, output_tokens: int) -> Running:
-        """Each worker gets every second one, as gateways do."""
+        """Give each worker every second prompt, as gateways do."""
         shares = [(prompts[rank::TP], output_tokens) for rank in range(TP)]
         times = self._workers.ask_each("run", shares)
         yield
         return float(max(ended for _, ended in times) - min(began for began, _ in times))
 
     def activation_bytes(self, prompts: Prompts) -> Generator[None, None, int]:
-        self._workers.ask_each("watch", [()] * TP)
+        self._workers.ask_each("watch")
         yield from self.run(prompts, 2)
-        return sum(self._workers.ask_each("peak_bytes", [()] * TP))
+        return sum(self._workers.ask_each("peak_bytes"))
 
     def weight_bytes(self, precision: Precision) -> int:
-        """Those that are mapped now."""
-        return sum(self._workers.ask_each("weight_bytes", [()] * TP))
+        """Return the bytes that are mapped now."""
+        return sum(self._workers.ask_each("weight_bytes"))
 
     def kv_bytes(self, num_blocks: int) -> int:
         return sum(self._workers.ask_each("kv_bytes", [(num_blocks,)] * TP))
@@ -104,35 +108,39 @@ class Group:
 
 
 class Rank(Worker):
-    """One of the two, in its process."""
+    """One of the two workers, in its process."""
 
     def __init__(self, name: str, folder: Path, **options: Any) -> None:
-        logging.getLogger("worker.parallel").setLevel(logging.ERROR)  # whoever ends first is missed
+        logging.getLogger("worker.parallel").setLevel(
+            logging.ERROR
+        )  # a lost peer is reported when one ends first
         self._num_requests = 0
         self._watching = ExitStack()
         super().__init__(name, folder, **options)
 
     def run(self, prompts: Prompts, output_tokens: int) -> tuple[float, float]:
-        """When the first came and when the last ended, by a clock that all processes of a host share. Raises
-        RuntimeError where the group is none any more."""
+        """Return when the first request came and when the last ended, by a clock that all processes share.
+
+        Raises RuntimeError if the worker has left the group.
+        """
         began, names = time.perf_counter(), []
         for prompt in prompts:
             self._num_requests += 1
             names.append(f"{self.peer.worker} {self._num_requests}")
-            self.thread.submit(self._instance.id, request(names[-1], prompt, output_tokens))
+            self.thread.submit(self._instance.id, greedy(names[-1], prompt, output_tokens))
         self._wait(lambda: all(name in self._ended for name in names), "ends of requests")
         if self._instance.tp != TP:
             raise RuntimeError(f"{self.peer.worker} has left the group")
         return began, max((self._ended.pop(name) for name in names), default=began)
 
     def watch(self) -> None:
-        """From here on activations are looked at."""
+        """Begin to measure activations."""
         self._peak = self._at_boundary(
             lambda: self._watching.enter_context(peak_memory(self._instance.device))
         )
 
     def peak_bytes(self) -> int:
-        """The most at once since `watch`, which ends."""
+        """Return the most activation bytes at once since `watch`, and stop measuring."""
         self._at_boundary(self._watching.close)
         return self._peak.nbytes
 
@@ -141,13 +149,13 @@ class Rank(Worker):
         return pages * self._loaded.page_bytes
 
     def kv_bytes(self, num_blocks: int) -> int:
-        """Whole pages of so many blocks, of which this rank has its heads."""
+        """Return the bytes of whole pages of so many blocks, of which this rank has its heads."""
         cache, tp = self._grouping.place.cache, self._instance.tp
         pages = cache.pool.pages_for(num_blocks * cache.block_bytes // tp)
         return cache.num_layers * pages * self._loaded.page_bytes
 
     def _at_boundary(self, verb: Callable[[], T]) -> T:
-        """In the engine's thread, between two steps."""
+        """Call `verb` in the engine's thread, between two steps, and return its result."""
         made: list[T] = []
         done = threading.Event()
 
@@ -157,5 +165,5 @@ class Rank(Worker):
 
         self.thread.call(act)
         if not done.wait(WAIT_S):
-            raise RuntimeError(f"the engine comes to no boundary: {self._death or f'waited {WAIT_S:g} s'}")
+            raise RuntimeError(f"the engine reached no boundary: {self._death or f'waited {WAIT_S:g} s'}")
         return made[0]

@@ -19,8 +19,6 @@ best or within 5 % of it in 9 of 10; profiling is 6 times cheaper than every con
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,8 +32,8 @@ import kernels  # before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
-from bench.common.results import DEMO, RESULTS
-from bench.engine.offline import say, silence
+from bench.common.engines import CPU, silence
+from bench.common.results import DEMO, conclude, parser, say
 from bench.engine.stage_processes import Staging
 from bench.estimate.group import Group
 from bench.estimate.models import SIZES, Size, config_folder, num_parameters
@@ -66,7 +64,6 @@ SHAPE = Shape()
 MAX_TP = 2
 PROFILE_TURN_S, TURN_S = 1.0, 0.5  # of the fingerprints, and of the whole in one shape
 BUDGET_MIB = 5120
-RESULT = RESULTS / "estimate.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,36 +79,30 @@ class Options:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="the demo alone, a minute")
-    parser.add_argument("--threads", type=int, default=1, help="of each device")
-    parser.add_argument("--minutes", type=float, default=3.0, help="for the runs of whole models")
-    parser.add_argument("--cpu-time", action="store_true", help="for a busy machine; with one thread")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="the demo alone, a minute")
+    options.add_argument("--threads", type=int, default=1, help="of each device")
+    options.add_argument("--minutes", type=float, default=3.0, help="for the runs of whole models")
+    options.add_argument("--cpu-time", action="store_true", help="for a busy machine; with one thread")
+    args = options.parse_args()
     silence()
     sizes: list[Size | None] = [None, *(() if args.quick else SIZES)]
-    options = Options(
+    settings = Options(
         seconds=60.0 * (0.6 if args.quick else args.minutes) / len(sizes) / (2 + len(NUM_STAGES)),
         max_rounds=ROUNDS if args.quick else MAX_ROUNDS,
         threads=1 if args.cpu_time else args.threads,
         uses_cpu_time=args.cpu_time,
     )
-    kernels.configure(options.threads)
-    found = report([measure(size, options) for size in sizes])
+    kernels.configure(settings.threads)
+    found = report([measure(size, settings) for size in sizes])
     say_card(found)
     result: dict[str, Any] = {"bench": "estimate", **found, "quick": args.quick}
-    result |= {"threads": options.threads, "cpu_time": args.cpu_time}
-    if not args.quick:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result) + "\n")
-    say(json.dumps(result))
-    return 0 if all(bar["is_met"] for bar in found["bars"].values()) else 1
+    result |= {"threads": settings.threads, "cpu_time": args.cpu_time}
+    return conclude(result, is_kept=not args.quick, bars=found["bars"])
 
 
 def measure(size: Size | None, options: Options) -> Measured:
-    """None: the demo model."""
+    """Measure a dummy of a size, or the demo model (None)."""
     with nullcontext(DEMO) if size is None else config_folder(size) as folder:
         model = Whole(folder, read_config(folder), "dummy" if size else "safetensors", options)
         name, config = size.name if size else "demo", model.config
@@ -132,7 +123,7 @@ class Whole:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of a worker that is to swap."""
+        """The settings of a worker that swaps."""
         return {
             "load_format": self.load_format,
             "megabytes": BUDGET_MIB,
@@ -183,7 +174,7 @@ class Whole:
 
     def measured(self, name: str) -> Measured:
         with ExitStack() as stack:
-            pool = make_pool(torch.device("cpu"), BUDGET_MIB * MIB)
+            pool = make_pool(CPU, BUDGET_MIB * MIB)
             stack.callback(pool.close)
             whole = self.plan(pool, depths=[self.config.num_layers])
             one = OneDevice(whole, pool, INTENTS, shape=SHAPE, clock=self.options.clock)
@@ -205,27 +196,29 @@ class Whole:
             profile = with_shapes(replace(found, links=links, device_seconds=device_seconds), profiler.plan)
             say(f"profiled in {profile.device_seconds:.1f} s")
             for truth in truths:
-                say(told(truth))
+                say(in_words(truth))
             cases = {case: each for truth in truths for case, each in truth.found().items()}
             return Measured(name, profile, cases, whole_bytes)
 
     def links(self, peer: ProbePeer) -> tuple[list[LinkSample], float]:
-        """Measured between this process and another's, and the seconds that it took of both together."""
-        began, device = time.perf_counter(), torch.device("cpu")
+        """Measure the links between this process and another, and return the seconds of both together."""
+        began, device = time.perf_counter(), CPU
         links = measure_links(peer, self.config.hidden_size, torch.float32, device, "127.0.0.1")
         return links, 2 * (time.perf_counter() - began)
 
 
 def fits(shape: Configuration, intent: Intent, threads: int) -> bool:
-    """Whether this machine has a core for each thread that works at once. Of a group's ranks all do, of
-    stages no more than there are requests, since a batch on its way has one of them at least. More than there
-    are cores would take turns, which devices do not."""
+    """Return whether this machine has a core for each thread that works at once.
+
+    All ranks of a group work at once, and no more stages than there are requests, since a batch on its way
+    has one of them at least. More threads than cores would take turns, which devices do not.
+    """
     at_once = shape.tp * min(shape.pp, intent.batch_size)
     return at_once * threads <= len(os.sched_getaffinity(0))
 
 
 def take_turns(profiler: Profiler, truths: Sequence[Truth], seconds: float) -> None:
-    """Until the fingerprints are profiled and every shape of the whole has had its time and a round."""
+    """Run until the fingerprints are profiled and every shape of the whole has had its time and a round."""
     profiling = profiler.steps()
     running = {truth: truth.steps() for truth in truths if truth.intents}
     is_profiled, open_ = False, set(running)
@@ -243,7 +236,7 @@ def take_turns(profiler: Profiler, truths: Sequence[Truth], seconds: float) -> N
         steps.close()
 
 
-def told(truth: Truth) -> str:
+def in_words(truth: Truth) -> str:
     shape, left_out = truth.devices.shape, len(INTENTS) - len(truth.intents)
     note = f"; {left_out} of {len(INTENTS)} requests want more cores" if left_out else ""
     return f"tp{shape.tp} pp{shape.pp}: {truth.num_rounds} times in {truth.seconds:.1f} s{note}"

@@ -15,7 +15,7 @@ from worker.model import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a dummy: no weights lie on the disk, they are drawn when it is loaded."""
+    """The size of a dummy. Its weights are drawn when it is loaded; none are on disk."""
 
     name: str
     hidden: int
@@ -26,7 +26,7 @@ class Size:
     vocabulary: int
 
 
-SIZES = (  # in four shapes each: what a quarter of an hour is enough for
+SIZES = (  # what can be measured in four shapes within a quarter of an hour
     Size("30M, 8 layers", 512, 8, 8, 4, 1408, 4096),
     Size("100M, 32 layers", 512, 32, 8, 4, 1408, 4096),
     Size("300M, 24 layers", 1024, 24, 16, 4, 2816, 8192),
@@ -35,7 +35,7 @@ SIZES = (  # in four shapes each: what a quarter of an hour is enough for
 
 @contextlib.contextmanager
 def config_folder(size: Size, context: int = 2048) -> Iterator[Path]:
-    """With nothing but a config in it."""
+    """Make a model folder that holds nothing but a config."""
     config = LlamaConfig(
         hidden_size=size.hidden,
         num_hidden_layers=size.layers,
@@ -53,7 +53,7 @@ def config_folder(size: Size, context: int = 2048) -> Iterator[Path]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Of all matrices."""
+    """Return the number of parameters in all matrices."""
     attention = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     ends = (1 if config.has_tied_embeddings else 2) * config.vocab_size * config.hidden_size

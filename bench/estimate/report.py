@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from bench.engine.offline import say
+from bench.common.results import bar, say, say_bars
 from bench.estimate.truth import Case, Found
 from bus.deployments import Configuration, Estimate, Intent, Objective, Profile
 from controller.planning.estimates import estimate_all
@@ -24,7 +23,7 @@ Choice = tuple[str, str, str, str, float]  # model, what for, chosen, truly best
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One model: what its fingerprints told, and what is true."""
+    """One model: the profile of its fingerprints, and what is true."""
 
     name: str
     profile: Profile
@@ -32,11 +31,11 @@ class Measured:
     whole_bytes: int  # that measuring the whole model takes at once, on one device
 
     def estimates(self, intent: Intent) -> list[Estimate]:
-        """Of all that the truth is known of for this intent."""
+        """Return the estimates of all configurations that were run for this intent."""
         return [one for one in self._all(intent) if (one.configuration, intent) in self.truth]
 
     def of_shapes(self, intent: Intent) -> list[Estimate]:
-        """Of the shapes that were run, for any intent."""
+        """Return the estimates of all shapes that were run for any intent."""
         run = {_shape(configuration) for configuration, _ in self.truth}
         return [one for one in self._all(intent) if _shape(one.configuration) in run]
 
@@ -56,7 +55,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Of one case; shares of the truth."""
+    """The errors of one case, as shares of the truth."""
 
     configuration: Configuration
     intent: Intent
@@ -79,15 +78,15 @@ def report(models: Sequence[Measured]) -> dict[str, Any]:
     )
     good = sum(loss <= NEAR for *_, loss in choices) / len(choices)
     cheaper = statistics.fmean(cost["times_cheaper"] for cost in costs.values())
-    values = {
-        "memory, mean error": (MEMORY_BAR, memory["mean"], operator.lt),
-        "latency, mean error": (LATENCY_BAR, latency["mean"], operator.lt),
-        "choices truly best or within 5 %": (CHOICE_BAR, good, operator.ge),
+    bars = {
+        "memory, mean error": bar(MEMORY_BAR, memory["mean"], memory["mean"] < MEMORY_BAR),
+        "latency, mean error": bar(LATENCY_BAR, latency["mean"], latency["mean"] < LATENCY_BAR),
+        "choices truly best or within 5 %": bar(CHOICE_BAR, good, good >= CHOICE_BAR),
     }
     shapes = _by_shape(all_errors)
     if len(shapes) > 1:  # else there is nothing that could be called all configurations
         what = "profiling, times cheaper than all configurations of the whole"
-        values[what] = (COST_BAR, cheaper, operator.ge)
+        bars[what] = bar(COST_BAR, cheaper, cheaper >= COST_BAR)
     return {
         "models": {
             name: {
@@ -101,10 +100,7 @@ def report(models: Sequence[Measured]) -> dict[str, Any]:
         "memory": memory,
         "shapes": shapes,
         "choices": [list(choice) for choice in choices],
-        "bars": {
-            what: {"bar": bar, "value": round(value, 4), "is_met": is_met(value, bar)}
-            for what, (bar, value, is_met) in values.items()
-        },
+        "bars": bars,
     }
 
 
@@ -120,7 +116,7 @@ def _errors(model: Measured) -> list[Error]:
 
 
 def _by_shape(errors: Iterable[Error]) -> dict[str, Any]:
-    """Errors of each degree and number of stages."""
+    """Return the errors of each degree and number of stages."""
     shapes: dict[str, list[Error]] = defaultdict(list)
     for error in errors:
         shapes[_shape_name(error.configuration)].append(error)
@@ -140,7 +136,7 @@ def _spread(errors: Iterable[float]) -> dict[str, float]:
 
 
 def _choices(model: Measured) -> list[Choice]:
-    """For every objective, of all configurations that were run."""
+    """Return the choice for every objective, of all configurations that were run."""
     made: list[Choice] = []
     for intent in model.intents:
         true = {one: _true_values(one, found) for (one, of), found in model.truth.items() if of == intent}
@@ -167,9 +163,11 @@ def _true_values(configuration: Configuration, found: Found) -> dict[Objective, 
 
 
 def _cost(model: Measured) -> dict[str, Any]:
-    """Device seconds: all devices of a configuration are held as long as it is measured. Those of the whole
-    model on the same points as the fingerprints, as often, in every configuration that was run: what is
-    estimated of them, times what the runs took of what was estimated of these."""
+    """Return device seconds of profiling, and of measuring the whole model on the same points as often.
+
+    All devices of a configuration are held as long as it is measured. Seconds of the whole model are the
+    estimates, times what the runs took for each estimated second.
+    """
     points = _points(model.profile)
     pace = _pace(model)
     by_shape: dict[str, float] = defaultdict(float)
@@ -191,8 +189,10 @@ def _cost(model: Measured) -> dict[str, Any]:
 
 
 def _points(profile: Profile) -> dict[Intent, dict[str, int]]:
-    """The requests that fingerprints answered on one device, of the two outputs the longer, and how often in
-    each precision: a run of the longer tells both."""
+    """Return the requests that fingerprints answered on one device, and how often in each precision.
+
+    Of the two output lengths only the longer counts: a run of the longer shows both.
+    """
     longest: dict[tuple[int, int], int] = {}
     for sample in profile.latency:
         point = (sample.prompt_tokens, sample.batch_size)
@@ -207,7 +207,7 @@ def _points(profile: Profile) -> dict[Intent, dict[str, int]]:
 
 
 def _pace(model: Measured) -> dict[Configuration, float]:
-    """Seconds of the runs, for each second that was estimated of them."""
+    """Return the seconds of the runs for each second that was estimated."""
     run: dict[Configuration, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for intent in model.intents:
         for one in model.estimates(intent):
@@ -223,22 +223,21 @@ def _pace(model: Measured) -> dict[Configuration, float]:
 def say_card(found: dict[str, Any]) -> None:
     for name, one in found["models"].items():
         latency, memory = _spread(one["latency"].values()), _spread(one["memory"].values())
-        say(f"{name:<18} {_told(latency, memory)}")
+        say(f"{name:<18} {_in_words(latency, memory)}")
         say(
             f"  profiling took {one['profiling_s']:.1f} s and {one['profiling_peak_mib']:.0f} MiB (the whole:"
             f" {one['whole_peak_mib']:.0f} MiB): {one['times_cheaper_one_device']:.1f} times cheaper than on"
             f" one device, {one['times_cheaper']:.1f} than in all configurations"
         )
     for shape, one in found["shapes"].items():
-        say(f"{shape:<18} {_told(one['latency'], one['memory'])}, {one['num_cases']} cases")
+        say(f"{shape:<18} {_in_words(one['latency'], one['memory'])}, {one['num_cases']} cases")
     for model, asked, chosen, best, loss in found["choices"]:
         if loss > NEAR:
             say(f"{model}: for {asked} it chose {chosen}, and {best} is better: {loss:+.1%}")
-    for what, bar in found["bars"].items():
-        say(f"{what}: {bar['value']} (bar: {bar['bar']}): {'met' if bar['is_met'] else 'MISSED'}")
+    say_bars(found["bars"])
 
 
-def _told(latency: dict[str, float], memory: dict[str, float]) -> str:
+def _in_words(latency: dict[str, float], memory: dict[str, float]) -> str:
     return (
         f"latency {latency['mean']:6.1%} (worst {latency['worst']:.1%}),"
         f" memory {memory['mean']:.1%} (worst {memory['worst']:.1%})"

@@ -1,5 +1,8 @@
-"""What `bench.estimate` holds its estimates against: the whole model in every precision, really run in one
-shape: on one device (`OneDevice` here), as a group (`estimate_group`) or in stages (`estimate_stages`)."""
+"""What `bench.estimate` compares its estimates with: the whole model, run in every precision and one shape.
+
+The shape is one device (`OneDevice` here), a group (`bench.estimate.group`) or stages
+(`bench.estimate.stages`).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from bench.common.engines import greedy
 from bus.deployments import Configuration, Intent
-from bus.messages import SamplingParams
 from bus.precisions import Precision
 from worker.engine.build import Shape
 from worker.engine.core import EngineCore
-from worker.engine.sequence import Limits, Request
+from worker.engine.sequence import Limits
 from worker.memory import KVCache, PagePool
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import CutPlan, Fingerprint, load_cut
@@ -27,7 +30,7 @@ Running = Generator[None, None, float]  # yields between two steps, where others
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one configuration and one intent's requests."""
+    """What is true of one configuration and one intent's requests."""
 
     latency_s: float  # the median of all runs
     memory_bytes: int  # of all devices together
@@ -39,31 +42,26 @@ class Devices(Protocol):
 
     @property
     def shape(self) -> Configuration:
-        """Its degree and its stages."""
+        """The degree and the number of stages."""
 
     def use(self, precision: Precision) -> None:
-        """Between two runs."""
+        """Change the precision, between two runs."""
 
     def run(self, prompts: Prompts, output_tokens: int) -> Running:
-        """From the submission of all to the last token."""
+        """Run requests from their submission to the last token."""
 
     def activation_bytes(self, prompts: Prompts) -> Generator[None, None, int]:
-        """The most that a step of these had at once on each device, of all devices together."""
+        """Return the activation bytes that a step had at most, summed over the devices."""
 
     def weight_bytes(self, precision: Precision) -> int:
-        """Whole pages of all devices; of the precision that is in use."""
+        """Return the bytes of whole pages on all devices, in the precision that is in use."""
 
     def kv_bytes(self, num_blocks: int) -> int:
-        """Whole pages of all devices."""
-
-
-def request(name: str, prompt: list[int], output_tokens: int) -> Request:
-    sampling = SamplingParams(max_tokens=output_tokens, seed=0, temperature=0.0)
-    return Request(id=name, prompt_token_ids=prompt, sampling=sampling)
+        """Return the bytes of whole pages on all devices."""
 
 
 class Truth:
-    """`steps` goes through all cases, round after round, for ever; `found` is what it found so far."""
+    """Measures all cases: `steps` runs them, round after round without end; `found` returns what is known."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class Truth:
         fullest: Intent,
         block_tokens: int,
     ) -> None:
-        """fullest: requests that fill a step."""
+        """`fullest` are requests that fill a step."""
         self.devices, self.precisions, self.intents = devices, precisions, intents
         self._fullest, self._block_tokens = fullest, block_tokens
         self.seconds = 0.0
@@ -84,7 +82,7 @@ class Truth:
         self._num_requests = 0
 
     def steps(self) -> Generator[None, None, None]:
-        """The first round looks at memory, too, which warms up."""
+        """Run all cases, round after round. The first round measures memory too, which warms up."""
         while True:
             for precision in self.precisions:
                 configuration = replace(self.devices.shape, precision=precision)
@@ -104,8 +102,10 @@ class Truth:
         }
 
     def _measure_memory(self, configuration: Configuration) -> Generator[None, None, None]:
-        """Pages of weights and of the KV that requests have at their end, and the activations of a step that
-        is full: the requests of others can fill it, whatever one's own are."""
+        """Measure pages of weights and of the requests' KV at their end, and the activations of a full step.
+
+        A step can be full whatever the requests are: others fill it.
+        """
         activations = yield from self.devices.activation_bytes(self._prompts(self._fullest))
         weights = self.devices.weight_bytes(configuration.precision)
         for intent in self.intents:
@@ -122,7 +122,7 @@ class Truth:
 
 
 class OneDevice:
-    """In this process, one step at a time: only these count."""
+    """A whole model in this process. Only its own steps count."""
 
     shape = Configuration()
 
@@ -135,7 +135,7 @@ class OneDevice:
         shape: Shape,
         clock: Callable[[], float],
     ) -> None:
-        """plan: of all layers. intents: the requests that it is for."""
+        """`plan` is one of all layers; `intents` are the requests to run."""
         self._plan, self._pool, self._clock = plan, pool, clock
         self._num_layers = plan.config.num_layers
         self._fingerprint: Fingerprint = at_once(load_cut(plan, pool))
@@ -206,11 +206,11 @@ class OneDevice:
     def _submit(self, prompts: Prompts, output_tokens: int) -> None:
         for prompt in prompts:
             self._num_requests += 1
-            self._instance.submit(request(str(self._num_requests), prompt, output_tokens))
+            self._instance.submit(greedy(str(self._num_requests), prompt, output_tokens))
 
 
 def limits_for(intents: Sequence[Intent], shape: Shape) -> Limits:
-    """What an instance that is for these requests alone may do."""
+    """Return the limits of an instance that serves these requests alone."""
     return Limits(
         max_num_seqs=max(one.batch_size for one in intents),
         max_num_batched_tokens=shape.max_num_batched_tokens,

@@ -21,7 +21,7 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 import torch
 
 from bench.common.oracles import make_oracle
-from bench.transform.group import Change, Leader, Made, group
+from bench.transform.group import Change, Leader, Made
 
 WORKERS = 4
 # (degree, members in the order of their shards there): pairs, all, and back.
@@ -65,7 +65,7 @@ def measure(sizes: Workers, device: str, dtype: str) -> dict[str, Any]:
             "page_kib": sizes.page_kib,
             "group_timeout_s": 60,
         }
-        with group(Path(folder), WORKERS, megabytes=sizes.megabytes, sequences=0, **options) as leader:
+        with Leader(Path(folder), WORKERS, megabytes=sizes.megabytes, sequences=0, **options) as leader:
             for turn, (tp, groups) in enumerate(PATH):
                 prompts = _begin(leader, sizes, turn)
                 changes += [leader.change(tp, 1, members) for members in groups]

@@ -1,4 +1,4 @@
-"""The CPU's kernels, each beside what torch does for the same, in float32.
+"""The CPU kernels, each beside what torch takes for the same, in float32.
 
     python -m bench.kernels [--threads 2] [--seconds 0.2] [--only quantized]
 
@@ -10,64 +10,38 @@ the same JSON on one line.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import kernels  # before torch: it settles how torch's threads wait
-from bench.common.results import RESULTS
+from bench.common.results import conclude, parser, say
 
 # isort: split
 import torch
 
+from bench.common.engines import best_of
 from bench.kernels.checks import AttentionCase, plan_of
 from bench.kernels.quantized import quantized_products
 from kernels import reference
 
-RESULT = RESULTS / "kernels.json"
 SHAPES = ((512, 512), (512, 1408), (1408, 512), (512, 4096), (768, 2048), (2048, 768))  # inputs, outputs
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 ROTATED_BYTES = 64e6
 PARTS = ("attention", "rows", "products", "quantized")
 
-Run = Callable[[], object]
-
-
-def say(text: str = "") -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def best_of(seconds: float, *runs: Run) -> list[float]:
-    """Best seconds of each, taken in turns."""
-    best = [float("inf")] * len(runs)
-    for run in runs:
-        run()
-    end = time.perf_counter() + seconds * len(runs)
-    while time.perf_counter() < end:
-        for i, run in enumerate(runs):
-            began = time.perf_counter()
-            run()
-            best[i] = min(best[i], time.perf_counter() - began)
-    return best
-
-
 # --------------------------------------------------------------------------- the machine
 
 
 def matrix_peak(seconds: float) -> float:
-    """FLOP/s of a large product."""
+    """Return the FLOP/s of a large product."""
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
     return float(2 * 2048**3) / best_of(max(seconds, 1.0), lambda: a @ b)[0]
 
 
 def read_bandwidth(seconds: float) -> float:
-    """Bytes/s of a matrix-vector product over 1 GiB: nothing of it is cached."""
+    """Return the bytes/s of a matrix-vector product over 1 GiB, none of which is cached."""
     matrix, vector = torch.ones(65536, 4096), torch.ones(4096)
     return float(matrix.numel() * 4) / best_of(max(seconds, 1.0), lambda: torch.mv(matrix, vector))[0]
 
@@ -170,12 +144,12 @@ def line(row: dict[str, Any]) -> str:
     return text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--threads", type=int, default=0, help="0: every core")
-    parser.add_argument("--only", choices=PARTS, help="one part")
-    parser.add_argument("--seconds", type=float, default=0.1, help="for each side of each row")
-    args = parser.parse_args()
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--threads", type=int, default=0, help="0: every core")
+    options.add_argument("--only", choices=PARTS, help="one part")
+    options.add_argument("--seconds", type=float, default=0.1, help="for each side of each row")
+    args = options.parse_args()
     threads = kernels.configure(args.threads)
     peak, bandwidth = matrix_peak(args.seconds), read_bandwidth(args.seconds)
     say(f"{threads} threads: matrix peak {peak / 1e9:.0f} GFLOP/s, reads {bandwidth / 1e9:.1f} GB/s")
@@ -185,12 +159,9 @@ def main() -> None:
         "attention": attention(args.seconds),
         "rows": rows(args.seconds),
         "products": products(args.seconds, peak, bandwidth),
-        "quantized": quantized_products(args.seconds, best_of, bandwidth),
+        "quantized": quantized_products(args.seconds, bandwidth),
     }
     for row in itertools.chain(*([parts[args.only]] if args.only else parts.values())):
         say(line(row))
         card["rows"].append(row)
-    if not args.only:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(card, indent=2) + "\n")
-    say(json.dumps(card))
+    return conclude(card, is_kept=not args.only)

@@ -23,6 +23,7 @@ import kernels  # before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
+from bench.common.engines import best_of
 from kernels import QuantizedWeight, reference
 from kernels.packing import CODE_BITS
 
@@ -35,9 +36,7 @@ MOST_PACKED = 16
 Run = Callable[[], object]
 
 
-def quantized_products(
-    seconds: float, best_of: Callable[..., list[float]], bandwidth: float
-) -> Iterator[dict[str, Any]]:
+def quantized_products(seconds: float, bandwidth: float) -> Iterator[dict[str, Any]]:
     for (inputs, outputs), tokens in itertools.product(SHAPES, TOKENS):
         runs = _runs(inputs, outputs, torch.randn(tokens, inputs))
         times = dict(zip(runs, best_of(seconds, *runs.values()), strict=True))
@@ -54,7 +53,7 @@ def quantized_products(
 
 
 def _runs(inputs: int, outputs: int, x: torch.Tensor) -> dict[str, Run]:
-    """Weights rotate, so that none stays in a core's caches."""
+    """Return the calls by name; weights rotate, so that none stays in a core's caches."""
     full = itertools.cycle([torch.randn(outputs, inputs) for _ in range(_copies(4.0 * inputs * outputs))])
     runs: dict[str, Run] = {"full": lambda: kernels.linear(x, next(full))}
     for bits in CODE_BITS:

@@ -21,9 +21,7 @@ that steps want), so what is held against the floor is the time that it worked.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -32,19 +30,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import kernels  # noqa: F401 before torch: it settles how torch's threads wait
-from bench.common.results import RESULTS
+from bench.common.results import conclude, parser, say
 
 # isort: split
 import torch
 
 from bench.common.dummy_model import saved_model
-from bench.engine.offline import say, silence
+from bench.common.engines import greedy, silence
 from bench.morph.cost_report import Part, Swapped, report, say_card
 from bench.morph.floor import Floor, leave_caches
-from bus.messages import PARTS, MorphReport, SamplingParams, Swap
+from bus.messages import PARTS, MorphReport, Swap
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
-from worker.engine.sequence import Request
 from worker.service.loaded import Loaded
 from worker.service.loading import load
 from worker.shape.variants import LayerVariants
@@ -52,7 +49,6 @@ from worker.shape.variants import LayerVariants
 SEQUENCES, PROMPT_TOKENS = 8, 64
 STEPS = 24  # of a part with no swap, at least
 WAYS: tuple[Precision, Precision] = ("int4", "full")
-RESULT = RESULTS / "morph_cost.json"
 
 
 @dataclass(frozen=True)
@@ -67,12 +63,10 @@ SIZES = (Size("100M", 5, 768, 16), Size("wide", 2, 1280, 8))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="4 swaps each way, of the small model alone")
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="4 swaps each way, of the small model alone")
+    options.add_argument("--threads", type=int, default=2)
+    args = options.parse_args()
     silence()
     found = {}
     for size in SIZES[:1] if args.quick else SIZES:
@@ -80,11 +74,8 @@ def main() -> int:
         found[size.name] = measure(size, args.threads, 4 if args.quick else size.swaps)
         say_card(found[size.name])
     result = {"bench": "morph_cost", "models": found, "quick": args.quick, "threads": args.threads}
-    if not args.quick:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result) + "\n")
-    say(json.dumps(result))
-    return 0 if all(bar["is_met"] for one in found.values() for bar in one["bars"].values()) else 1
+    bars = {f"{name}: {what}": bar for name, one in found.items() for what, bar in one["bars"].items()}
+    return conclude(result, is_kept=not args.quick, bars=bars)
 
 
 def measure(size: Size, threads: int, num_swaps: int) -> dict[str, Any]:
@@ -100,7 +91,7 @@ def measure(size: Size, threads: int, num_swaps: int) -> dict[str, Any]:
 
 @contextmanager
 def serving(size: Size, threads: int) -> Iterator[Morphs]:
-    """A worker's engine and executor on the dummy model, with eight sequences that do not end."""
+    """Load a worker's engine and morph executor on the dummy model, with eight sequences that do not end."""
     with saved_model(size.name) as folder:
         settings = WorkerSettings(
             models=[f"bench={folder}"],
@@ -119,7 +110,7 @@ def serving(size: Size, threads: int) -> Iterator[Morphs]:
 
 
 class Morphs:
-    """The worker's loop by hand: morphs between steps, one layer swapped there and back."""
+    """The worker's loop by hand: morphs between steps, one layer swapped to INT4 and back."""
 
     def __init__(self, loaded: Loaded, layer: int) -> None:
         self._engine, self._executor, self._layer = loaded.engine, loaded.morphs, layer
@@ -129,7 +120,7 @@ class Morphs:
         self._ids = itertools.count()
 
     def swap_idle(self, precision: Precision) -> Swapped:
-        """While nothing runs, behind a measurement of its floors."""
+        """Measure the floors and then swap, while nothing runs."""
         floor = Floor(self._images(precision), self._target.resizer.cache.pool.page_bytes)
         try:
             resident_s, mapped_s = floor.resident_s(), floor.mapped_s()
@@ -139,12 +130,10 @@ class Morphs:
             floor.close()
 
     def alternate(self, num_swaps: int) -> list[Part]:
-        """Steps without a swap, with one, without, ..."""
+        """Run steps without a swap, with one, without, ..."""
         for i in range(SEQUENCES):
             prompt = [(i + 37 * j) % 4000 for j in range(PROMPT_TOKENS)]
-            sampling = SamplingParams(max_tokens=1900, seed=0, temperature=0.0)
-            request = Request(id=str(i), prompt_token_ids=prompt, sampling=sampling)
-            self._engine.submit(self._target.instance.id, request)
+            self._engine.submit(self._target.instance.id, greedy(str(i), prompt, 1900))
         for _ in range(STEPS):
             self._engine.step()
         parts = [self._without(STEPS)]
@@ -201,7 +190,7 @@ class Morphs:
         )
 
     def _advance(self, *, is_busy: bool) -> MorphReport | None:
-        """Raises RuntimeError for a swap that was not applied."""
+        """Advance the swap and return its report if it ended. Raises RuntimeError if it was not applied."""
         ended = [report for report in self._executor.advance(is_busy) if report.state != "running"]
         if ended and ended[0].state != "applied":
             raise RuntimeError(f"{ended[0].id} {ended[0].state}: {ended[0].reason}")

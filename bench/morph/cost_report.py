@@ -1,4 +1,4 @@
-"""The numbers of `bench.morph.cost`."""
+"""The numbers of `bench.morph cost`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from bench.engine.offline import say
+from bench.common.results import Bar, bar, say, say_bars
 from bus.messages import MorphReport
 
 STEP_BAR, TIME_BAR = 0.05, 1.5
 
 
 class Swapped(NamedTuple):
-    """A swap of an idle engine, and the seconds that its bytes took to be copied right before it."""
+    """A swap of an idle engine, and the seconds that copying its bytes took right before it."""
 
     report: MorphReport
     resident_s: float
@@ -21,14 +21,14 @@ class Swapped(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Seconds of steps in a row, and the swap that ran beside them."""
+    """The seconds of consecutive steps, and the swap that ran beside them."""
 
     seconds: list[float]
     swap: MorphReport | None
 
 
 def report(idle: Sequence[Swapped], parts: Sequence[Part]) -> dict[str, Any]:
-    """Swaps go to INT4 and back in turns. Medians."""
+    """Return medians. Swaps go to INT4 and back in turn."""
     floors = dict(zip(("to int4", "to full"), (idle[0::2], idle[1::2]), strict=True))
     beside = [part.swap for part in parts if part.swap]
     swaps = {f"{way}, idle": _idle(ends) for way, ends in floors.items()}
@@ -70,7 +70,7 @@ def _seconds(swap: MorphReport) -> float:
 
 
 def _at_work(swap: MorphReport) -> float:
-    """Copying and checking in its thread, and all it did in the engine's."""
+    """Return the seconds of copying and checking in the swap's thread, and of its work in the engine's."""
     return float(swap.numbers["copy_seconds"]) + float(swap.numbers["boundary_seconds"])
 
 
@@ -87,14 +87,12 @@ def _steps(parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def _bars(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _bars(found: dict[str, Any]) -> dict[str, Bar]:
     values = {"steps beside swaps, longer by": (STEP_BAR, found["steps_longer"])}
     for way, one in found["swaps"].items():
         if "times_floor" in one:
             values[f"swap {way}, times the copy's floor"] = (TIME_BAR, one["times_floor"])
-    return {
-        what: {"bar": bar, "value": value, "is_met": value < bar} for what, (bar, value) in values.items()
-    }
+    return {what: bar(f"< {limit}", value, value < limit) for what, (limit, value) in values.items()}
 
 
 def _median(values: Any) -> float:
@@ -122,5 +120,4 @@ def say_card(found: dict[str, Any]) -> None:
         f"{found['steps_longer']:+.1%} (quartiles {low:+.1%} to {high:+.1%}; parts without a swap differ by "
         f"{found['noise_of_parts_without'] or 0:.1%})"
     )
-    for what, bar in found["bars"].items():
-        say(f"{what}: {bar['value']} (bar: under {bar['bar']}): {'met' if bar['is_met'] else 'MISSED'}")
+    say_bars(found["bars"])

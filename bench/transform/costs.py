@@ -17,20 +17,19 @@ steps      of 4 engines that decode, while 1 to all layers change in a step
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kernels
-from bench.common.results import RESULTS
+from bench.common.results import RESULTS, conclude, parser, say
 
 # isort: split
 from bench.common.dummy_model import saved_model
-from bench.engine.offline import say, silence
+from bench.common.engines import silence
 from bench.transform import group as transform_group
 from bench.transform import kv as transform_kv
 from bench.transform import rows as transform_rows
@@ -54,25 +53,20 @@ SIZE = "100M"
 STAGE_BYTES = 8 << 20
 WHOLE_KV_BYTES, WHOLE_KV_USE = 96 << 20, 0.9  # a quarter of the weights, as on the papers' GPUs
 SETTINGS = (1, 3, 12)  # layers per step
-RESULT = RESULTS / "transform.json"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; nothing is written")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="fewer rounds; nothing is written")
+    args = options.parse_args()
     silence()
     began = time.monotonic()
     found = measure(args.quick)
     found |= {"quick": args.quick, "seconds": round(time.monotonic() - began)}
     say_card(found)
     if not args.quick:
-        RESULT.write_text(json.dumps(found) + "\n")
-        draw(found, RESULT.with_suffix(".png"))
-    say(json.dumps(found))
-    return 0 if all(bar["is_met"] for bar in found["bars"].values()) else 1
+        draw(found, RESULTS / "transform.png")
+    return conclude(found, is_kept=not args.quick, bars=found["bars"])
 
 
 def measure(is_quick: bool) -> dict[str, Any]:
@@ -106,6 +100,6 @@ def measure(is_quick: bool) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _shared_memory() -> Any:
+def _shared_memory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="instar-bench-", dir="/dev/shm") as folder:
         yield Path(folder)

@@ -1,25 +1,23 @@
-"""Step time while the engines of 4 workers come together and part, by the layers that change in a step.
+"""Step time while the engines of 4 workers form a group and split, by the layers that change in a step.
 
 Four processes with the worker's engine thread, links, morph executor and resharder each, without a bus. Every
-worker decodes sequences of its own all the time. For each setting: some steps alone, up to TP4, some steps
+worker decodes its own sequences all the time. For each setting: some steps alone, up to TP4, some steps
 together, back to TP1. A step's time is from one of the leader's results to the next.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 
 # isort: split
+from bench.common.processes import END, Children
 from bus.messages import Morph, MorphReport, SamplingParams, Transform
 from bus.settings import WorkerSettings
 from worker.distributed.messages import Peer
@@ -38,7 +36,7 @@ WAIT_S, START_S = 120.0, 300.0
 class Step:
     seconds: float
     tp: int
-    boundary: int  # of the group; 0: one degree for all layers
+    boundary: int  # of the group; 0 if all layers have one degree
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +51,22 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One transformation and the steps of it, from the leader."""
+    """One transformation and its steps, from the leader."""
 
     layers_per_step: int
-    tp: int  # that it went to
+    tp: int  # afterwards
     steps: list[Step]
-    moving_seconds: float  # what was added between steps, in all
+    moving_seconds: float  # added between steps, in all
     bytes_exchanged: int
 
 
 def measure(
     folder: Path, settings: Sequence[int], rounds: int, **options: Any
 ) -> tuple[list[Change], list[Step]]:
-    """Changes, and steps without any (alone and together). `settings`: layers per step."""
+    """Return changes, and steps without a change (alone and together). `settings` are layers per step."""
     changes: list[Change] = []
     calm: list[Step] = []
-    with group(folder, 4, **options) as leader:
+    with Leader(folder, 4, **options) as leader:
         for _ in range(rounds):
             for layers in settings:
                 for tp in (4, 1):
@@ -77,15 +75,19 @@ def measure(
     return changes, calm
 
 
-class Leader:
-    """The first worker's end of the line, seen from the parent."""
+class Leader(Children):
+    """Workers that decode, each in a process, seen from the parent; a context that ends them."""
 
-    def __init__(self, lines: list[Connection], peers: list[Peer]) -> None:
-        self._lines, self._peers = lines, peers
+    def __init__(self, folder: Path, size: int, make: type[Worker] | None = None, **options: Any) -> None:
+        """`make` makes a worker of `options` in its process, by default `Worker`."""
+        super().__init__(
+            _serve, [(make or Worker, f"w{i}", folder, options) for i in range(size)], timeout_s=WAIT_S
+        )
+        self._peers: list[Peer] = self.ready(START_S)
         self._ids = itertools.count()
 
     def watch(self, number: int) -> list[Step]:
-        """The next steps; the first of them may still belong to a change, and is not told."""
+        """Return the next steps, without the first, which may still belong to a change."""
         self.ask(0, "take_steps")
         seen: list[Step] = []
         while len(seen) <= number:
@@ -94,8 +96,10 @@ class Leader:
         return seen[1:]
 
     def change(self, tp: int, layers_per_step: int, members: Sequence[int] = ()) -> Change:
-        """members: in the order of their shards, the first of them leads; default: all. Raises RuntimeError
-        where it does not come about."""
+        """Change the degree of `members`, by default all, in the order of their shards; the first leads.
+
+        Raises RuntimeError if the change is not applied.
+        """
         peers = [self._peers[i] for i in members] or self._peers
         command = Transform(
             id=f"change {next(self._ids)}",
@@ -120,66 +124,16 @@ class Leader:
             int(numbers["bytes_exchanged"]),
         )
 
-    def ask(self, worker: int, what: str, *arguments: Any) -> Any:
-        """What that method of `Worker` returns there. Raises RuntimeError as it does."""
-        self._lines[worker].send((what, *arguments))
-        return self._answer(worker, what)
-
-    def ask_each(self, what: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same of all of them at once. arguments: by worker."""
-        for line, own in zip(self._lines, arguments, strict=True):
-            line.send((what, *own))
-        return [self._answer(worker, what) for worker in range(len(self._lines))]
-
-    def _answer(self, worker: int, what: str) -> Any:
-        line = self._lines[worker]
-        if not line.poll(WAIT_S):
-            raise TimeoutError(f"no answer to {what!r} in {WAIT_S:g} s")
-        answer = line.recv()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-
-@contextmanager
-def group(folder: Path, size: int, make: type[Worker] | None = None, **options: Any) -> Iterator[Leader]:
-    """Workers that decode; gone afterwards. make: of `options`, in its process; default: Worker."""
-    spawn = multiprocessing.get_context("spawn")
-    pipes = [spawn.Pipe() for _ in range(size)]
-    processes = [
-        spawn.Process(target=_serve, args=(pipe[1], make or Worker, f"w{i}", folder, options), daemon=True)
-        for i, pipe in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    lines = [pipe[0] for pipe in pipes]
-    try:
-        peers = []
-        for line, (_, other) in zip(lines, pipes, strict=True):
-            other.close()  # so that a worker that dies is heard of
-            if not line.poll(START_S):
-                raise TimeoutError("a worker does not start")
-            peers.append(line.recv())
-        yield Leader(lines, peers)
-    finally:
-        for line in lines:
-            with suppress(OSError):
-                line.send(("stop",))
-        for process in processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-
 
 # ------------------------------------------------------------------------------------- in a worker's process
 
 
-def _serve(line: Connection, make: type[Worker], name: str, folder: Path, options: dict[str, Any]) -> None:
+def _serve(line: Any, make: type[Worker], name: str, folder: Path, options: dict[str, Any]) -> None:
     worker = make(name, folder, **options)
     line.send(worker.peer)
     while True:
         what, *arguments = line.recv()
-        if what == "stop":
+        if what == END:
             worker.thread.stop()
             return
         try:
@@ -189,10 +143,10 @@ def _serve(line: Connection, make: type[Worker], name: str, folder: Path, option
 
 
 class Worker:
-    """What others ask of it is asked in the process's main thread."""
+    """A worker's engine; its methods are called in the main thread of its process."""
 
     def __init__(self, name: str, folder: Path, *, megabytes: int, sequences: int, **settings_: Any) -> None:
-        """sequences: that decode from the start on. settings_: others than those of a worker on the CPU."""
+        """Start decoding `sequences`. `settings_` differ from those of a worker on the CPU."""
         values: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_tp": 4, "threads": 1}
         settings = WorkerSettings(
             **values | {"models": [f"{MODEL}={folder}"], "memory_mb": megabytes, "variants": []} | settings_
@@ -229,7 +183,7 @@ class Worker:
             )
 
     def begin(self, prompts: dict[str, list[int]], max_tokens: int) -> None:
-        """To decode these, greedily; returns when each has its first token."""
+        """Decode these prompts greedily; return when each has its first token."""
         sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, logprobs=0)
         self._made = {name: [] for name in prompts}
         for name, prompt in prompts.items():
@@ -237,7 +191,10 @@ class Worker:
         self._wait(lambda: all(self._made.values()), "first tokens")
 
     def end(self, more: int) -> dict[str, list[Made]]:
-        """What came for those that `begin` began, and `more` of each from now on unless it has ended."""
+        """Wait for `more` tokens of each prompt of `begin`, unless it has ended.
+
+        Return all tokens and cancel.
+        """
         wanted = {name: len(made) + more for name, made in self._made.items()}
         self._wait(
             lambda: all(len(self._made[n]) >= number or n in self._ended for n, number in wanted.items()),

@@ -3,9 +3,9 @@
 In place: `worker.distributed.kv_exchange` over a header-centric cache; rows sent make room for rows received.
 Migrate and trim: the cache is page-friendly, [block, K/V, token, head, dim]. Heads of the other ranks are
 packed piece by piece and sent; what comes lands in pages mapped for it; then the cache is full of holes, so
-the heads that stay are moved up, piece by piece, and the pages behind them unmapped. It gets compiled loops,
-pages that nobody zeroes, and receives straight to where blocks stay. In stages, its packing takes no more
-memory than ours. Both go through sockets and through the engine's outboxes, and are compared alike.
+the heads that stay are moved up, piece by piece, and the pages behind them unmapped. It gets compiled loops
+and pages that are not zeroed, and receives straight to where blocks stay. In stages, its packing takes no
+more memory than ours. Both go through sockets and through the engine's outboxes, and are compared alike.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from bench.transform.ranks import Timed, timed
-from worker.distributed import carriers
+from bench.common.engines import take_turns_by_layer
+from bench.transform.ranks import Timed, through_sockets, timed
 from worker.distributed.communicator import Communicator
 from worker.distributed.kv_exchange import exchange
 from worker.distributed.shared_buffers import Outboxes
@@ -35,7 +35,7 @@ SWEEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of one layer's cache on one rank, in float32."""
+    """The sizes of one layer's cache on one rank, in float32."""
 
     blocks: int = 1536
     heads: int = 8
@@ -55,7 +55,7 @@ class Took:
 
 
 def measure(group: Communicator, sizes: Sizes, layers: int, rounds: int, stage_bytes: int) -> dict[str, Any]:
-    """On one rank: for each way, what each layer of each round took. The ways take turns."""
+    """Return on one rank what each layer took in each round, by way, and the times by the size of a stage."""
     live = _live(sizes, group.size)
     pool = PagePool(CpuBackend(PAGE_BYTES), 4 * layers * sizes.blocks * sizes.block_bytes)
     ours, theirs = InPlace(pool, sizes, layers, group, live), Trimmed(pool, sizes, group, live)
@@ -67,13 +67,7 @@ def measure(group: Communicator, sizes: Sizes, layers: int, rounds: int, stage_b
         "migrate and trim, in stages": lambda layer: theirs.migrate(stage_bytes),
         "migrate and trim, by outboxes": lambda layer: theirs.migrate(stage_bytes // 2, boxes),
     }
-    took: dict[str, list[Took]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):
-        for way, run in ways.items():
-            for layer in range(layers):
-                one = run(layer)
-                if turn:  # the first warms up
-                    took[way].append(one)
+    took = take_turns_by_layer(ways, layers, rounds)
     sweep = {
         size: [ours.exchange(layer, size).time for _ in range(SWEEPS) for layer in range(layers)]
         for size in STAGES
@@ -85,7 +79,7 @@ def measure(group: Communicator, sizes: Sizes, layers: int, rounds: int, stage_b
 
 
 def _live(sizes: Sizes, n: int) -> list[list[int]]:
-    """Blocks in use on each rank, here and there among the free ones."""
+    """Return the blocks in use on each rank, scattered among the free ones."""
     return [
         sorted(random.Random(rank).sample(range(sizes.blocks), int(USE * sizes.blocks))) for rank in range(n)
     ]
@@ -96,6 +90,8 @@ def _mark(rank: int, block: int, head: int) -> float:
 
 
 class InPlace:
+    """The engine's exchange, over a cache of several layers."""
+
     def __init__(
         self, pool: PagePool, sizes: Sizes, layers: int, group: Communicator, live: list[list[int]]
     ) -> None:
@@ -118,7 +114,7 @@ class InPlace:
                     layer[block, head] = _mark(group.rank, block, head)
 
     def exchange(self, layer: int, stage_bytes: int) -> Took:
-        """Up, or down where it is up: as many bytes go as came."""
+        """Exchange a layer up, or down if it is up; both ways move as many bytes."""
         grows = not self._is_high[layer]
         group, high = self._group, self.cache.layers_at(self._group.size)[layer]
         used = self._pool.counts().kv
@@ -132,13 +128,9 @@ class InPlace:
         return Took(time, extra, moved.bytes)
 
     def exchange_through_sockets(self, layer: int, stage_bytes: int) -> Took:
-        """The same as messages of the group, which is how the other ways send."""
-        boxes = carriers._boxes.pop(self._group, None)
-        carriers._boxes[self._group] = None
-        try:
+        """Do the same with messages, as the other ways send."""
+        with through_sockets(self._group):
             return self.exchange(layer, stage_bytes)
-        finally:
-            carriers._boxes[self._group] = boxes
 
     def _check(self, layer: int, high: torch.Tensor) -> None:
         rank, n, each = self._group.rank, self._group.size, self._sizes.heads // self._group.size
@@ -157,14 +149,14 @@ class InPlace:
 
 
 class Trimmed:
-    """One layer, mapped and filled anew for each migration."""
+    """Migrating and trimming one layer, which is mapped and filled anew each time."""
 
     def __init__(self, pool: PagePool, sizes: Sizes, group: Communicator, live: list[list[int]]) -> None:
         self._pool, self._sizes, self._group, self._live = pool, sizes, group, live
         self._part_bytes = sizes.block_bytes // group.size
 
     def migrate(self, stage_bytes: int, boxes: Outboxes | None = None) -> Took:
-        """`stage_bytes` bounds what is packed at once. It goes through the boxes, or else through sockets."""
+        """Migrate the layer, packing at most `stage_bytes` at once, through the boxes or else sockets."""
         sizes, pool = self._sizes, self._pool
         held = pool.pages_for(sizes.blocks * sizes.block_bytes)
         # The most that can come lies behind the cache: addresses cost nothing.
@@ -220,7 +212,7 @@ class Trimmed:
         arrived: torch.Tensor,
         boxes: Outboxes | None,
     ) -> None:
-        """arrived: the parts of the others' blocks, by rank."""
+        """Send a stage; `arrived` gets the parts of the other ranks' blocks, by rank."""
         rank, n = self._group.rank, self._group.size
         sizes_in = [0 if j == rank else len(stage[j]) for j in range(n)]
         if boxes is None:
@@ -260,7 +252,7 @@ class Trimmed:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _trim(pieces: Any, blocks: Any, start: int, target: Any) -> None:
-    """target[i] = the pieces [start, start + width) of each token of blocks[i]; may lie before its source."""
+    """Copy pieces [start, start + width) of each token of blocks[i] to target[i], which may precede them."""
     width = target.shape[2]
     for i in range(len(blocks)):
         for token in range(pieces.shape[1]):

@@ -13,19 +13,17 @@ engine does not serve mixtures of experts yet; attention biases, sinks and route
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import kernels  # noqa: F401 before torch: it settles how torch's threads wait
-from bench.common.results import RESULTS
+from bench.common.results import bar, conclude, say, say_bars
 
 # isort: split
 import torch
 
-from bench.engine.offline import say
 from worker.model.config import ModelConfig, Rope
 from worker.model.layout import Padded, pad_ffn, plan_model
 
@@ -33,12 +31,11 @@ PAGE_BYTES = 2 << 20
 DTYPE = torch.bfloat16
 DEGREES = (2, 4, 8)
 BAR_DEGREE, BAR = 4, 0.14
-RESULT = RESULTS / "padding.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the models' config.json files say."""
+    """The sizes in a model's config.json."""
 
     name: str
     hidden: int
@@ -86,7 +83,7 @@ MODELS = (
 
 
 def pages_per_tensor(model: Sizes, tp: int) -> list[float]:
-    """Pages of one shard of a matrix; of a mixture also of `gate` and `up`, which it stores as one."""
+    """Return the pages of one shard of a matrix; for a mixture also of `gate` and `up`, stored as one."""
     config = model.config()
     pages = config.hidden_size * config.intermediate_size * DTYPE.itemsize / PAGE_BYTES / tp
     return [pages, 2 * pages] if model.num_experts else [pages]
@@ -97,13 +94,13 @@ def padded(model: Sizes, max_tp: int) -> Padded:
 
 
 def ffn_overhead(model: Sizes, max_tp: int) -> float:
-    """Bytes that padding adds to the FFN, as a part of it, for shards of every degree up to max_tp."""
+    """Return the share that padding adds to the FFN, for shards of every degree up to max_tp."""
     stored, config = padded(model, max_tp), model.config()
     return stored.rows * stored.row_size / (config.intermediate_size * config.hidden_size) - 1
 
 
 def model_overhead(model: Sizes, max_tp: int) -> float:
-    """The same, as a part of all weights."""
+    """Return the share that padding adds to all weights."""
     plan = plan_model(model.config(), DTYPE, PAGE_BYTES, max_tp)
     return plan.padding_bytes / plan.weight_bytes
 
@@ -124,14 +121,11 @@ def rows() -> Iterator[dict[str, Any]]:
 def main() -> int:
     table = list(rows())
     worst = max(row["ffn_overhead"][BAR_DEGREE] for row in table)
-    bar = {"bar": BAR, "value": worst, "is_met": worst <= BAR}
-    found = {"bench": "padding", "page_bytes": PAGE_BYTES, "models": table}
-    found["bars"] = {f"most that padding adds to an FFN, degrees up to {BAR_DEGREE}": bar}
-    RESULT.write_text(json.dumps(found) + "\n")
+    bars = {f"most that padding adds to an FFN, degrees up to {BAR_DEGREE}": bar(BAR, worst, worst <= BAR)}
+    found = {"bench": "padding", "page_bytes": PAGE_BYTES, "models": table, "bars": bars}
     _say_card(table)
-    say(f"most that padding adds for degrees up to {BAR_DEGREE}: {worst:.1%} (bar: {BAR:.0%})")
-    say(json.dumps(found))
-    return 0 if bar["is_met"] else 1
+    say_bars(bars)
+    return conclude(found, is_kept=True, bars=bars)
 
 
 def _say_card(table: list[dict[str, Any]]) -> None:

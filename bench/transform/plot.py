@@ -1,31 +1,26 @@
-"""The transformation's costs as one picture."""
+"""The picture of `bench.transform costs`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")  # no display
-from matplotlib import pyplot as plt
+from bench.common.plots import picture
 
 OURS, OTHERS = "tab:blue", ("tab:red", "tab:orange")
 BLUES = ("tab:blue", "tab:cyan")
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Writes a PNG."""
-    figure, panels = plt.subplots(2, 2, figsize=(12, 8))
-    ways = found["kv"]["ways"]
-    _bars(panels[0][0], {way: one["ms"] for way, one in ways.items()}, "ms for a layer's KV")
-    _bars(panels[0][1], {way: one["extra_mib"] for way, one in ways.items()}, "MiB besides the cache")
-    whole = found["whole"]["ways"]
-    _bars(panels[1][0], {way: one["ms"] for way, one in whole.items()}, "ms for all layers, weights and KV")
-    _steps(panels[1][1], found["steps"])
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    """Write the picture as PNG."""
+    kv, whole = found["kv"]["ways"], found["whole"]["ways"]
+    with picture(path, 2, 2, figsize=(12, 8)) as (_, panels):
+        _bars(panels[0][0], {way: one["ms"] for way, one in kv.items()}, "ms for a layer's KV")
+        _bars(panels[0][1], {way: one["extra_mib"] for way, one in kv.items()}, "MiB besides the cache")
+        _bars(
+            panels[1][0], {way: one["ms"] for way, one in whole.items()}, "ms for all layers, weights and KV"
+        )
+        _steps(panels[1][1], found["steps"])
 
 
 def _bars(axes: Any, values: dict[str, float], label: str) -> None:

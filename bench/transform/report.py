@@ -1,4 +1,4 @@
-"""From what the ranks measured to the numbers, the bars and the card."""
+"""The numbers, bars and card of `bench.transform costs`, from what the ranks measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.engine.offline import say
+from bench.common.results import Bar, bar, say, say_bars
 from bench.transform.group import Change, Step
 from bench.transform.ranks import Timed
 from bench.transform.rows import PEERS, chosen
@@ -46,7 +46,7 @@ def shards_found(took: Mapping[str, Sequence[Freed]]) -> dict[str, Any]:
 
 
 def rows_found(ranks: Sequence[dict[str, list[Timed]]], missing: int, whole: int) -> dict[str, Any]:
-    """missing, whole: bytes of a layer."""
+    """Summarise the ways to get rows; `missing` and `whole` are bytes of a layer."""
     ms = {
         way: {
             "ms_per_layer": _slowest([rank[way] for rank in ranks], lambda time: time.seconds),
@@ -128,7 +128,7 @@ def steps_found(changes: Sequence[Change], calm: Sequence[Step]) -> dict[str, An
     return found
 
 
-def bars(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def bars(found: dict[str, Any]) -> dict[str, Bar]:
     ours, theirs = found["kv"]["ways"]["in place"], found["kv"]["ways"]["migrate and trim"]
     whole = found["whole"]["ways"]
     padding = statistics.median(case["longer_at_tp1"] for case in found["padding"])
@@ -138,18 +138,18 @@ def bars(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     faster = theirs["ms"] / found["kv"]["ways"]["in place, through sockets"]["ms"]
     stage = found["stage_bytes"] / MIB
     return {
-        "KV: less memory than migrate and trim": _bar(MEMORY_BAR, saved, saved >= MEMORY_BAR),
-        "KV: times less time than migrate and trim, both through sockets": _bar(
+        "KV: less memory than migrate and trim": bar(MEMORY_BAR, saved, saved >= MEMORY_BAR),
+        "KV: times less time than migrate and trim, both through sockets": bar(
             TIME_BAR, faster, faster >= TIME_BAR
         ),
-        "KV: MiB besides the cache, within a stage": _bar(
+        "KV: MiB besides the cache, within a stage": bar(
             stage, ours["extra_mib"], ours["extra_mib"] <= stage
         ),
-        "padding: FFN longer at TP1, median": _bar(PADDING_BAR, padding, padding < PADDING_BAR),
-        "whole: times cheaper for the step that pays most than through host memory": _bar(
+        "padding: FFN longer at TP1, median": bar(PADDING_BAR, padding, padding < PADDING_BAR),
+        "whole: times cheaper for the step that pays most than through host memory": bar(
             WHOLE_BAR, one_step, one_step >= WHOLE_BAR
         ),
-        "whole: times cheaper in all than through host memory": _bar(WHOLE_BAR, in_all, in_all >= WHOLE_BAR),
+        "whole: times cheaper in all than through host memory": bar(WHOLE_BAR, in_all, in_all >= WHOLE_BAR),
     }
 
 
@@ -180,8 +180,7 @@ def say_card(found: dict[str, Any]) -> None:
         )
     _say_whole(found["whole"])
     _say_steps(found["steps"])
-    for what, bar in found["bars"].items():
-        say(f"{what}: {bar['value']} (bar: {bar['bar']}): {'met' if bar['is_met'] else 'MISSED'}")
+    say_bars(found["bars"])
 
 
 def _say_whole(whole: dict[str, Any]) -> None:
@@ -209,14 +208,10 @@ def _say_steps(steps: dict[str, Any]) -> None:
 
 
 def _slowest(ranks: Sequence[Sequence[Any]], seconds: Callable[[Any], float]) -> float:
-    """Milliseconds: the median, over the times it was measured, of the slowest rank."""
+    """Return the milliseconds of the slowest rank, in the median over the rounds."""
     return round(1e3 * statistics.median(max(map(seconds, each)) for each in zip(*ranks, strict=True)), 3)
 
 
 def _summed(ranks: Sequence[Sequence[Any]], seconds: Callable[[Any], float]) -> float:
-    """Milliseconds: the median, over the times it was measured, of all ranks together."""
+    """Return the milliseconds of all ranks together, in the median over the rounds."""
     return round(1e3 * statistics.median(sum(map(seconds, each)) for each in zip(*ranks, strict=True)), 3)
-
-
-def _bar(bar: float, value: float, is_met: bool) -> dict[str, Any]:
-    return {"bar": bar, "value": round(value, 4), "is_met": is_met}

@@ -1,21 +1,21 @@
-"""FFN rows of a layer from TP4 back to TP1, by the ways that a group has: from peers, or from their hosts.
+"""FFN rows of a layer from TP4 back to TP1, by the ways that a group has: from peers, or from the host.
 
-Peers: `worker.distributed.all_gather`, through outboxes and through sockets. Host: the copying thread's jobs,
-from images in shared memory or, where a model has none, from the checkpoint. All ranks go the same way at
-once, as a group does; the layer's pages are mapped before. Then what `worker.parallel.rows` chooses by these
-rates, for a group whose steps take no time and so hide nothing.
+Peers: `worker.distributed.all_gather`, through outboxes and through sockets. Host: the jobs of the copying
+thread, from images in shared memory or, if a model has none, from the checkpoint. All ranks go the same way
+at once, as a group does; the layer's pages are mapped before. Then comes what `worker.parallel.rows` chooses
+by these rates, for a group whose steps take no time and so hide nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.transform.ranks import Timed, timed
-from worker.distributed import carriers
+from bench.common.engines import take_turns_by_layer
+from bench.transform.ranks import Timed, through_sockets, timed
 from worker.distributed.all_gather import all_gather
 from worker.distributed.communicator import Communicator
 from worker.memory import CpuBackend, PagePool
@@ -35,8 +35,7 @@ IMAGE, CHECKPOINT = "from host images", "from the checkpoint"
 def measure(
     group: Communicator, folder: Path, rounds: int, stage_bytes: int, shm: Path
 ) -> dict[str, list[Timed]]:
-    """On one rank, of each way: every layer of every round, where the ways take turns. The first round warms
-    up."""
+    """Return the times of each way on one rank: of every layer, in every round."""
     pool = PagePool(CpuBackend(PAGE_BYTES), 2 << 30)
     model = load_model(folder, pool, dtype=torch.float32, max_tp=group.size)
     variants = LayerVariants(model, pool, precisions=(), host_dir=shm)
@@ -49,28 +48,23 @@ def measure(
         all_gather(from_image.ffn(layer), parts, group, peers, stage_bytes)
 
     def gather_by_sockets(layer: int) -> None:
-        with _no_outboxes(group):
+        with through_sockets(group):
             gather(layer)
 
-    ways: dict[str, Callable[[int], None]] = {
+    sources: dict[str, Callable[[int], None]] = {
         PEERS: gather,
         SOCKETS: gather_by_sockets,
         IMAGE: lambda layer: from_image.fill(layer, ALONE)(lambda: True),
         CHECKPOINT: lambda layer: from_checkpoint.fill(layer, ALONE)(lambda: True),
     }
-    took: dict[str, list[Timed]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):
-        for way, bring in ways.items():
-            for layer in range(len(model.layers)):
-                one = _widen(from_image, group, layer, bring)
-                if turn:
-                    took[way].append(one)
+    ways = {name: partial(_widen, from_image, group, bring) for name, bring in sources.items()}
+    took = take_turns_by_layer(ways, len(model.layers), rounds)
     variants.release()
     return took
 
 
 def missing_and_whole(folder: Path, degree: int) -> tuple[int, int]:
-    """Bytes of a layer's FFN that a rank of the degree misses, and all."""
+    """Return the bytes of a layer's FFN that a rank of the degree lacks, and all bytes."""
     pool = PagePool(CpuBackend(PAGE_BYTES), 2 << 30)
     model = load_model(folder, pool, dtype=torch.float32, max_tp=degree)
     weights = make_resharder(model, pool, NoVariants())
@@ -81,7 +75,7 @@ def missing_and_whole(folder: Path, degree: int) -> tuple[int, int]:
 
 
 def chosen(missing: int, whole: int, layers: int, seconds: dict[str, float]) -> dict[str, Choice]:
-    """With host images and without. seconds: of a layer, by way."""
+    """Return the choices with host images and without; `seconds` are those of a layer, by way."""
     made = {}
     for way, read in ((IMAGE, missing), (CHECKPOINT, whole)):
         costs = RowCosts(missing * layers, read * layers, read / seconds[way], missing / seconds[PEERS])
@@ -89,19 +83,9 @@ def chosen(missing: int, whole: int, layers: int, seconds: dict[str, float]) -> 
     return made
 
 
-def _widen(weights: Resharder, group: Communicator, layer: int, bring: Callable[[int], None]) -> Timed:
+def _widen(weights: Resharder, group: Communicator, bring: Callable[[int], None], layer: int) -> Timed:
     weights.narrow(layer, Shard(group.rank, group.size))
     weights.map(layer, ALONE)
     took, _ = timed(group, lambda: bring(layer))
     weights.widen(layer, ALONE)
     return took
-
-
-@contextmanager
-def _no_outboxes(group: Communicator) -> Iterator[None]:
-    boxes = carriers._boxes.pop(group, None)
-    carriers._boxes[group] = None
-    yield
-    carriers._boxes.pop(group)
-    if boxes:
-        carriers._boxes[group] = boxes

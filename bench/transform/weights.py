@@ -5,22 +5,24 @@ unmapped. Partial swap: gate, up and down lie one behind the other without paddi
 its neighbours; the rows that stay are copied to the front and the pages behind them unmapped. Both end with
 the layer's products set to the rows that stayed. No other rank is needed for either.
 
-And what padding costs the products: the FFN over padded storage against the same FFN without, taking turns,
-both in the same memory: of two equal allocations one was up to 40 % faster than the other.
-Times are the process's own, one thread: what else the cores do is not in them.
+The cost of padding for the products is measured too: the FFN over padded storage and without take turns, both
+in the same memory, since of two equal allocations one was up to 40 % faster than the other. Times are CPU
+seconds of the process with one thread, which other programs do not lengthen.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import torch
 
 from bench.common.dummy_model import saved_model
+from bench.common.engines import take_turns, timed
 from worker.memory import CpuBackend, PagePool
 from worker.model import Model, load_model
 from worker.model.config import ModelConfig
@@ -42,7 +44,7 @@ class Took:
 
 
 def measure_shards(size: str, rounds: int) -> dict[str, list[Took]]:
-    """Of each way, every layer of every round; ranks take turns. The first round warms up."""
+    """Return what every layer took in every round, by way; ranks take turns, and the first round warms up."""
     took: dict[str, list[Took]] = {"unmap padded shards": [], "partial swap": []}
     with saved_model(size) as folder:
         pool = PagePool(CpuBackend(PAGE_BYTES), 3 << 30)
@@ -73,7 +75,7 @@ def _widen(resharder: Resharder, layer: int) -> None:
 
 
 def _swap_partially(pool: PagePool, model: Model, layer: int, shard: Shard) -> Took:
-    """On a copy of the layer's FFN, packed without padding."""
+    """Swap partially, on a copy of the layer's FFN that is packed without padding."""
     config = model.config
     hidden, intermediate = config.hidden_size, config.intermediate_size
     each = intermediate // shard.size
@@ -83,7 +85,7 @@ def _swap_partially(pool: PagePool, model: Model, layer: int, shard: Shard) -> T
     began = time.process_time()
     whole = space.tensor(torch.float32, (3, intermediate, hidden))
     kept = space.tensor(torch.float32, (3, each, hidden))
-    for matrix in range(3):  # to the front, the first of them first: never over what is still to be read
+    for matrix in range(3):  # to the front, the first matrix first, so that nothing unread is overwritten
         kept[matrix].copy_(whole[matrix, shard.part(intermediate, "rows")])
     held = pool.pages_for(kept.nbytes)
     space.unmap(held, space.num_pages - held)
@@ -98,7 +100,7 @@ def _swap_partially(pool: PagePool, model: Model, layer: int, shard: Shard) -> T
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A layer's FFN, as it is laid out for pages of `page_bytes` and degrees up to 4."""
+    """A layer's FFN, laid out for pages of `page_bytes` and degrees up to 4."""
 
     name: str
     hidden: int
@@ -120,7 +122,7 @@ TOKENS = (1, 64)
 
 
 def measure_products(rounds: int) -> Iterator[Case]:
-    """Padded and not, TP1 and one rank of TP4."""
+    """Yield the times with padding and without, at TP1 and on one rank of TP4."""
     for name, hidden, intermediate, page_bytes in SHAPES:
         config = _config(hidden, intermediate)
         size = pad_ffn(config, torch.float32, page_bytes, DEGREE)
@@ -134,23 +136,11 @@ def measure_products(rounds: int) -> Iterator[Case]:
             for padded, plan in plans.items()
         }
         for tokens in TOKENS:
-            seconds = _take_turns(ways, torch.randn(tokens, hidden), rounds)
+            x = torch.randn(tokens, hidden)
+            calls = {name: partial(timed, partial(way, x), time.process_time) for name, way in ways.items()}
+            # Which way follows which decides what the caches hold: up to 3 %.
+            seconds = take_turns(calls, rounds, warm_up=3, shuffled_by=Random(0))
             yield Case(name, hidden, intermediate, page_bytes, padding, tokens, seconds)
-
-
-def _take_turns(
-    ways: Mapping[str, Callable[[torch.Tensor], object]], x: torch.Tensor, rounds: int
-) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    random, order = Random(0), list(ways)
-    for turn in range(rounds + 3):
-        random.shuffle(order)  # who comes next after whom decides what the caches hold: up to 3 %
-        for way in order:
-            began = time.process_time()
-            ways[way](x)
-            if turn >= 3:
-                seconds[way].append(time.process_time() - began)
-    return seconds
 
 
 def _plan(config: ModelConfig, rows: int, row_size: int) -> RangePlan:
@@ -175,5 +165,5 @@ def _config(hidden: int, intermediate: int) -> ModelConfig:
 
 
 def median_ratio(seconds: dict[str, list[float]], way: str, base: str) -> float:
-    """Median over the rounds of one way's time by the other's, taken in the same round."""
+    """Return the median over the rounds of one way's time by the other's in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[way], seconds[base], strict=True))

@@ -2,8 +2,8 @@
 
 Ours: for each layer the FFN is narrowed by unmapping and the KV exchanged in place (what a group does between
 two steps). Through host memory (Seesaw-like): every rank stops, writes its weights and live KV to /dev/shm,
-gives its memory back, maps what it has in the new shape and reads that. With `waiting`, the weights need not
-be written: they lie in host memory already. Ways take turns, each from the same state.
+frees its memory, maps what it has in the new shape and reads that. With `waiting`, the weights are not
+written, since they lie in host memory already. Ways take turns, each from the same state.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.common.engines import take_turns
 from bench.transform.ranks import Timed, timed
 from worker.distributed.communicator import Communicator
 from worker.distributed.kv_exchange import exchange
@@ -38,7 +39,7 @@ OURS, THROUGH_HOST, WAITING = "in place", "through host memory", "the same, weig
 @dataclass(frozen=True, slots=True)
 class Took:
     time: Timed
-    weights_seconds: float  # of these
+    weights_seconds: float  # of this time
     longest_layer: float  # what the longest step pays with one layer per step
     weight_bytes: int  # of the rank, before
     kv_bytes: int  # live, of the rank
@@ -47,19 +48,17 @@ class Took:
 def measure(
     group: Communicator, folder: Path, kv_bytes: int, use: float, rounds: int, stage_bytes: int, shm: Path
 ) -> dict[str, list[Took]]:
-    """On one rank. kv_bytes: of the cache, of which the part `use` is live."""
+    """Return what each way took in each round on one rank.
+
+    The share `use` of the cache's `kv_bytes` is live.
+    """
     rank = _Rank(group, folder, kv_bytes, use, stage_bytes, shm)
     ways: dict[str, Callable[[], Took]] = {
         OURS: rank.in_place,
         THROUGH_HOST: lambda: rank.through_host(writes_weights=True),
         WAITING: lambda: rank.through_host(writes_weights=False),
     }
-    took: dict[str, list[Took]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):
-        for way, run in ways.items():
-            one = run()
-            if turn:  # the first warms up
-                took[way].append(one)
+    took = take_turns(ways, rounds)
     rank.close()
     return took
 
@@ -166,7 +165,7 @@ class _Rank:
     # ------------------------------------------------------------------------------- through host memory
 
     def _parts(self, shard: Shard) -> Iterator[tuple[VirtualRange, np.ndarray]]:
-        """Every range of weights of a layer, and which of its pages the new shape has."""
+        """Yield every range of weights, and which of its pages the new shape has."""
         for layer, weights in enumerate(self._model.weights):
             plans = self._model.plan.layers[layer]
             for half, plan in zip((weights.attention, weights.feed_forward), plans, strict=True):
@@ -176,7 +175,7 @@ class _Rank:
     def _segment(
         self, parts: Sequence[tuple[VirtualRange, np.ndarray]]
     ) -> Iterator[tuple[memoryview, list[memoryview]]]:
-        """This rank's part of shared memory, and those of all; given back at the end."""
+        """Yield this rank's part of shared memory and those of all ranks, and delete them afterwards."""
         group = self._group
         nbytes = sum(memory.nbytes for memory, _ in parts) + self._kv_bytes()
         own = self._shm / str(group.rank)
@@ -213,7 +212,7 @@ class _Rank:
             at += memory.nbytes
 
     def _read_kv(self, of_all: Sequence[memoryview], blocks: VirtualRange, skipped: int) -> None:
-        """This rank's heads of all ranks' blocks, layer by layer in memory that was given back before."""
+        """Read this rank's heads of all ranks' blocks, layer by layer, into memory that was freed before."""
         rank, n = self._group.rank, self._group.size
         heads, *rest = self._cache.block_shape
         part = (len(self._live), n, heads // n, *rest)

@@ -1,0 +1,127 @@
+"""Engines without a service around them, requests for them, and taking turns in measurements."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+
+# isort: split
+import torch
+
+from bus.messages import SamplingParams
+from worker.engine.build import MIB, Shape, fill_caches, make_cache, make_instance, make_pool
+from worker.engine.engine import Engine
+from worker.engine.sequence import Request
+from worker.model import load_model
+from worker.model.model import LoadFormat
+
+CPU = torch.device("cpu")
+INSTANCE = "bench"
+
+T = TypeVar("T")
+
+
+def silence() -> None:
+    """Turn off the warnings of transformers about a missing GPU and its own defaults."""
+    warnings.filterwarnings("ignore")
+    for name in ("transformers", "ContinuousBatchingLogger"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def load_engine(
+    folder: Path,
+    shape: Shape,
+    budget_mib: int,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    load_format: LoadFormat = "safetensors",
+) -> Engine:
+    """Return an engine that serves the model in a folder as INSTANCE, its weights and KV in `budget_mib`."""
+    pool = make_pool(device, budget_mib * MIB)
+    model = load_model(folder, pool, dtype=dtype, load_format=load_format)
+    limits = shape.limits(model)
+    cache = make_cache(pool, model, limits, INSTANCE)
+    fill_caches(pool, [(cache, model, limits)])
+    engine = Engine(device)
+    engine.add_instance(make_instance(INSTANCE, model, cache, limits))
+    return engine
+
+
+def greedy(name: str, prompt: list[int], num_out: int) -> Request:
+    """Return a request for `num_out` greedy tokens."""
+    sampling = SamplingParams(max_tokens=num_out, seed=0, temperature=0.0)
+    return Request(id=name, prompt_token_ids=prompt, sampling=sampling)
+
+
+def run_prompts(engine: Engine, prompts: Sequence[list[int]], num_out: int) -> tuple[float, list[list[int]]]:
+    """Run greedy requests to their ends; return the seconds and the tokens of each prompt."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    began = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        engine.submit(INSTANCE, greedy(str(i), prompt, num_out))
+    while engine.has_work:
+        for result in engine.step():
+            for output in result.outputs:
+                outputs[int(output.request.id)] += output.delta.token_ids
+    return time.perf_counter() - began, outputs
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 1, shuffled_by: Random | None = None
+) -> dict[str, list[T]]:
+    """Call the ways in turn, round after round, and return what each returned.
+
+    What disturbs the machine then disturbs all alike. The results of the first `warm_up` rounds are dropped.
+    Shuffle the order if it matters which way follows which, by what they leave in the caches.
+    """
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    order = list(ways)
+    for turn in range(warm_up + rounds):
+        if shuffled_by:
+            shuffled_by.shuffle(order)
+        for name in order:
+            result = ways[name]()
+            if turn >= warm_up:
+                found[name].append(result)
+    return found
+
+
+def take_turns_by_layer(
+    ways: Mapping[str, Callable[[int], T]], num_layers: int, rounds: int
+) -> dict[str, list[T]]:
+    """Like `take_turns`, for ways that are called with each layer in a turn."""
+    calls = {name: partial(_each_layer, way, num_layers) for name, way in ways.items()}
+    return {
+        name: [one for turn in turns for one in turn] for name, turns in take_turns(calls, rounds).items()
+    }
+
+
+def _each_layer(way: Callable[[int], T], num_layers: int) -> list[T]:
+    return [way(layer) for layer in range(num_layers)]
+
+
+def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds that a call takes."""
+    began = clock()
+    run()
+    return clock() - began
+
+
+def best_of(seconds: float, *runs: Callable[[], object]) -> list[float]:
+    """Return the shortest seconds of each call; they take turns for `seconds` each."""
+    best = [float("inf")] * len(runs)
+    for run in runs:
+        run()
+    end = time.perf_counter() + seconds * len(runs)
+    while time.perf_counter() < end:
+        for i, run in enumerate(runs):
+            best[i] = min(best[i], timed(run))
+    return best
