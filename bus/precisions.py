@@ -19,34 +19,25 @@ Precision = Literal["full", QuantizedPrecision]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionEntry:
-    """One precision. `bits`, `group` and `planes` are 0 or empty for full precision.
+    """One precision. `bits` and `group` are 0 for full precision.
 
     Colours are told apart with every common kind of colour blindness and stand 3:1 against their ground.
     """
 
     name: Precision
     label: str  # for people
-    bits: int  # of one code
+    bits: int  # of one code, 1 to 8; `kernels.packing` says how codes lie in memory
     group: int  # inputs of an output that share a scale and a zero, where a set of weights does not say
-    planes: tuple[int, ...]  # bits of a code that are stored together, lowest first: see `kernels.packing`
     colour: str  # on a light ground
     dark_colour: str  # on a dark ground
 
 
 # From the most bits to the fewest.
 TABLE: Final = (
-    PrecisionEntry(
-        name="full", label="full", bits=0, group=0, planes=(), colour="#2a6fb0", dark_colour="#4f97da"
-    ),
-    PrecisionEntry(
-        name="int8", label="int8", bits=8, group=64, planes=(8,), colour="#149070", dark_colour="#33b592"
-    ),
-    PrecisionEntry(
-        name="int4", label="int4", bits=4, group=64, planes=(4,), colour="#c98500", dark_colour="#e6a62f"
-    ),
-    PrecisionEntry(
-        name="int3", label="int3", bits=3, group=64, planes=(2, 1), colour="#c9471d", dark_colour="#f0703f"
-    ),
+    PrecisionEntry(name="full", label="full", bits=0, group=0, colour="#2a6fb0", dark_colour="#4f97da"),
+    PrecisionEntry(name="int8", label="int8", bits=8, group=64, colour="#149070", dark_colour="#33b592"),
+    PrecisionEntry(name="int4", label="int4", bits=4, group=64, colour="#c98500", dark_colour="#e6a62f"),
+    PrecisionEntry(name="int3", label="int3", bits=3, group=64, colour="#c9471d", dark_colour="#f0703f"),
 )
 
 # What layers are swapped to where nothing else is asked for.

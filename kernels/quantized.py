@@ -28,7 +28,7 @@ class QuantizedWeight:
     codes        uint8 [U, Nu, Ku * bits / 8]     packed (`kernels.packing`); last dimension contiguous
     scales       float16 [U, Nu, Ku / group]      last dimension contiguous
     zeros        uint8 [U, Nu, Ku / group]        last dimension contiguous
-    bits         8, 4 or 3
+    bits         one of packing.CODE_BITS
     group        a multiple of 32 that divides Ku
     split        "outputs" or "inputs"            what a unit has a part of
     input_scale  float [K] or None                what inputs are multiplied by first (AWQ, Lin et al. 2024)

@@ -5,7 +5,7 @@ code * scale + offset. Both are exact (a scale has 11 significant bits, a zero 8
 a weight here has the very bits that `kernels.dequantize` gives it.
 
 Where a processor permutes sixteen floats by sixteen indices (AVX-512), the values of a group are made once
-and codes of 4 and 3 bits look them up: nothing is masked, converted or scaled per weight.
+and the first plane of codes below 8 bits looks them up: nothing is masked, converted or scaled per weight.
 """
 
 # mypy: allow-untyped-decorators
@@ -36,6 +36,7 @@ from kernels.cpu.simd import (
     store,
     wide,
 )
+from kernels.packing import planes
 
 
 def _can_permute() -> bool:
@@ -58,35 +59,51 @@ class Levels:
     """The values that the codes of one group stand for."""
 
     def __init__(self, builder: Any, bits: int, scale_at: Any, offset_at: Any) -> None:
-        self.bits = bits
+        self.planes = list(planes(bits))
         self.scale = load_splat(builder, types.float32, scale_at)
         self.offset = load_splat(builder, types.float32, offset_at)
         self.table = None
-        if CAN_PERMUTE and bits < 8:
-            # A lookup minds the lower four bits of an index. Of a code of 3 bits it takes the lower two; the
-            # next code's, which stand above them there, make no difference.
-            codes = [float(i % (16 if bits == 4 else 4)) for i in range(LANES)]
+        first, _ = self.planes[0]
+        if CAN_PERMUTE and first <= 4:
+            # A lookup minds the lower four bits of an index. In a plane of two bits, the other bits of an
+            # index are the next piece's, so the table repeats.
+            codes = [float(i % 2**first) for i in range(LANES)]
             self.table = self._scaled(builder, ir.Constant(wide(F32), codes))
 
     def weights(self, builder: Any, tile: Any, quarter: int) -> Any:
-        """Of inputs [16 quarter, 16 quarter + 16) of the tile at this byte address (`kernels.packing`)."""
-        if self.bits == 8:
-            return self._scaled(builder, _floats(builder, _bytes(builder, plus(builder, tile, 16 * quarter))))
-        if self.bits == 4:
-            pairs = _bytes(builder, plus(builder, tile, 16 * (quarter % 2)))
-            return self._looked_up(builder, builder.lshr(pairs, constant(I32, 4 * (quarter // 2))), 15)
-        lower = builder.lshr(_bytes(builder, tile), constant(I32, 2 * quarter))
-        without = self._looked_up(builder, lower, 3)
-        with_upper = builder.fadd(without, builder.fmul(self.scale, constant(F32, 4.0)))
-        return builder.select(_mask(builder, plus(builder, tile, 16 + 2 * quarter)), with_upper, without)
+        """Return float32 [16]: inputs [16 quarter, 16 quarter + 16) of the tile at this byte address."""
+        total = None
+        for width, lowest in self.planes:
+            plane = plus(builder, tile, 8 * lowest)
+            if width == 1:
+                step = builder.fmul(self.scale, constant(F32, float(2**lowest)))
+                mask = _mask(builder, plus(builder, plane, 2 * quarter))
+                total = self._scaled(builder, constant(F32, 0.0)) if total is None else total
+                total = builder.select(mask, builder.fadd(total, step), total)
+                continue
+            place, byte = divmod(16 * quarter, 8 * width)
+            pieces = builder.lshr(_bytes(builder, plus(builder, plane, byte)), constant(I32, width * place))
+            if total is None:
+                total = self._looked_up(builder, pieces, width)
+            else:
+                step = builder.fmul(self.scale, constant(F32, float(2**lowest)))
+                total = fused_multiply_add(
+                    builder, _floats(builder, _lowest(builder, pieces, width)), step, total
+                )
+        return total
 
     def _scaled(self, builder: Any, codes: Any) -> Any:
         return fused_multiply_add(builder, codes, self.scale, self.offset)
 
-    def _looked_up(self, builder: Any, codes: Any, mask: int) -> Any:
+    def _looked_up(self, builder: Any, pieces: Any, width: int) -> Any:
         if self.table is not None:
-            return call(builder, "llvm.x86.avx512.permvar.sf.512", wide(F32), self.table, codes)
-        return self._scaled(builder, _floats(builder, builder.and_(codes, constant(I32, mask))))
+            return call(builder, "llvm.x86.avx512.permvar.sf.512", wide(F32), self.table, pieces)
+        return self._scaled(builder, _floats(builder, _lowest(builder, pieces, width)))
+
+
+def _lowest(builder: Any, pieces: Any, width: int) -> Any:
+    """The lowest `width` bits of each lane, in which a byte is."""
+    return pieces if width == 8 else builder.and_(pieces, constant(I32, 2**width - 1))
 
 
 def _floats(builder: Any, codes: Any) -> Any:

@@ -14,7 +14,7 @@ import triton
 
 from kernels.gpu.attention import num_processors, operand
 from kernels.gpu.quantized_kernels import decode_kernel, product_kernel
-from kernels.packing import TILE
+from kernels.packing import TILE, planes
 from kernels.quantized import GROUP_STEP, QuantizedWeight
 
 # Exact float32 products run on no tensor core: their tiles are unrolled into registers.
@@ -101,5 +101,6 @@ def _strides(weight: QuantizedWeight) -> tuple[int, ...]:
 
 
 def _shapes(weight: QuantizedWeight) -> dict[str, Any]:
-    parts = 4 if weight.bits == 3 else 2
+    widest, _ = next(planes(weight.bits))
+    parts = max(2, 8 // widest)
     return {"BITS": weight.bits, "PARTS": parts, "WIDTH": TILE // parts}

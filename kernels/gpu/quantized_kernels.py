@@ -1,15 +1,16 @@
 """Packed codes to weights on a GPU, a tile of 64 inputs at a time (`kernels.packing`).
 
-A tile comes in PARTS of WIDTH inputs, those whose codes stand at one place of WIDTH bytes in a row: a part is
-one load, one shift and one product. It lies within half a tile, so one scale and zero to an output suffice.
+A tile comes in PARTS of WIDTH inputs, those whose pieces stand at one place of the bytes of the widest plane,
+or half a tile if that is less: a part is one load and one shift for each plane, and one product. It lies
+within half a tile, so one scale and zero to an output suffice.
 
-====  =====  =====
-bits  PARTS  WIDTH
-====  =====  =====
-8     2      32
-4     2      32
-3     4      16
-====  =====  =====
+====  =====  =====  =======
+bits  PARTS  WIDTH  planes
+====  =====  =====  =======
+8     2      32     8
+4     2      32     4
+3     4      16     2, 1
+====  =====  =====  =======
 
 Rows are outputs of a unit. Strides count elements. What changes from step to step is not specialised.
 """
@@ -26,16 +27,38 @@ TILE = tl.constexpr(64)
 
 
 @triton.jit
+def _pieces_of_part(
+    tile, inside, part: tl.constexpr, W: tl.constexpr, LOWEST: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Pieces int32 [WIDTH, rows] of a part in the plane of W bits, shifted to their place in the codes."""
+    lane = tl.arange(0, WIDTH)[:, None]
+    plane = tile + 8 * LOWEST
+    if W == 1:
+        loaded = tl.load(plane + (part * WIDTH + lane) // 8, mask=inside, other=0).to(tl.int32)
+        pieces = (loaded >> lane % 8) & 1
+    elif WIDTH <= 8 * W:
+        loaded = tl.load(plane + part * WIDTH % (8 * W) + lane, mask=inside, other=0).to(tl.int32)
+        pieces = (loaded >> (part * WIDTH // (8 * W) * W)) & (2**W - 1)
+    else:
+        inputs = part * WIDTH + lane
+        loaded = tl.load(plane + inputs % (8 * W), mask=inside, other=0).to(tl.int32)
+        pieces = (loaded >> (inputs // (8 * W) * W)) & (2**W - 1)
+    return pieces << LOWEST
+
+
+@triton.jit
 def _codes_of_part(tile, inside, part: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """Codes int32 [WIDTH, rows] of a part of the tiles at `tile` [1, rows]."""
-    lane = tl.arange(0, WIDTH)[:, None]
-    if BITS == 8:
-        return tl.load(tile + part * WIDTH + lane, mask=inside, other=0).to(tl.int32)
-    lower = tl.load(tile + lane, mask=inside, other=0).to(tl.int32)
-    if BITS == 4:
-        return (lower >> 4 * part) & 15
-    upper = tl.load(tile + 16 + 2 * part + lane // 8, mask=inside, other=0).to(tl.int32)
-    return ((lower >> 2 * part) & 3) | ((upper >> lane % 8) & 1) << 2
+    codes = 0
+    if BITS & 8:
+        codes |= _pieces_of_part(tile, inside, part, 8, 0, WIDTH)
+    if BITS & 4:
+        codes |= _pieces_of_part(tile, inside, part, 4, BITS & 8, WIDTH)
+    if BITS & 2:
+        codes |= _pieces_of_part(tile, inside, part, 2, BITS & 12, WIDTH)
+    if BITS & 1:
+        codes |= _pieces_of_part(tile, inside, part, 1, BITS & 14, WIDTH)
+    return codes
 
 
 @triton.jit

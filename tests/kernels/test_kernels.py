@@ -13,6 +13,7 @@ import torch
 import kernels
 from bench.kernels.checks import checks
 from kernels.gpu.attention import MAX_SPLITS, num_splits
+from kernels.packing import CODE_BITS
 
 
 @pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in checks("cpu", "cpu")])
@@ -58,7 +59,7 @@ def test_warm_up_runs_every_kernel_of_a_model() -> None:
         block_tokens=16,
         hidden_size=128,
         intermediate_size=352,
-        bits=(8, 4, 3),
+        bits=CODE_BITS,
     )
 
 

@@ -89,7 +89,7 @@ U8, F16 = torch.uint8, torch.float16
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bits": 5}, "codes of 5 bits cannot be packed; use one of 8, 4, 3"),
+        ({"bits": 9}, f"codes of 9 bits cannot be packed; use one of {', '.join(map(str, CODE_BITS))}"),
         ({"split": "rows"}, "a weight split by 'rows'; it is split by 'outputs' or 'inputs'"),
         ({"group": 48}, "groups of 48 do not fit 128 inputs of a unit; a group is a multiple of 32"),
         ({"group": 96}, "groups of 96 do not fit 128 inputs"),
