@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bus.messages import (
-    KIND_OF,
     Cause,
     Event,
     Morph,
@@ -26,6 +25,7 @@ from bus.messages import (
     Transform,
     WorkerCard,
 )
+from bus.morphs import KIND_OF
 from gateway.stats import LATENCY, Distribution
 
 KEPT: Final = 256  # that ended
@@ -39,7 +39,7 @@ ORDER: Final[Cause] = "order"
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class MorphRecord:
     """One morph. Times are seconds since 1970, except `ordered_at`, of this process's monotonic clock."""
 
     id: str
@@ -109,21 +109,21 @@ class Morphs:
         self.decisions: Counter[tuple[MorphKind, str, MorphOutcome]] = Counter()
         self.seconds = {kind: Distribution(SECONDS) for kind in KIND_OF.values()}
         self.pauses = {kind: Distribution(PAUSES) for kind in KIND_OF.values()}
-        self._entries: dict[str, Entry] = {}  # in the order in which they were heard of
+        self._entries: dict[str, MorphRecord] = {}  # in the order in which they were heard of
         self._decided: dict[str, tuple[str, str]] = {}  # and the cause
         self._clock = clock
 
-    def get(self, morph_id: str) -> Entry | None:
+    def get(self, morph_id: str) -> MorphRecord | None:
         return self._entries.get(morph_id)
 
-    def recent(self, num: int) -> list[Entry]:
+    def recent(self, num: int) -> list[MorphRecord]:
         """What runs, and the last that ended up to `num` in all; the latest last."""
         entries = list(self._entries.values())
         ended = [entry for entry in entries if not entry.is_running]
         shown = set(ended[max(0, len(ended) - max(0, num - (len(entries) - len(ended)))) :])
         return [entry for entry in entries if entry.is_running or entry in shown]
 
-    def transform_of(self, worker: str) -> Entry | None:
+    def transform_of(self, worker: str) -> MorphRecord | None:
         """The running one in which this worker takes part; of several steps, the present one."""
         running = (entry for entry in self._running() if entry.kind == "transform" and not entry.steps)
         return next((entry for entry in running if worker in entry.workers), None)
@@ -144,10 +144,10 @@ class Morphs:
 
     # ------------------------------------------------------------------------------------- what is told
 
-    def ordered(self, command: Morph, worker: str, decided: str) -> Entry:
+    def ordered(self, command: Morph, worker: str, decided: str) -> MorphRecord:
         """By hand, here. It may have been reported already: its worker is quick."""
         entry = self._entries.get(command.id) or self._enter(
-            Entry(
+            MorphRecord(
                 id=command.id,
                 kind=KIND_OF[type(command)],
                 target=command.instance,
@@ -162,13 +162,13 @@ class Morphs:
         entry.decided, entry.cause = decided, ORDER
         return entry
 
-    def unsent(self, entry: Entry) -> None:
+    def unsent(self, entry: MorphRecord) -> None:
         """The bus did not take the order. Where it did after all, the worker's report enters it again."""
         self._entries.pop(entry.id, None)
 
-    def on_report(self, report: MorphReport, *, is_history: bool = False) -> Entry:
+    def on_report(self, report: MorphReport, *, is_history: bool = False) -> MorphRecord:
         entry = self._entries.get(report.id) or self._enter(
-            Entry(
+            MorphRecord(
                 id=report.id,
                 kind=report.kind,
                 target=report.target,
@@ -229,10 +229,10 @@ class Morphs:
 
     # ------------------------------------------------------------------------------------- the entries
 
-    def _running(self) -> Iterable[Entry]:
+    def _running(self) -> Iterable[MorphRecord]:
         return [entry for entry in self._entries.values() if entry.is_running]
 
-    def _enter(self, entry: Entry) -> Entry:
+    def _enter(self, entry: MorphRecord) -> MorphRecord:
         entry.decided, entry.cause = self._decided.pop(entry.id, ("", ""))
         self._entries[entry.id] = entry
         ended = [one.id for one in self._entries.values() if not one.is_running]
@@ -240,15 +240,15 @@ class Morphs:
             del self._entries[old]
         return entry
 
-    def _assume_failed(self, entry: Entry, reason: str) -> None:
+    def _assume_failed(self, entry: MorphRecord, reason: str) -> None:
         entry.state, entry.reason, entry.is_assumed = "failed", reason, True
         self._end(entry, time.time())
 
-    def _end(self, entry: Entry, at: float) -> None:
+    def _end(self, entry: MorphRecord, at: float) -> None:
         entry.ended = at
         entry.has_ended.set()
 
-    def _count(self, entry: Entry) -> None:
+    def _count(self, entry: MorphRecord) -> None:
         self.outcomes[entry.kind, entry.state] += 1
         self.decisions[entry.kind, entry.cause or "unknown", entry.state] += 1
         took_s = max(0.0, (entry.ended or entry.started) - entry.started)

@@ -26,7 +26,6 @@ index      The position of a token in the request's output. The gateway drops to
 
 from bus.messages.cards import InstanceCard, WorkerCard
 from bus.messages.commands import (
-    KIND_OF,
     Cancel,
     CancelMorph,
     Command,
@@ -66,7 +65,6 @@ from bus.messages.telemetry import (
 SCHEMA_VERSION = 1
 
 __all__ = [
-    "KIND_OF",
     "PARTS",
     "SCHEMA_VERSION",
     "Cancel",

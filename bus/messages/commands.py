@@ -125,10 +125,3 @@ class CancelMorph:
 
 Morph = Swap | Resize | Transform | Deploy | Retire
 Command = Cancel | Drain | Morph | CancelMorph
-KIND_OF: dict[type[Morph], MorphKind] = {
-    Swap: "swap",
-    Resize: "resize",
-    Transform: "transform",
-    Deploy: "deploy",
-    Retire: "retire",
-}

@@ -16,6 +16,7 @@ from gateway.openai.formats import to_json
 from gateway.operations.feeds import Feeds
 from gateway.operations.orders import loss_without, meant
 from gateway.operations.picture import picture
+from gateway.operations.tables import tables
 from gateway.state import Gateway
 
 
@@ -46,6 +47,12 @@ router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 @router.get("/state")
 async def state(gateway: Here) -> Response:
     return Response(to_json(picture(gateway)), media_type="application/json")
+
+
+@router.get("/tables")
+async def get_tables() -> Response:
+    """The precisions, kinds of morphs, fields of the policy and charts."""
+    return Response(to_json(tables()), media_type="application/json")
 
 
 @router.get("/events")

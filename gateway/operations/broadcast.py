@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from bus.messages import Event
-from gateway.morphs import Entry
+from gateway.morphs import MorphRecord
 
 KEEPALIVE_S = 10.0
 
@@ -28,7 +28,7 @@ class Broadcast:
     def publish(self, event: Event) -> None:
         self._publish(event.kind, event)
 
-    def publish_morph(self, entry: Entry) -> None:
+    def publish_morph(self, entry: MorphRecord) -> None:
         """A report of a worker, as the event `morph` with what GET /admin/morphs/{id} says."""
         self._publish("morph", entry.as_json())
 

@@ -18,9 +18,10 @@ from typing import Any, Final
 
 from bus.client import BusUnavailable
 from bus.messages import Event, Moment
-from gateway.morphs import KEPT, Entry
+from gateway.morphs import KEPT, MorphRecord
 from gateway.openai.formats import to_json
 from gateway.operations.live_state import live_state
+from gateway.operations.tables import tables
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
@@ -99,7 +100,7 @@ class Live:
         if self._viewers and not is_history:
             self._put("event", _event(event))
 
-    def tell_morph(self, entry: Entry) -> None:
+    def tell_morph(self, entry: MorphRecord) -> None:
         if self._viewers:
             self._put("event", entry.as_json())
             self._changed.set()
@@ -156,6 +157,7 @@ class Live:
             "now": time.time(),
             "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
             "history_s": HISTORY_S,
+            "tables": tables(),
         }
 
     def _history(self) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from bus.messages import PARTS, InstanceCard, InstanceMetrics, LayerShape, Metrics, Part, WorkerCard
+from bus.morphs import progress_of
 from bus.precisions import Precision
-from gateway.morphs import Entry
+from gateway.morphs import MorphRecord
 from gateway.operations.picture import SHOWN_MORPHS, picture
 from gateway.operations.transforms import layer_degrees
 from gateway.state import Gateway
@@ -41,18 +42,10 @@ def _short(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
-def _morph(entry: Entry) -> dict[str, Any]:
+def _morph(entry: MorphRecord) -> dict[str, Any]:
     """`progress` of a running one: 0 to 1, null where its worker does not tell."""
     shown = entry.as_json()
-    return shown | {"progress": progress_of(entry)} if entry.is_running else shown
-
-
-def progress_of(entry: Entry) -> float | None:
-    told = entry.numbers
-    for done, of in (("layers_done", "layers"), ("halves_applied", "halves")):
-        if told.get(of):
-            return round(told.get(done, 0) / told[of], DIGITS)
-    return None
+    return shown | {"progress": _short(progress_of(entry.kind, entry.numbers))} if entry.is_running else shown
 
 
 # ------------------------------------------------------------------------------------- pages

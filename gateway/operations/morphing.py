@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import asdict
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from bus.messages import CancelMorph
+from bus.morphs import MORPHS, MorphEntry, TransformOrder
 from bus.policy import describe
 from gateway.errors import ApiError
-from gateway.morphs import Entry
+from gateway.morphs import MorphRecord
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
 from gateway.operations.admin import Here, allowed
@@ -38,7 +39,7 @@ async def transform(request: Request, gateway: Here, sequences: Running, wait: b
     """Serve a model on these workers in groups of another degree, in as many steps as it takes. 404 for a
     worker that is not there, 409 for one that loads or drains, 400 for workers and degrees that make no
     group."""
-    body = orders.parse(transforms.TransformBody, await body_of(request, gateway))
+    body = orders.parse_order(TransformOrder, await body_of(request, gateway))
     model, steps = transforms.plan(gateway.cluster, body)
     if len(steps) == 1:
         place, command = transforms.command(gateway.cluster, model, steps[0], body, new_id())
@@ -48,23 +49,22 @@ async def transform(request: Request, gateway: Here, sequences: Running, wait: b
     return await _told(gateway, entry, wait)
 
 
-@router.post("/instances/{instance:path}/swap")
-async def swap(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
-    """Hold layers in another precision. 404 for an instance, 400 for a layer or precision there is not, 409
-    for an instance whose worker drains."""
-    body = orders.parse(orders.SwapBody, await body_of(request, gateway))
-    place = orders.find(gateway.cluster, instance)
-    entry = await send(gateway, place, orders.swap(place, body, new_id()))
-    return await _told(gateway, entry, wait)
+def _add_instance_order(entry: MorphEntry, order: Any) -> None:
+    """POST /admin/instances/{instance}/{kind}. 404 for an instance that is not there, 400 for what it cannot
+    be, 409 for an instance whose worker drains."""
+
+    async def handle(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
+        body = orders.parse_order(order, await body_of(request, gateway))
+        place = orders.find(gateway.cluster, instance)
+        entry_of = await send(gateway, place, orders.COMMANDS[entry.name](place, body, new_id()))
+        return await _told(gateway, entry_of, wait)
+
+    router.add_api_route(f"/instances/{{instance:path}}/{entry.name}", handle, methods=["POST"])
 
 
-@router.post("/instances/{instance:path}/resize")
-async def resize(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
-    """Have so many KV blocks. 404 for an instance there is not, 409 for one whose worker drains."""
-    body = orders.parse(orders.ResizeBody, await body_of(request, gateway))
-    place = orders.find(gateway.cluster, instance)
-    entry = await send(gateway, place, orders.resize(place, body, new_id()))
-    return await _told(gateway, entry, wait)
+for _entry_of_kind in MORPHS:
+    if _entry_of_kind.target == "instance":
+        _add_instance_order(_entry_of_kind, _entry_of_kind.order)
 
 
 @router.get("/morphs/{morph_id}")
@@ -118,7 +118,7 @@ async def put_policy(request: Request, gateway: Here) -> Response:
     return json_answer(asdict(after))
 
 
-def _entry(gateway: Gateway, morph_id: str) -> Entry:
+def _entry(gateway: Gateway, morph_id: str) -> MorphRecord:
     entry = gateway.morphs.get(morph_id)
     if entry is None:
         latest = ", ".join(one.id for one in gateway.morphs.recent(3)) or "none"
@@ -127,7 +127,7 @@ def _entry(gateway: Gateway, morph_id: str) -> Entry:
     return entry
 
 
-async def _told(gateway: Gateway, entry: Entry, wait: bool) -> Response:
+async def _told(gateway: Gateway, entry: MorphRecord, wait: bool) -> Response:
     """202 while it runs. With `wait`, the answer `applied` comes when /admin/state shows the new shape."""
     if wait:
         await entry.wait(WAIT_S)

@@ -2,49 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, create_model
 
-from bus.messages import PARTS, Deploy, InstanceCard, Morph, Part, Resize, Retire, Swap, Transform, WorkerCard
+from bus.messages import PARTS, InstanceCard, Morph, Part, Resize, Swap, WorkerCard
+from bus.morphs import MORPHS, MorphEntry, OrderField, ResizeOrder, SwapOrder, TransformOrder
 from bus.precisions import Precision
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid, unavailable
 from gateway.openai.json_body import json_object
-from gateway.openai.params import MAX_COUNT, Body, between
+from gateway.openai.params import Body, between
 from gateway.openai.problems import first_problem
 
-MAX_LAYERS: Final = 4096  # named in one order
-MAX_WAIT_S: Final = 600.0
-
 B = TypeVar("B", bound=Body)
-
-Seconds = Annotated[float, between(0, MAX_WAIT_S)]
-Layer = Annotated[int, between(0, MAX_COUNT)]
-Count = Annotated[int, between(1, MAX_COUNT)]
+OrderT = TypeVar("OrderT", SwapOrder, ResizeOrder, TransformOrder)
 
 
-class SwapBody(Body):
-    """Either `layers` or `count`. `wait_s`: how long the worker may wait for pages before it answers
-    `deferred`."""
+def _type_of(declared: OrderField) -> Any:
+    """The type of a field that pydantic validates, with its limits."""
+    limits = between(declared.minimum, declared.maximum)
+    of_list = Field(min_length=1, max_length=declared.max_items)
+    types: dict[str, Any] = {
+        "integer": Annotated[int, limits],
+        "number": Annotated[float, limits],
+        "text": str,
+        "precision": Precision,
+        "layers": Annotated[list[Annotated[int, limits]], of_list],
+        "parts": Annotated[list[Part], of_list],
+        "workers": Annotated[list[str], of_list],
+    }
+    return types[declared.type]
 
-    precision: Precision
-    layers: Annotated[list[Layer], Field(min_length=1, max_length=MAX_LAYERS)] | None = None
-    count: Count | None = None
-    parts: Annotated[list[Part], Field(min_length=1, max_length=len(PARTS))] | None = None  # None: both
-    wait_s: Seconds = 0.0
+
+def _body_of(entry: MorphEntry) -> type[Body]:
+    given: dict[str, Any] = {
+        one.name: (_type_of(one), ...) if one.is_required else (_type_of(one) | None, None)
+        for one in entry.fields
+    }
+    return create_model(f"{entry.label}Body", __base__=Body, **given)
 
 
-class ResizeBody(Body):
-    blocks: Count
-    wait_s: Seconds = 0.0
+_BODIES: Final = {entry.order: _body_of(entry) for entry in MORPHS if entry.order}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MorphTarget:
     """An instance that can be morphed, and the worker that leads it."""
 
     worker: WorkerCard
@@ -65,6 +71,11 @@ def parse(kind: type[B], data: bytes) -> B:
         raise first_problem(error) from None
 
 
+def parse_order(kind: type[OrderT], data: bytes) -> OrderT:
+    """Return the order that a body has. Raises ApiError 400, as `parse` does."""
+    return kind(**parse(_BODIES[kind], data).model_dump(exclude_none=True))
+
+
 def meant(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or all that there is."""
     names = list(known)
@@ -72,10 +83,10 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
 
 
-def find(cluster: Cluster, instance: str) -> Place:
+def find(cluster: Cluster, instance: str) -> MorphTarget:
     """Raises ApiError 404 for an instance that is not there, 503 for one that is still loading, 409 for one
     whose worker drains: it would leave before anybody had something of it."""
-    places = {card.id: Place(worker, card) for worker, card in cluster.instances()}
+    places = {card.id: MorphTarget(worker, card) for worker, card in cluster.instances()}
     place = places.get(instance)
     if place is None:
         message = f"no instance {instance[:200]!r}; {_leader(cluster, instance) or meant(instance, places)}"
@@ -122,7 +133,7 @@ def loss_without(cluster: Cluster, leaving: WorkerCard) -> str:
     return "" if staying else f"{leaving.id} is the last worker: after it has left, nothing can be served"
 
 
-def swap(place: Place, body: SwapBody, morph_id: str) -> Swap:
+def swap(place: MorphTarget, body: SwapOrder, morph_id: str) -> Swap:
     """Raises ApiError 400."""
     card = place.card
     if (body.layers is None) == (body.count is None):
@@ -157,7 +168,7 @@ def swap(place: Place, body: SwapBody, morph_id: str) -> Swap:
     )
 
 
-def resize(place: Place, body: ResizeBody, morph_id: str) -> Resize:
+def resize(place: MorphTarget, body: ResizeOrder, morph_id: str) -> Resize:
     """Build the command. Raises ApiError 400 for fewer blocks than the longest sequence takes and for more
     than the memory could ever hold; whether the blocks can be had now is for the worker to say."""
     card = place.card
@@ -183,16 +194,5 @@ def resize(place: Place, body: ResizeBody, morph_id: str) -> Resize:
     )
 
 
-def in_words(command: Morph) -> str:
-    """What was ordered, for people."""
-    if isinstance(command, Transform):
-        return f"tp {command.tp} on {', '.join(command.workers)}"
-    if isinstance(command, Resize):
-        return f"{command.blocks} KV blocks"
-    if isinstance(command, Deploy):
-        return f"serve {command.path} in {command.precision} precision"
-    if isinstance(command, Retire):
-        return "serve it no longer"
-    which = f"layers {', '.join(map(str, command.layers))}" if command.layers else f"{command.count} more"
-    only = "" if len(command.parts) == len(PARTS) else f", {command.parts[0]} only"
-    return f"{which} to {command.precision}{only}"
+# How an order for an instance becomes a command, by its kind.
+COMMANDS: Final[dict[str, Callable[[MorphTarget, Any, str], Morph]]] = {"swap": swap, "resize": resize}

@@ -22,6 +22,7 @@ async def with_key(request: Request, gateway: Here) -> None:
 ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics")
 ADMIN_ENDPOINTS: Final = (
     "/admin/state",
+    "/admin/tables",
     "/admin/events",
     "/admin/live",
     "/admin/requests",

@@ -21,7 +21,7 @@ KEPT: Final = 4096  # that a slow listener has not taken yet
 KEPT_BYTES: Final = 32 << 20  # the same: with prompts, each may be hundreds of kilobytes
 
 
-class _Listener:
+class RequestListener:
     def __init__(self, has_prompts: bool) -> None:
         self.has_prompts = has_prompts
         self.pending: deque[bytes] = deque()
@@ -34,7 +34,7 @@ class EndedRequests:
     """A listener that is `kept` or KEPT_BYTES behind loses the newest, and is told how many."""
 
     def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.monotonic) -> None:
-        self._listeners: list[_Listener] = []
+        self._listeners: list[RequestListener] = []
         self._kept = kept
         self._clock = clock
         self._is_closed = False
@@ -55,7 +55,7 @@ class EndedRequests:
 
     async def listen(self, has_prompts: bool) -> AsyncIterator[bytes]:
         """Server-sent events until `close`; a comment at once and while nothing ends."""
-        listener = _Listener(has_prompts)
+        listener = RequestListener(has_prompts)
         self._listeners.append(listener)
         try:
             yield b": requests\n\n"
@@ -87,7 +87,7 @@ class EndedRequests:
             "seconds": round(seconds, 6),
         }
 
-    def _put(self, listener: _Listener, record: dict[str, Any], state: RequestState) -> None:
+    def _put(self, listener: RequestListener, record: dict[str, Any], state: RequestState) -> None:
         if len(listener.pending) >= self._kept or listener.num_bytes >= KEPT_BYTES:
             listener.num_lost += 1
             return
@@ -98,7 +98,7 @@ class EndedRequests:
         listener.num_bytes += len(data)
         listener.has_news.set()
 
-    def _taken(self, listener: _Listener) -> bytes:
+    def _taken(self, listener: RequestListener) -> bytes:
         listener.has_news.clear()
         data = b"".join(listener.pending)
         listener.pending.clear()

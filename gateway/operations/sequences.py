@@ -10,11 +10,12 @@ from typing import Final
 
 from bus.client import BusFull, BusUnavailable
 from bus.messages import Event, Morph, MorphOutcome, MorphReport
+from bus.morphs import TransformOrder, in_words
 from gateway.errors import ApiError
-from gateway.morphs import CARDS_S, ORDER, SILENT_S, Entry
+from gateway.morphs import CARDS_S, ORDER, SILENT_S, MorphRecord
 from gateway.operations import orders, transforms
 from gateway.operations.answers import bus_or_503, new_id
-from gateway.operations.steps import Step
+from gateway.operations.steps import DegreeStep
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
@@ -22,10 +23,12 @@ log = logging.getLogger("gateway")
 POLL_S: Final = 0.05  # between two looks at the cards of a group that has just changed
 
 
-async def send(gateway: Gateway, place: orders.Place, command: Morph, why: str = "ordered by hand") -> Entry:
+async def send(
+    gateway: Gateway, place: orders.MorphTarget, command: Morph, why: str = "ordered by hand"
+) -> MorphRecord:
     """Send an order and the event that tells of it, both or neither. Raises ApiError 503."""
     bus, worker = gateway.bus, place.worker.id
-    decided = f"{why}: {orders.in_words(command)}"
+    decided = f"{why}: {in_words(command)}"
     entry = gateway.morphs.ordered(command, worker, decided)
     batch = bus.batch()
     batch.publish(bus.names.control(worker), command)
@@ -39,7 +42,7 @@ async def send(gateway: Gateway, place: orders.Place, command: Morph, why: str =
     return entry
 
 
-def _decision(entry: Entry, decided: str) -> Event:
+def _decision(entry: MorphRecord, decided: str) -> Event:
     return Event(
         kind="morph_decided",
         source="gateway",
@@ -51,7 +54,7 @@ def _decision(entry: Entry, decided: str) -> Event:
     )
 
 
-async def shown(gateway: Gateway, entry: Entry) -> None:
+async def shown(gateway: Gateway, entry: MorphRecord) -> None:
     """Wait until the cards of all members show the degree that a transform made, at most CARDS_S."""
     deadline = time.monotonic() + CARDS_S
 
@@ -72,7 +75,7 @@ class Sequences:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
 
-    async def start(self, model: str, steps: list[Step], body: transforms.TransformBody) -> Entry:
+    async def start(self, model: str, steps: list[DegreeStep], body: TransformOrder) -> MorphRecord:
         """Return the morph that stands for all steps. Raises ApiError 503."""
         gateway, last = self._gateway, steps[-1]
         leader = transforms.place_of(gateway.cluster, last.workers[0], model)
@@ -119,7 +122,7 @@ class Sequences:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(
-        self, report: MorphReport, model: str, steps: list[Step], body: transforms.TransformBody
+        self, report: MorphReport, model: str, steps: list[DegreeStep], body: TransformOrder
     ) -> None:
         state: MorphOutcome = "applied"
         reason, num_done = "", 0
@@ -145,7 +148,7 @@ class Sequences:
         await self._publish(replace(report, state=state, reason=reason, ended_ms=_now_ms()))
 
     async def _step(
-        self, report: MorphReport, model: str, step: Step, morph_id: str, body: transforms.TransformBody
+        self, report: MorphReport, model: str, step: DegreeStep, morph_id: str, body: TransformOrder
     ) -> tuple[MorphOutcome, str]:
         """How the step ended, and why."""
         gateway = self._gateway

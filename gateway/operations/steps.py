@@ -15,7 +15,7 @@ Members = tuple[str, ...]  # of one group, in the order of their shards
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DegreeStep:
     """One change of degree. `workers` are in the order of their shards at the higher of both degrees."""
 
     workers: Members
@@ -38,7 +38,7 @@ def parted(group: Members, degree: int) -> list[Members]:
 
 def plan_steps(
     groups: Iterable[Members], wanted: Sequence[str], tp: int, degrees: Collection[int]
-) -> list[Step]:
+) -> list[DegreeStep]:
     """Return the fewest steps after which the `wanted` workers form groups of degree `tp`.
 
     `groups` are those that the wanted workers are in; `tp` divides the number of wanted workers. First parts
@@ -51,11 +51,11 @@ def plan_steps(
     for group in groups:
         degree = _largest_part(group, named, tp, degrees)
         if degree < len(group):
-            parts.append(Step(group, degree))
+            parts.append(DegreeStep(group, degree))
         left += [one for one in parted(group, degree) if named.issuperset(one)]
     finished = {group for group in left if len(group) == tp}
     singly = [
-        Step(group, 1)
+        DegreeStep(group, 1)
         for group in groups
         if len(group) > 1 and not named.isdisjoint(group) and group not in finished
     ]
@@ -78,10 +78,10 @@ def _is_mixed(group: Members, named: set[str]) -> bool:
     return not (named.issuperset(group) or named.isdisjoint(group))
 
 
-def _joins(groups: Iterable[Members], wanted: Sequence[str], tp: int) -> list[Step] | None:
+def _joins(groups: Iterable[Members], wanted: Sequence[str], tp: int) -> list[DegreeStep] | None:
     """The steps that make groups of degree `tp`; None where the sizes do not fit together."""
     waiting = sorted(groups, key=lambda group: (len(group), min(map(wanted.index, group))))
-    steps: list[Step] = []
+    steps: list[DegreeStep] = []
     while waiting and (size := len(waiting[0])) < tp:
         same = [group for group in waiting if len(group) == size]
         larger = [group for group in waiting if len(group) > size]
@@ -90,6 +90,6 @@ def _joins(groups: Iterable[Members], wanted: Sequence[str], tp: int) -> list[St
         if target % size or len(same) % num:
             return None
         made = [joined(same[start : start + num]) for start in range(0, len(same), num)]
-        steps += [Step(group, target) for group in made]
+        steps += [DegreeStep(group, target) for group in made]
         waiting = sorted(made + larger, key=lambda group: (len(group), min(map(wanted.index, group))))
     return steps

@@ -7,33 +7,18 @@ a part of one. Every refusal names what was asked and what there is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final
-
-from pydantic import Field
+from typing import Final
 
 from bus.messages import InstanceCard, Transform, WorkerCard
+from bus.morphs import TransformOrder
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid
-from gateway.morphs import Entry
-from gateway.openai.params import MAX_COUNT, Body, between
-from gateway.operations.orders import Place, Seconds, meant
-from gateway.operations.steps import Step, joined, plan_steps
-
-MAX_DEGREE: Final = 64
+from gateway.morphs import MorphRecord
+from gateway.operations.orders import MorphTarget, meant
+from gateway.operations.steps import DegreeStep, joined, plan_steps
 
 
-class TransformBody(Body):
-    """`model`: which of those that the workers serve; left out where it is one. `layers_per_step`: left out,
-    as the workers are set."""
-
-    workers: Annotated[list[str], Field(min_length=1, max_length=MAX_DEGREE)]
-    tp: Annotated[int, between(1, MAX_DEGREE)]
-    model: str | None = None
-    layers_per_step: Annotated[int, between(1, MAX_COUNT)] | None = None
-    wait_s: Seconds = 0.0
-
-
-def plan(cluster: Cluster, body: TransformBody) -> tuple[str, list[Step]]:
+def plan(cluster: Cluster, body: TransformOrder) -> tuple[str, list[DegreeStep]]:
     """Return the model and the steps from the groups there are to those of the order.
 
     An order that changes nothing is one step, so that a worker says so. Raises ApiError: 404 for a worker
@@ -48,12 +33,12 @@ def plan(cluster: Cluster, body: TransformBody) -> tuple[str, list[Step]]:
     degrees = _check_degree([place.card for place in places], body.tp)
     _check_count(groups, names, body.tp)
     steps = plan_steps(groups, names, body.tp, degrees)
-    return places[0].card.model, steps or [Step(joined(groups), body.tp)]
+    return places[0].card.model, steps or [DegreeStep(joined(groups), body.tp)]
 
 
 def command(
-    cluster: Cluster, model: str, step: Step, body: TransformBody, morph_id: str
-) -> tuple[Place, Transform]:
+    cluster: Cluster, model: str, step: DegreeStep, body: TransformOrder, morph_id: str
+) -> tuple[MorphTarget, Transform]:
     """Return the order of one step and the worker it goes to, the first. Raises ApiError 404 and 409 where
     a worker is gone, or serves the model no longer, since the steps were planned."""
     places = [place_of(cluster, name, model) for name in step.workers]
@@ -70,12 +55,12 @@ def command(
     )
 
 
-def place_of(cluster: Cluster, name: str, model: str) -> Place:
+def place_of(cluster: Cluster, name: str, model: str) -> MorphTarget:
     worker = _worker(cluster, name)
-    return Place(worker, _card(worker, model))
+    return MorphTarget(worker, _card(worker, model))
 
 
-def layer_degrees(card: InstanceCard, travelling: Entry | None) -> list[int]:
+def layer_degrees(card: InstanceCard, travelling: MorphRecord | None) -> list[int]:
     """Of every layer: where a transform is on its way, as it reported last. The last layer goes first."""
     told = travelling.numbers if travelling else {}
     if not {"layers_done", "tp_before", "tp_after"} <= told.keys():
@@ -87,17 +72,17 @@ def layer_degrees(card: InstanceCard, travelling: Entry | None) -> list[int]:
 # ------------------------------------------------------------------------------------- who takes part
 
 
-def _members(cluster: Cluster, body: TransformBody) -> dict[str, Place]:
+def _members(cluster: Cluster, body: TransformOrder) -> dict[str, MorphTarget]:
     """By worker, in the order of the body."""
     if twice := [name for name in body.workers if body.workers.count(name) > 1]:
         raise _wrong_workers(f"workers names {twice[0][:200]!r} more than once")
     workers = [_worker(cluster, name) for name in body.workers]
     _check_stages(cluster, body)
     model = body.model or _common_model(workers)
-    return {worker.id: Place(worker, _card(worker, model)) for worker in workers}
+    return {worker.id: MorphTarget(worker, _card(worker, model)) for worker in workers}
 
 
-def _check_stages(cluster: Cluster, body: TransformBody) -> None:
+def _check_stages(cluster: Cluster, body: TransformOrder) -> None:
     """A pipeline stays as it was deployed."""
     for _, card in cluster.instances():
         theirs = {worker for stage in card.stages for worker in stage.workers} & set(body.workers)
@@ -142,7 +127,7 @@ def _card(worker: WorkerCard, model: str) -> InstanceCard:
     raise invalid(f"{worker.id} does not serve {model[:200]!r}; {meant(model, served)}", "model")
 
 
-def _groups(cluster: Cluster, named: dict[str, Place]) -> list[tuple[str, ...]]:
+def _groups(cluster: Cluster, named: dict[str, MorphTarget]) -> list[tuple[str, ...]]:
     """The groups that the named workers are in, in the order of the body. Raises ApiError 409 where cards of
     one group differ."""
     groups: dict[tuple[str, ...], None] = {}
@@ -161,14 +146,14 @@ def _groups(cluster: Cluster, named: dict[str, Place]) -> list[tuple[str, ...]]:
     return list(groups)
 
 
-def _group(place: Place) -> tuple[str, ...]:
+def _group(place: MorphTarget) -> tuple[str, ...]:
     return tuple(place.card.workers) or (place.worker.id,)
 
 
 # ------------------------------------------------------------------------------------- what fits together
 
 
-def _check_alike(members: dict[str, Place]) -> None:
+def _check_alike(members: dict[str, MorphTarget]) -> None:
     first, *others = members.values()
     for other in others:
         for what, one, another in zip(_TRAITS, _traits(first), _traits(other), strict=True):
@@ -190,7 +175,7 @@ _TRAITS: Final = (
 )
 
 
-def _traits(place: Place) -> tuple[str | int, ...]:
+def _traits(place: MorphTarget) -> tuple[str | int, ...]:
     worker, card = place.worker, place.card
     return (
         *(worker.host, worker.kind, worker.page_bytes),
@@ -198,7 +183,7 @@ def _traits(place: Place) -> tuple[str | int, ...]:
     )
 
 
-def _check_links(joining: Sequence[Place], tp: int) -> None:
+def _check_links(joining: Sequence[MorphTarget], tp: int) -> None:
     """Refuse workers that join no group, and say what to do."""
     for place in joining:
         worker, model = place.worker, place.card.model

@@ -17,7 +17,7 @@ from opentelemetry.util.types import AttributeValue
 from gateway.delivery.journey import Attempt, ShapeChange
 from gateway.delivery.request import RequestState
 from gateway.http.body import Scope
-from gateway.morphs import Entry
+from gateway.morphs import MorphRecord
 from gateway.openai.call import Completion
 from gateway.openai.request_log import RequestLog
 
@@ -107,7 +107,9 @@ def attempts_of(state: RequestState) -> list[Attempt]:
     return state.journey.attempts if state.journey is not None else []
 
 
-def of_morphs(entries: Sequence[Entry], workers: set[str], start_s: float, end_s: float) -> list[TimedFacts]:
+def of_morphs(
+    entries: Sequence[MorphRecord], workers: set[str], start_s: float, end_s: float
+) -> list[TimedFacts]:
     """Return an event for each morph of these workers between two times, in seconds since 1970.
 
     Its time is the end of the morph, or the beginning if it ended later or still runs.

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from bus.messages import KIND_OF, Event, LayerShape, MorphReport
+from bus.messages import Event, LayerShape, MorphReport
+from bus.morphs import KIND_OF
 from gateway import stats
 from gateway.delivery.candidates import lowest_named
 from gateway.operations.metrics import exposition

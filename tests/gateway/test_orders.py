@@ -9,6 +9,7 @@ import pytest
 
 from bus.client import LiveWorker
 from bus.messages import Resize, Swap
+from bus.morphs import ResizeOrder, SwapOrder
 from bus.policy import Policy
 from bus.precisions import Precision
 from gateway.delivery.cluster import Cluster
@@ -32,9 +33,9 @@ def ordered(call: str, body: Any, there: Cluster | None = None) -> Swap | Resize
     instance, _, verb = call.partition("/")
     data = json.dumps(body).encode()
     if verb == "swap":
-        swap = orders.parse(orders.SwapBody, data)
+        swap = orders.parse_order(SwapOrder, data)
         return orders.swap(orders.find(there or cluster(), instance), swap, "id")
-    resize = orders.parse(orders.ResizeBody, data)
+    resize = orders.parse_order(ResizeOrder, data)
     return orders.resize(orders.find(there or cluster(), instance), resize, "id")
 
 

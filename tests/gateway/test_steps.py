@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.operations.steps import Members, Step, joined, parted, plan_steps
+from gateway.operations.steps import DegreeStep, Members, joined, parted, plan_steps
 
 DEGREES = (1, 2, 4, 8)
 
@@ -49,7 +49,7 @@ def test_a_group_that_was_joined_parts_into_what_it_was() -> None:
     assert parted(joined(pairs), 2) == pairs
 
 
-def apply(there: list[Members], step: Step) -> list[Members]:
+def apply(there: list[Members], step: DegreeStep) -> list[Members]:
     """As workers carry it out: whole groups of one degree become one, or one becomes several."""
     taking_part = [group for group in there if set(group) & set(step.workers)]
     assert sorted(name for group in taking_part for name in group) == sorted(step.workers)

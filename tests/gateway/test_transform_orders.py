@@ -11,11 +11,12 @@ import pytest
 
 from bus.client import LiveWorker
 from bus.messages import MorphOutcome, MorphReport, Stage, Transform, WorkerCard
+from bus.morphs import TransformOrder
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError
 from gateway.morphs import Morphs
 from gateway.operations import orders, transforms
-from gateway.operations.orders import Place
+from gateway.operations.orders import MorphTarget
 from gateway.operations.picture import shown_instances
 from tests.support.fake_worker import FakeWorker
 
@@ -55,14 +56,14 @@ def cluster(cards: list[WorkerCard]) -> Cluster:
     return found
 
 
-def ordered(cards: list[WorkerCard], body: Any) -> tuple[Place, Transform]:
-    parsed = orders.parse(transforms.TransformBody, json.dumps(body).encode())
+def ordered(cards: list[WorkerCard], body: Any) -> tuple[MorphTarget, Transform]:
+    parsed = orders.parse_order(TransformOrder, json.dumps(body).encode())
     model, (step,) = transforms.plan(cluster(cards), parsed)
     return transforms.command(cluster(cards), model, step, parsed, "id")
 
 
 def planned(cards: list[WorkerCard], body: Any) -> list[str]:
-    parsed = orders.parse(transforms.TransformBody, json.dumps(body).encode())
+    parsed = orders.parse_order(TransformOrder, json.dumps(body).encode())
     return [str(step) for step in transforms.plan(cluster(cards), parsed)[1]]
 
 

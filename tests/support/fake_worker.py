@@ -14,7 +14,6 @@ from pathlib import Path
 
 from bus.client import Bus, BusUnavailable
 from bus.messages import (
-    KIND_OF,
     Cancel,
     CancelMorph,
     Command,
@@ -34,6 +33,7 @@ from bus.messages import (
     WorkerCard,
     WorkerTelemetry,
 )
+from bus.morphs import KIND_OF
 from bus.precisions import PRECISIONS
 from tests.support import metrics_samples
 from tests.support.fake_shape import NUM_LAYERS, FakeShape

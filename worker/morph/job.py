@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 
-from bus.messages import KIND_OF, Morph, MorphOutcome, MorphReport, Number, Swap, Transform
+from bus.messages import Morph, MorphOutcome, MorphReport, Number, Swap, Transform
+from bus.morphs import KIND_OF
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
 from worker.morph.run import Clock, Run

@@ -1,0 +1,261 @@
+"""The kinds of morphs: the one table that every process reads.
+
+To add a kind, add its command to `bus.messages.commands` and its entry to `MORPHS`. What an operator sends
+is a dataclass whose fields carry their limits and words. The admin API's paths and validation, the audit's
+words, the labels of /metrics, the dashboard's forms, bars and colours, and the help of `instar morph` derive
+from this table. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Final, Literal
+
+from bus.messages import PARTS, Cause, Deploy, Morph, MorphKind, Part, Resize, Retire, Swap, Transform
+from bus.precisions import Precision
+
+MAX_COUNT: Final = 2**31 - 1
+MAX_LAYERS: Final = 4096  # named in one order
+MAX_DEGREE: Final = 64
+MAX_WAIT_S: Final = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderField:
+    """The declaration of one field of an order.
+
+    `minimum` and `maximum` limit the value, or each value of a list; `max_items` limits a list. `is_shown`:
+    the dashboard's form has an input for it.
+    """
+
+    label: str
+    summary: str
+    type: Literal["integer", "number", "text", "precision", "layers", "parts", "workers"]
+    name: str = ""
+    is_required: bool = False
+    minimum: int = 0
+    maximum: int = MAX_COUNT
+    max_items: int = 0
+    is_shown: bool = True
+
+
+def _about(label: str, summary: str, kind: Any, **declaration: Any) -> dict[str, OrderField]:
+    return {"order": OrderField(label=label, summary=summary, type=kind, **declaration)}
+
+
+def _wait() -> Any:
+    about = _about(
+        "Wait",
+        "seconds that it may wait for memory before it is deferred",
+        "number",
+        maximum=MAX_WAIT_S,
+        is_shown=False,
+    )
+    return field(default=0.0, metadata=about)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapOrder:
+    """Either `layers` or `count`; without `parts` both halves of a layer."""
+
+    layers: list[int] | None = field(
+        default=None,
+        metadata=_about("Layers", "the numbers of the layers", "layers", max_items=MAX_LAYERS),
+    )
+    count: int | None = field(
+        default=None,
+        metadata=_about(
+            "Count",
+            "that many more layers in the instance's order; to full, the last swapped go first",
+            "integer",
+            minimum=1,
+            is_shown=False,
+        ),
+    )
+    precision: Precision = field(
+        metadata=_about("To", "the precision to hold them in", "precision", is_required=True)
+    )
+    parts: list[Part] | None = field(
+        default=None, metadata=_about("Part", "attention or ffn", "parts", max_items=len(PARTS))
+    )
+    wait_s: float = _wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeOrder:
+    blocks: int = field(
+        metadata=_about("KV blocks", "as many as whole pages allow", "integer", minimum=1, is_required=True)
+    )
+    wait_s: float = _wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformOrder:
+    workers: list[str] = field(
+        metadata=_about(
+            "Workers",
+            "the workers that are to form groups",
+            "workers",
+            max_items=MAX_DEGREE,
+            is_required=True,
+        )
+    )
+    tp: int = field(
+        metadata=_about(
+            "Degree", "workers in a group", "integer", minimum=1, maximum=MAX_DEGREE, is_required=True
+        )
+    )
+    model: str | None = field(
+        default=None, metadata=_about("Model", "where the workers serve several", "text", is_shown=False)
+    )
+    layers_per_step: int | None = field(
+        default=None,
+        metadata=_about(
+            "Layers a step",
+            "layers that change between two steps [worker.layers_per_step]",
+            "integer",
+            minimum=1,
+            is_shown=False,
+        ),
+    )
+    wait_s: float = _wait()
+
+
+ManualOrder = SwapOrder | ResizeOrder | TransformOrder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MorphEntry:
+    """One kind.
+
+    `target`: what an operator orders it for; "" where only deployments do. `words`: what a command orders.
+    `progress`: the numbers of its reports that say how much is done, and of how much. `running` and `applied`
+    are the dashboard's words, with numbers of the reports in braces. `causes`: why it may be decided. Colours
+    are those of its marks in charts; without one it has that of any event.
+    """
+
+    name: MorphKind
+    command: type[Morph]
+    label: str
+    summary: str
+    words: Callable[[Any], str]
+    running: str
+    applied: str
+    causes: tuple[Cause, ...]
+    target: Literal["instance", "workers", ""] = ""
+    order: type[ManualOrder] | None = None
+    progress: tuple[str, str] | None = None
+    colour: str = ""
+    dark_colour: str = ""
+
+    @property
+    def fields(self) -> tuple[OrderField, ...]:
+        declared = fields(self.order) if self.order else ()
+        return tuple(replace(one.metadata["order"], name=one.name) for one in declared)
+
+
+def _swap_words(command: Swap) -> str:
+    which = f"layers {', '.join(map(str, command.layers))}" if command.layers else f"{command.count} more"
+    only = "" if len(command.parts) == len(PARTS) else f", {command.parts[0]} only"
+    return f"{which} to {command.precision}{only}"
+
+
+_PRESSURE: Final[tuple[Cause, ...]] = ("kv_usage", "queue_delay", "preemptions")
+_AWAY: Final[tuple[Cause, ...]] = ("retirement", "replaced", "undone", "orphan")
+
+MORPHS: Final = (
+    MorphEntry(
+        name="swap",
+        command=Swap,
+        label="Swap",
+        summary="hold layers in another precision",
+        words=_swap_words,
+        running="swapping: {halves_applied} of {halves} halves",
+        applied="{halves_applied} halves, {bytes_copied} copied, {pages_unmapped} pages freed",
+        causes=(*_PRESSURE, "ease", "layer_limit", "order"),
+        target="instance",
+        order=SwapOrder,
+        progress=("halves_applied", "halves"),
+        colour="#c98500",
+        dark_colour="#e6a62f",
+    ),
+    MorphEntry(
+        name="resize",
+        command=Resize,
+        label="Resize",
+        summary="give pages to the KV cache, or take them back",
+        words=lambda command: f"{command.blocks} KV blocks",
+        running="resizing: {blocks_before} → {blocks_after} blocks",
+        applied="{blocks_before} → {blocks_after} blocks",
+        causes=(*_PRESSURE, "order"),
+        target="instance",
+        order=ResizeOrder,
+        colour="#7d4fb3",
+        dark_colour="#ab82e3",
+    ),
+    MorphEntry(
+        name="transform",
+        command=Transform,
+        label="Transform",
+        summary="serve on several workers as one, or part again",
+        words=lambda command: f"tp {command.tp} on {', '.join(command.workers)}",
+        running="tp{tp_before} → tp{tp_after}: {layers_done} of {layers} layers",
+        applied="tp{tp_before} → tp{tp_after}",
+        causes=("long_request", "no_long_request", "order", "deployment", *_AWAY),
+        target="workers",
+        order=TransformOrder,
+        progress=("layers_done", "layers"),
+        colour="#149070",
+        dark_colour="#33b592",
+    ),
+    MorphEntry(
+        name="deploy",
+        command=Deploy,
+        label="Deploy",
+        summary="load a model",
+        words=lambda command: f"serve {command.path} in {command.precision} precision",
+        running="loading",
+        applied="",
+        causes=("deployment", "better", "packed"),
+    ),
+    MorphEntry(
+        name="retire",
+        command=Retire,
+        label="Retire",
+        summary="give a model's memory back",
+        words=lambda command: "serve it no longer",
+        running="retiring: its last requests",
+        applied="",
+        causes=_AWAY,
+    ),
+)
+STEPS: Final = ("steps_done", "steps")  # the progress of a transform that takes several steps
+
+MORPH_KINDS: Final[tuple[MorphKind, ...]] = tuple(entry.name for entry in MORPHS)
+ENTRIES: Final[dict[str, MorphEntry]] = {entry.name: entry for entry in MORPHS}
+KIND_OF: Final[dict[type[Morph], MorphKind]] = {entry.command: entry.name for entry in MORPHS}
+
+
+def in_words(command: Morph) -> str:
+    """Return what a command orders, for people."""
+    return ENTRIES[KIND_OF[type(command)]].words(command)
+
+
+def progress_of(kind: str, numbers: dict[str, Any]) -> float | None:
+    """Return the share of a morph that is done, 0 to 1, by the numbers of its report; None where they do not
+    say so."""
+    for names in (STEPS, ENTRIES[kind].progress if kind in ENTRIES else None):
+        if names and numbers.get(names[1]):
+            return float(numbers.get(names[0], 0) / numbers[names[1]])
+    return None
+
+
+def describe() -> list[dict[str, Any]]:
+    """MORPHS as JSON values, in their order, for programs that draw forms and bars."""
+    left_out: Iterable[str] = {"command", "words", "order", "causes"}
+    names = [one.name for one in fields(MorphEntry) if one.name not in left_out]
+    return [
+        {name: getattr(entry, name) for name in names} | {"fields": [asdict(one) for one in entry.fields]}
+        for entry in MORPHS
+    ]
