@@ -1,80 +1,167 @@
-"""What the commands that talk to a running gateway share: its address, its key, clear words when it fails."""
+"""Requests of commands to a running gateway: its URL, its key, and errors that say what to do."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import argparse
+import re
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import httpx
 
-from bus.settings import Settings
-from bus.settings_sources import variable_of
-from instar.address import is_own, url_of
+from bus.settings import Settings, load_settings
+from bus.settings_sources import Layer, SettingsError, variable_of
+from instar.errors import InputError, ServerError
+from instar.output.progress import progress_line
+from instar.running import locate
 
-_OWN: Final = ", which goes to the service of the settings only"
+Keys = Literal["api_keys", "admin_keys"]
+TIMEOUT_S: Final = 45.0  # longer than a gateway lets ?wait=true wait
 
 
-class GatewayProblem(Exception):
-    """The gateway could not be asked, or refused; says what to do."""
+def settings_of(args: argparse.Namespace, flags: Layer | None = None) -> Settings:
+    """Load the settings, with `flags` over them. Raises InputError with a line for each problem."""
+    try:
+        return load_settings(args.config, flags=flags)
+    except SettingsError as error:
+        raise InputError(str(error)) from error
 
 
-def gateway_client(settings: Settings, url: str | None, key: str | None, keys: list[str]) -> httpx.Client:
-    """A client of the gateway that `url` names (with or without /v1), else of the one in the settings.
-    `keys`: of the settings, sent to their own service only. Raises GatewayProblem for what is no URL."""
-    token = key or (keys[0] if keys and is_own(settings.gateway, url) else None)
+def admin_client(args: argparse.Namespace) -> httpx.Client:
+    """Return a client of the gateway's /admin that `args` name. Raises InputError."""
+    return gateway_client(settings_of(args), args.url, args.api_key, "admin_keys")
+
+
+def gateway_client(settings: Settings, url: str | None, key: str | None, keys: Keys) -> httpx.Client:
+    """Return a client of the gateway at `url` (with or without /v1) or where `locate` finds it.
+
+    `key` goes with each request, else the first of the settings' `keys`. Raises InputError for a bad URL.
+    """
+    found, is_own = locate(settings.gateway, url)
+    own_keys: list[str] = getattr(settings.gateway, keys)
+    token = key or (own_keys[0] if own_keys and is_own else None)
+    if token and not token.isascii():
+        raise InputError("the API key holds characters that are not ASCII; check --api-key and the settings")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    base = (url or url_of(settings.gateway)).rstrip("/").removesuffix("/v1")
+    base = found.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
-        raise GatewayProblem(f"{url} is no address; write http://{base}")
-    try:  # longer than a gateway lets ?wait=true wait
-        return httpx.Client(base_url=base, headers=headers, timeout=45)
-    except httpx.InvalidURL as error:
-        raise GatewayProblem(f"{url} is no address; write http://127.0.0.1:8000 ({error})") from error
+        raise InputError(f"--url {found}: the URL needs http://, as in http://{base.rpartition('://')[2]}")
+    try:
+        return httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S)
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise InputError(f"--url {found} is not a URL ({error}); write http://127.0.0.1:8000") from error
 
 
-def get_json(client: httpx.Client, path: str) -> Any:
-    """Raises GatewayProblem."""
-    return ask_json(client, "GET", path)
+def get_json(client: httpx.Client, path: str, *fields: str) -> dict[str, Any]:
+    """Return the JSON object at `path`, which must have `fields`. Raises ServerError."""
+    return ask_json(client, "GET", path, None, *fields)
 
 
-def ask_json(client: httpx.Client, method: str, path: str, body: Any = None) -> Any:
-    """The answer's JSON; `body` goes out as JSON, None: none does. Raises GatewayProblem."""
+def ask_json(client: httpx.Client, method: str, path: str, body: Any = None, *fields: str) -> dict[str, Any]:
+    """Send a request, with `body` as JSON unless it is None. Returns the JSON object of the answer.
+
+    Raises ServerError, also for an answer without one of `fields`.
+    """
     try:
         answer = client.request(method, path, json=body)
     except httpx.HTTPError as error:
         raise unreachable(client, error) from error
-    refuse_errors(answer)
+    except UnicodeEncodeError as error:  # bytes of the terminal
+        raise InputError(f"{error.object!r} is not valid UTF-8 text") from error
+    check_answer(answer)
     try:
-        return answer.json()
-    except ValueError as error:
-        raise GatewayProblem(f"{answer.url} did not answer with JSON: is that an Instar gateway?") from error
+        found = answer.json()
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= set(fields):
+        raise not_a_gateway(answer)
+    return found
 
 
-def unreachable(client: httpx.Client, error: httpx.HTTPError) -> GatewayProblem:
-    return GatewayProblem(
-        f"no gateway answers at {client.base_url} ({error}); start one with `instar serve`, or say where it "
-        "is with --url, INSTAR_HOST and INSTAR_PORT"
+def unreachable(client: httpx.Client, error: httpx.HTTPError) -> ServerError:
+    return ServerError(
+        f"no gateway answers at {client.base_url} ({error}); start one with `instar serve`, or name its "
+        "address with --url or INSTAR_HOST and INSTAR_PORT"
     )
 
 
-def refuse_errors(answer: httpx.Response) -> None:
-    """Raises GatewayProblem with the message of an error in OpenAI's shape. The body must have been read."""
+def not_a_gateway(answer: httpx.Response) -> ServerError:
+    """Say what answered in place of a gateway, without its page."""
+    kind = answer.headers.get("content-type", "").partition(";")[0] or "an answer without a type"
+    server = answer.headers.get("server", "")
+    return ServerError(
+        f"{answer.url} did not answer as an Instar gateway does: {answer.status_code}, {kind}"
+        f"{f' from {server}' if server else ''}; give the URL that `instar serve` prints with --url"
+    )
+
+
+def check_answer(answer: httpx.Response) -> None:
+    """Raise ServerError with the message of an error in OpenAI's shape. The body must have been read."""
     if answer.is_success:
         return
     try:
         message = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = answer.text[:200]
-    raise GatewayProblem(f"{answer.url.path}: {answer.status_code}: {message}{_hint(answer)}")
+        if answer.status_code != httpx.codes.UNAUTHORIZED:
+            raise not_a_gateway(answer) from None
+        message = "the server asks for a key"
+    raise ServerError(f"{answer.url.path}: {answer.status_code}: {message}{_hint(answer)}")
 
 
 def _hint(answer: httpx.Response) -> str:
-    """/admin and /v1 have keys of their own; whoever has one for /v1 would try it in vain. All that is asked
-    for lies under one of the two, so what comes before is of --url."""
+    """Say which key or which part of --url is wrong: /admin and /v1 have keys of their own."""
     path = answer.url.path
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         keys = "admin_keys" if path.startswith("/admin") else "api_keys"
         variable = variable_of(f"gateway.{keys}")
-        return f"; give one of the service's gateway.{keys} with --api-key KEY or {variable}=KEY{_OWN}"
+        return (
+            f"; give one of the service's gateway.{keys} with --api-key KEY or {variable}=KEY, which is sent "
+            "to the service of the settings only"
+        )
     if answer.status_code == httpx.codes.NOT_FOUND and not path.startswith(("/admin", "/v1")):
-        return f"; is --url right? It is the gateway's address, as {answer.url.copy_with(path='/')}"
+        return f"; is --url right? It is the gateway's address, such as {answer.url.copy_with(path='/')}"
     return ""
+
+
+# --------------------------------------------------------------------------- waiting
+
+POLL_S: Final = 0.3
+STUCK: Final = ("waiting", "registered")  # states in which nothing is done
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Follow a model or a deployment until it is in one of `states`, or for `within_s`.
+
+    `stuck_s` limits the time in which nothing is done for it. `hint` says what happens after a shorter wait.
+    """
+
+    states: Collection[str]
+    within_s: float
+    hint: str
+    stuck_s: float = float("inf")
+
+
+def follow(client: httpx.Client, path: str, found: dict[str, Any], wait: Wait) -> dict[str, Any]:
+    """Poll `path` until the wait ends, with progress on standard error. Raises ServerError."""
+    began = moved_at = time.monotonic()
+    shown = ""
+    with progress_line(wait.hint) as line:
+        while found["state"] not in wait.states:
+            now = time.monotonic()
+            moved_at = moved_at if found["state"] in STUCK else now
+            if now - began >= wait.within_s or now - moved_at >= wait.stuck_s:
+                line.end(wait.hint)
+                break
+            why = found.get("progress") or found["reason"]
+            text = f"  {found['state']}: {why}" if why else f"  {found['state']}"
+            if found["state"] not in STUCK or not why:
+                line.show(text)
+            elif (gist := re.sub(r"[\d.]+", "", text)) != shown:  # numbers change by themselves
+                shown = gist
+                line.end(text)
+            time.sleep(min(POLL_S, wait.within_s, wait.stuck_s))
+            found = get_json(client, path)
+    return found

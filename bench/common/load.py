@@ -18,10 +18,10 @@ from typing import Any, Final
 import msgspec
 
 from instar.replay.generator import Generator
-from instar.replay.outcomes import Outcome
+from instar.replay.outcomes import RequestOutcome
 from instar.replay.requests import Dialect, bodies
 from instar.replay.traces import Arrival
-from instar.replay.wire import Exchange, Server
+from instar.replay.wire import Exchange, ServerAddress
 
 MODEL: Final = "demo"
 VOCABULARY: Final = range(16, 4096)  # of the demo model and the dummies, without special tokens
@@ -39,7 +39,7 @@ class Recorder(Generator):
         self.texts: dict[int, str] = {}
         self.token_s: dict[int, list[float]] = defaultdict(list)
 
-    def _exchange_for(self, outcome: Outcome) -> Exchange:
+    def _exchange_for(self, outcome: RequestOutcome) -> Exchange:
         times = self.token_s[outcome.number]
 
         def count(num: int, now: float) -> None:
@@ -48,7 +48,7 @@ class Recorder(Generator):
 
         return Exchange(count)
 
-    def _conclude(self, outcome: Outcome, exchange: Exchange, problem: str) -> None:
+    def _conclude(self, outcome: RequestOutcome, exchange: Exchange, problem: str) -> None:
         super()._conclude(outcome, exchange, problem)
         del self.token_s[outcome.number][outcome.events :]  # the last event may carry the usage alone
         if outcome.is_served:
@@ -79,7 +79,7 @@ def play(
     """
     name = f"bench-{time.time_ns() // 1_000_000}"
     prompts = bodies(arrivals, MODEL, dialect or Dialect(), seed=0)
-    recorder = Recorder(Server.at(url, None), arrivals, prompts, drain_s=drain_s, name=name)
+    recorder = Recorder(ServerAddress.at(url, None), arrivals, prompts, drain_s=drain_s, name=name)
     asyncio.run(_play(recorder, watch))
     return recorder
 

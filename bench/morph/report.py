@@ -12,7 +12,7 @@ from typing import Any, Final
 from bench.common.results import Bar, bar, bar_lines, digits
 from bench.morph.service import Sample
 from bus.messages import MorphReport
-from instar.replay.outcomes import Outcome
+from instar.replay.outcomes import RequestOutcome
 from instar.replay.statistics import percentile
 
 TTFT_LIMIT_S: Final = 2.0  # MorphServe's (§2.2), and that of the work it compares with
@@ -26,7 +26,7 @@ class Run:
 
     configuration: str
     round: int
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     samples: list[Sample]
     morphs: list[MorphReport]
     began_s: float

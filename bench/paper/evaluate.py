@@ -35,7 +35,7 @@ from bench.paper.quality import measure
 from bench.paper.report import headlines, load_numbers, offline_numbers, premises
 from bench.paper.run import SLO
 from bench.paper.service import FULL, INT4, PLAN, PLAN_ANY, roomy, ways
-from instar.errors import BenchProblem
+from instar.errors import CommandError
 from worker.shape.layer_order import load_order
 
 RUNS: Final = Path("build/paper")
@@ -60,7 +60,7 @@ def expected_s(size: Size, num_loads: int) -> float:
 
 
 def evaluate(traces: Path | None, runs_folder: Path, size: Size) -> dict[str, Any]:
-    """Raises BenchProblem."""
+    """Raises CommandError."""
     for window in WINDOWS if traces else ():
         find_trace(traces or Path(), window)  # said now rather than after minutes
     clock = Clock(expected_s(size, 1 + (len(WINDOWS) if traces else 0)))
@@ -131,7 +131,7 @@ def main() -> int:
     args = options.parse_args()
     try:
         result = evaluate(args.traces, args.runs, QUICK if args.quick else Size())
-    except BenchProblem as problem:
+    except CommandError as problem:
         sys.stderr.write(f"bench.paper: {problem}\n")
         return 2
     from bench.paper.page import card

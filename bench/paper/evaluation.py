@@ -18,7 +18,7 @@ from bench.paper.quality import Offline
 from bench.paper.report import quality, row
 from bench.paper.run import SLO, PaperRun, run_one
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, ways
-from instar.errors import BenchProblem
+from instar.errors import InputError
 from instar.replay import files
 from instar.replay.card import errors_text
 
@@ -124,7 +124,7 @@ class Evaluation:
                 self.clock.say(in_a_line(self.ladder[-1]), self.size.ladder_s + BETWEEN_S)
 
     def _run(self, way: Way, load: str, source: str, times: list[float], drain_s: float) -> PaperRun:
-        """Kept in the folder of runs, too. Raises BenchProblem where nothing was served: no ratio can be told
+        """Kept in the folder of runs, too. Raises InputError where nothing was served: no ratio can be told
         of that."""
         service = self.wide if way.is_roomy else self.service
         run = run_one(service, way, load, source, requests(times, self.offline.prompts), drain_s)
@@ -134,7 +134,7 @@ class Evaluation:
         (folder / "texts.json").write_text(json.dumps(run.texts) + "\n")
         if not run.file.summary["served"]:
             errors = errors_text(run.file.summary["errors"])
-            raise BenchProblem(f"{load}, {way.name}: no request was served ({errors}); it is in {folder}")
+            raise InputError(f"{load}, {way.name}: no request was served ({errors}); it is in {folder}")
         return run
 
 

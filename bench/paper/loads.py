@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from instar.errors import BenchProblem
+from instar.errors import InputError
 from instar.replay.traces import Arrival, Shaping, load
 
 # A quarter of the paper's 512 and 256 (of the smaller models).
@@ -101,15 +101,15 @@ def fitted(times: Sequence[float], rate: float) -> list[float]:
 
 
 def find_trace(folder: Path, window: Window) -> Path:
-    """Raises BenchProblem, which says where to get it."""
+    """Raises InputError, which says where to get it."""
     for name in window.files:
         if (path := folder / name).is_file():
             return path
-    raise BenchProblem(WANTED.format(name=" or ".join(window.files), folder=folder))
+    raise InputError(WANTED.format(name=" or ".join(window.files), folder=folder))
 
 
 def window_load(path: Path, window: Window, speed: float, rate: float) -> Load:
-    """Raises BenchProblem."""
+    """Raises InputError."""
     trace = load(str(path), "auto", Shaping(window.start_s, SECONDS, rate=speed))
     times = [one.at_s for one in trace.arrivals]
     source = f"{path.name}, {window.start_s:g} to {window.start_s + SECONDS:g} s"
@@ -132,7 +132,7 @@ def gamma_load(seconds: float, rate: float, seed: int = 1) -> Load:
 def all_loads(
     traces: Path | None, speed: float, rate: float, note: Callable[[str], None] = lambda _: None
 ) -> list[Load]:
-    """Without a folder, only the made-up burst. Raises BenchProblem."""
+    """Without a folder, only the made-up burst. Raises InputError."""
     loads = []
     for window in WINDOWS if traces else ():
         loads.append(window_load(find_trace(traces or Path(), window), window, speed, rate))

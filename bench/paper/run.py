@@ -14,7 +14,7 @@ from bench.common.service import OtherPrograms
 from bench.morph.service import MorphService, Sample, Way
 from bus.messages import MorphReport
 from instar.replay.files import RunFile
-from instar.replay.outcomes import outcome_of
+from instar.replay.outcomes import RequestOutcome
 from instar.replay.statistics import Slo
 from instar.replay.traces import Arrival
 
@@ -69,7 +69,7 @@ def run_one(
     file = RunFile(
         about,
         SLO,
-        [outcome_of(one.as_json()) for one in run.outcomes],
+        [RequestOutcome.of(one.as_json()) for one in run.outcomes],
         observed(service, ordered_s, run.began_at),
         [run.events_in[second] for second in range(max(run.events_in, default=-1) + 1)],
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from bench.common.results import busy_lines, say
-from instar.replay.outcomes import Outcome
+from instar.replay.outcomes import RequestOutcome
 from instar.replay.statistics import percentile
 
 WITHOUT: Final = "without"
@@ -25,7 +25,7 @@ class Window:
 
     beside: str
     round: int
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[RequestOutcome]
     others_cores: float
 
     def __str__(self) -> str:

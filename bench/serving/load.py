@@ -10,7 +10,7 @@ from typing import Final
 from bench.common import load
 from bench.common.load import VOCABULARY, Recorder
 from instar.replay import traces
-from instar.replay.outcomes import UNFINISHED, Outcome
+from instar.replay.outcomes import UNFINISHED, RequestOutcome
 from instar.replay.requests import Dialect
 
 OUTPUT_SHARE: Final = 0.103  # of a short request (Gyges §5)
@@ -145,7 +145,7 @@ def served_by(recorder: Recorder, script: Sequence[Arrival]) -> list[Served]:
     ]
 
 
-def served(arrival: Arrival, outcome: Outcome, token_s: Sequence[float], text: str) -> Served:
+def served(arrival: Arrival, outcome: RequestOutcome, token_s: Sequence[float], text: str) -> Served:
     """Return what became of a request so far."""
     error = "" if outcome.error == UNFINISHED else outcome.error
     return Served(

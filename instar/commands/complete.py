@@ -1,75 +1,102 @@
-"""`instar complete`: one completion, written as it comes."""
+"""`instar complete`: one completion, printed as it is generated."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
 
 import httpx
 
-from bus.settings import Settings
-from instar.client import GatewayProblem, gateway_client, get_json, refuse_errors, unreachable
+from instar.client import (
+    check_answer,
+    gateway_client,
+    get_json,
+    settings_of,
+    unreachable,
+)
+from instar.errors import InputError, ServerError
+from instar.parser import CommandParser, add_client_flags, at_least_one
+
+DESCRIPTION = """\
+Completes a text with the running service. Without TEXT, reads it from standard input.
+
+  instar complete hello world
+  instar complete "def fib(n):" --max-tokens 60      quotes keep what the shell would interpret
+  echo "import os" | instar complete --temperature 0
+"""
 
 
-def complete(
-    settings: Settings,
-    text: str,
-    *,
-    url: str | None,
-    key: str | None,
-    model: str | None,
-    max_tokens: int,
-    temperature: float,
-) -> int:
-    """Exit status 0, or 1 with the gateway's own words."""
-    try:
-        with gateway_client(settings, url, key, settings.gateway.api_keys) as client:
-            name = model or first_model(client)
-            body = {"model": name, "prompt": text, "max_tokens": max_tokens, "temperature": temperature}
-            _refuse_unsendable(body)
-            for piece in stream_text(client, body):
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-    except GatewayProblem as problem:
-        sys.stderr.write(f"instar complete: {problem}\n")
-        return 1
+def add_to(parser: CommandParser) -> None:
+    parser.description = DESCRIPTION
+    add_client_flags(parser, json=False)
+    parser.add_argument(
+        "text", nargs="*", metavar="TEXT", help="[standard input]; words are joined by spaces"
+    )
+    parser.add_argument("--model", metavar="NAME", help="[the first one served]")
+    parser.add_argument(
+        "--max-tokens", type=at_least_one, default=64, metavar="N", help="length of the completion [64]"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 to 2 [0: greedy]")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = settings_of(args)
+    text = " ".join(args.text) if args.text else _standard_input()
+    with gateway_client(settings, args.url, args.api_key, "api_keys") as client:
+        body = {
+            "model": args.model or first_model(client),
+            "prompt": text,
+            "max_tokens": args.max_tokens,
+            "temperature": args.temperature,
+        }
+        _check_encodable(body)
+        for piece in stream_text(client, body):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
     sys.stdout.write("\n")
     return 0
 
 
-def _refuse_unsendable(body: dict[str, object]) -> None:
-    """What JSON cannot carry: bytes of the terminal that are no UTF-8, nan and infinity."""
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        sys.stderr.write("instar complete: type the text and end it with Ctrl-D\n")
+    return sys.stdin.read()
+
+
+def _check_encodable(body: dict[str, object]) -> None:
+    """Refuse what JSON cannot carry: bytes of the terminal that are not UTF-8, nan and infinity."""
     try:
         json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise GatewayProblem(f"the text is not valid UTF-8 (character {error.start})") from error
+        raise InputError(f"the text is not valid UTF-8 (character {error.start})") from error
     except ValueError as error:
-        raise GatewayProblem(
-            f"temperature must be a number from 0 to 2, not {body['temperature']}"
-        ) from error
+        raise InputError(f"--temperature must be a number from 0 to 2, not {body['temperature']}") from error
 
 
 def first_model(client: httpx.Client) -> str:
-    models = get_json(client, "/v1/models")["data"]
+    """Return the name of the first model served. Raises ServerError if there is none."""
+    models = get_json(client, "/v1/models", "data")["data"]
     if not models:
-        raise GatewayProblem("no model is being served yet; `instar status` shows what is loading")
+        raise ServerError("no model is being served yet; `instar status` shows what is loading")
     return str(models[0]["id"])
 
 
 def stream_text(client: httpx.Client, body: dict[str, object]) -> Iterator[str]:
-    """Pieces of text of a streamed completion. Raises GatewayProblem."""
+    """Yield the text of a streamed completion in pieces. Raises ServerError."""
     try:
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
             if not answer.is_success:
                 answer.read()
-            refuse_errors(answer)
+            check_answer(answer)
             for line in answer.iter_lines():
                 if not line.startswith("data:") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data:"))
                 if "error" in event:
-                    raise GatewayProblem(event["error"]["message"])
+                    raise ServerError(event["error"]["message"])
                 yield from (choice["text"] for choice in event["choices"])
     except httpx.HTTPError as error:
         raise unreachable(client, error) from error

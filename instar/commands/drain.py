@@ -1,76 +1,85 @@
-"""`instar drain`: a worker finishes what it runs, takes nothing new, and leaves."""
+"""`instar drain`: a worker finishes its requests, takes no new ones, and leaves."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
 
-from bus.settings import Settings
-from instar.client import GatewayProblem, ask_json, gateway_client, get_json
-from instar.output.progress import LiveLine
+from instar.client import admin_client, ask_json, get_json
+from instar.output.progress import progress_line
+from instar.output.tables import plural, write_json, write_text
+from instar.parser import CommandParser, add_client_flags, number_from_zero
 
 POLL_S: Final = 0.25
 
+DESCRIPTION = """\
+Asks a worker to leave. It takes no new requests and finishes the running ones within
+worker.drain_timeout_s; the rest continue on other workers.
 
-def drain(settings: Settings, args: argparse.Namespace) -> int:
-    """Exit status 0 when it has left, or will (--detach); 1 when it has not in time, or nobody answers."""
-    try:
-        with gateway_client(settings, args.url, args.key, settings.gateway.admin_keys) as client:
-            force = "?force=true" if args.force else ""
-            ordered = ask_json(client, "POST", f"/admin/workers/{quote(args.worker, safe='')}/drain{force}")
-            if not args.detach:
-                return _tell_end(args.worker, _until_gone(client, ordered, args.wait), args)
-    except GatewayProblem as problem:
-        sys.stderr.write(f"instar drain: {problem}\n")
-        return 1
-    sys.stdout.write(json.dumps(ordered) + "\n" if args.json else f"{args.worker} is draining\n")
-    return 0
+  instar drain w1                   wait until it has left
+  instar drain w1 --detach          return at once
+  instar drain w0 --force           also where no other worker serves its model
+
+Under `instar serve` the worker stays away until the service starts anew. The service goes on without any
+worker: requests wait for one to join (gateway.queue_timeout_s).
+"""
+
+
+def add_to(parser: CommandParser) -> None:
+    parser.description = DESCRIPTION
+    add_client_flags(parser)
+    parser.add_argument("worker", metavar="WORKER", help="as `instar status` shows it")
+    parser.add_argument(
+        "--wait",
+        type=number_from_zero,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for it to leave [60]",
+    )
+    parser.add_argument("--detach", action="store_true", help="return at once")
+    parser.add_argument("--force", action="store_true", help="also drain the last worker that serves a model")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 when the worker has left or was asked to (--detach), 1 when it has not in time."""
+    with admin_client(args) as client:
+        force = "?force=true" if args.force else ""
+        answer = ask_json(client, "POST", f"/admin/workers/{quote(args.worker, safe='')}/drain{force}")
+        if args.detach:
+            return write_json(answer) if args.json else write_text(f"{args.worker} is draining\n")
+        seconds = _until_gone(client, answer, args.wait)
+    if args.json:
+        state = "draining" if seconds is None else "left"
+        write_json({"worker": args.worker, "state": state, "seconds": seconds})
+    elif seconds is None:
+        write_text(f"{args.worker} is still draining after {args.wait:g} s; `instar status` shows it\n")
+    else:
+        write_text(f"{args.worker} has left after {seconds:.1f} s\n")
+    return int(seconds is None)
 
 
 def _until_gone(client: httpx.Client, ordered: dict[str, Any], within_s: float) -> float | None:
-    """Seconds until it had left; None: it is still there. Ctrl-C ends the wait, not the drain. Raises
-    GatewayProblem."""
-    began, line, worker = time.monotonic(), LiveLine(), ordered["worker"]
-    try:
+    """Return the seconds until the worker left, None if it is still there. Raises ServerError."""
+    began, worker = time.monotonic(), ordered["worker"]
+    with progress_line(f"{worker} continues to drain: `instar status` shows it until it has left") as line:
         while True:
-            state = dict(get_json(client, "/admin/state"))
+            state = get_json(client, "/admin/state", "workers", "instances")
             seconds = time.monotonic() - began
             if not any((one["id"], one["epoch"]) == (worker, ordered["epoch"]) for one in state["workers"]):
                 return seconds
             if seconds > within_s:
                 return None
-            line.show(f"  {worker} ends {_requests(state, worker)}, {seconds:.0f} s")
+            line.show(f"  {worker} finishes {_requests(state, worker)}, {seconds:.0f} s")
             time.sleep(POLL_S)
-    except KeyboardInterrupt:
-        line.end()
-        sys.stderr.write("it goes on: `instar status` shows it until it has left\n")
-        raise
-    finally:
-        line.end()
 
 
 def _requests(state: dict[str, Any], worker: str) -> str:
-    """Of the instances that it has a part in; not told is not none."""
+    """Return how many requests the worker's instances have, as far as they report it."""
     mine = [one for one in state["instances"] if worker in one["workers"]]
     counts = [count for one in mine for count in (one.get("running"), one.get("waiting"))]
-    if None in counts:
-        return "what it runs"
-    total = sum(counts)
-    return f"{total} request{'' if total == 1 else 's'}"
-
-
-def _tell_end(worker: str, seconds: float | None, args: argparse.Namespace) -> int:
-    if args.json:
-        told = {"worker": worker, "state": "draining" if seconds is None else "left", "seconds": seconds}
-        sys.stdout.write(json.dumps(told) + "\n")
-    elif seconds is None:
-        sys.stdout.write(f"{worker} is still draining after {args.wait:g} s, and goes on: `instar status`\n")
-    else:
-        sys.stdout.write(f"{worker} has left after {seconds:.1f} s\n")
-    return int(seconds is None)
+    return "its requests" if None in counts else plural(sum(counts), "request")

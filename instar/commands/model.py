@@ -1,79 +1,103 @@
-"""`instar model`: registered models, and what was measured of them."""
+"""`instar model`: registered models and their measurements."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from instar.client import ask_json, get_json
-from instar.output.tables import tell_json, trimmed
-from instar.wait import Wait, follow
+from instar.client import Wait, admin_client, ask_json, follow, get_json
+from instar.output.tables import MIB, make_table, trimmed, with_reason, write_json, write_text
+from instar.parser import CommandParser, Run, add_client_flags, subcommands
 
 MEASURED: Final = ("profiled", "failed")
 LINKS: Final = {"all_reduce": "all-reduces", "hop": "hops of stages"}
-MEASURE_S: Final = 3600.0  # at most
+MEASURE_S: Final = 3600.0  # the longest wait for a measurement
+
+DESCRIPTION = """\
+Registers models with a running service, which measures a few of their layers on an idle worker.
+
+  instar model add path/to/model           under the folder's name; waits until it is measured
+  instar model add path/to/model --name chat
+  instar model list
+  instar model show chat                   its measurements
+  instar model remove chat                 when no deployment uses it
+"""
 
 
-def add(client: httpx.Client, args: argparse.Namespace) -> int:
-    folder = args.folder.expanduser().resolve()
-    body = {"path": str(folder)} | ({"name": args.registered} if args.registered else {})
-    card = ask_json(client, "POST", "/admin/models", body)
-    if not args.detach:
-        card = measured(client, card)
+def add_to(parser: CommandParser) -> None:
+    parser.description = DESCRIPTION
+    declare = subcommands(parser)
+
+    def command(name: str, help_: str, run: Run) -> CommandParser:
+        added = declare(name, help_, run)
+        add_client_flags(added)
+        return added
+
+    add = command("add", "register a model folder, and measure it", _add)
+    add.add_argument("folder", type=Path, metavar="DIR", help="as `instar serve` takes it")
+    add.add_argument("--name", metavar="NAME", help="[the folder's]")
+    add.add_argument("--detach", action="store_true", help="do not wait until it is measured")
+    command("list", "list the registered models", _list)
+    for name, help_, run in (
+        ("show", "show a model and its measurements", _show),
+        ("remove", "remove a model", _remove),
+    ):
+        command(name, help_, run).add_argument("model", metavar="MODEL", help="its name")
+
+
+def _add(args: argparse.Namespace) -> int:
+    body = {"path": str(args.folder.expanduser().resolve())}
+    with admin_client(args) as client:
+        card = ask_json(client, "POST", "/admin/models", body | ({"name": args.name} if args.name else {}))
+        if not args.detach:
+            card = until_measured(client, card)
+    is_good = card["state"] != "failed"
     if args.json:
-        return tell_json(card, card["state"] != "failed")
-    sys.stdout.write(f"{card['name']}: {card['state']}{_because(card)}\n")
-    return int(card["state"] == "failed")
+        return write_json(card, is_good=is_good)
+    write_text(_heading(card))
+    return int(not is_good)
 
 
-def measured(client: httpx.Client, card: dict[str, Any], hint: str = "") -> dict[str, Any]:
-    """Waits until it is, or cannot be. Raises GatewayProblem."""
-    goes_on = f"it goes on: `instar model show {card['name']}`"
-    return follow(client, model_path(card["name"]), card, Wait(MEASURED, MEASURE_S, hint or goes_on))
+def until_measured(client: httpx.Client, card: dict[str, Any], hint: str = "") -> dict[str, Any]:
+    """Wait until the model is measured or cannot be. Raises ServerError."""
+    hint = hint or f"the measurement continues: `instar model show {card['name']}`"
+    return follow(client, model_path(card["name"]), card, Wait(MEASURED, MEASURE_S, hint))
 
 
-def show_list(client: httpx.Client, args: argparse.Namespace) -> int:
-    models = get_json(client, "/admin/models")["models"]
+def _list(args: argparse.Namespace) -> int:
+    with admin_client(args) as client:
+        models = get_json(client, "/admin/models", "models")["models"]
     if args.json:
-        return tell_json(models)
+        return write_json(models)
     if not models:
-        sys.stdout.write("no model is registered; `instar model add DIR` does it\n")
-        return 0
-    table = Table(
-        "model", "layers", "state", "why, and how far", "folder", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+        return write_text("no model is registered; `instar model add DIR` registers one\n")
+    table = make_table(["model", "layers", "state", "reason or progress", "folder"])
     for card in models:
-        told = card["progress"] or card["reason"]
-        table.add_row(card["name"], str(card["num_layers"]), card["state"], told, card["path"])
-    console = Console()
-    with trimmed(console):
+        reason = card["progress"] or card["reason"]
+        table.add_row(card["name"], str(card["num_layers"]), card["state"], reason, card["path"])
+    with trimmed() as console:
         console.print(table)
     return 0
 
 
-def show(client: httpx.Client, args: argparse.Namespace) -> int:
-    card = get_json(client, model_path(args.registered))
-    if args.json:
-        return tell_json(card)
-    sys.stdout.write(in_words(card))
-    return 0
+def _show(args: argparse.Namespace) -> int:
+    with admin_client(args) as client:
+        card = get_json(client, model_path(args.model))
+    return write_json(card) if args.json else write_text(in_words(card))
 
 
-def remove(client: httpx.Client, args: argparse.Namespace) -> int:
-    card = ask_json(client, "DELETE", model_path(args.registered))
+def _remove(args: argparse.Namespace) -> int:
+    with admin_client(args) as client:
+        card = ask_json(client, "DELETE", model_path(args.model))
     if args.json:
-        return tell_json(card)
+        return write_json(card)
     was_measured = card["state"] != "profiling"
-    rest = "what was measured of it is kept beside it" if was_measured else "its measurement is cancelled"
-    sys.stdout.write(f"{card['name']} is registered no more; {rest}\n")
-    return 0
+    rest = "its measurements stay in its folder" if was_measured else "its measurement is cancelled"
+    return write_text(f"removed {card['name']}; {rest}\n")
 
 
 def model_path(name: str) -> str:
@@ -81,46 +105,40 @@ def model_path(name: str) -> str:
 
 
 def in_words(card: dict[str, Any]) -> str:
-    """A model, and of each kind of device what was measured there."""
+    """Return a model and what was measured of it on each kind of device."""
     context = f", a context of {card['context']} tokens" if card.get("context") else ""
-    lines = [
-        f"{card['name']}: {card['state']}{_because(card)}",
-        f"  {card['path']}: {card['num_layers']} layers{context}",
-    ]
+    lines = [f"  {card['path']}: {card['num_layers']} layers{context}"]
     for profile in card.get("profiles") or []:
-        lines += profile_lines(profile)
-    return "".join(f"{line}\n" for line in lines)
+        lines += _profile_lines(profile)
+    return _heading(card) + "".join(f"{line}\n" for line in lines)
 
 
-def profile_lines(profile: dict[str, Any]) -> list[str]:
-    """What its numbers rest on, what it cost, and what precisions lose, as far as that is known."""
+def _heading(card: dict[str, Any]) -> str:
+    return with_reason(f"{card['name']}: {card['state']}", card.get("progress") or card.get("reason")) + "\n"
+
+
+def _profile_lines(profile: dict[str, Any]) -> list[str]:
+    """Return what the numbers rest on, what measuring cost, and the loss of precisions where it is known."""
     losses = {name: loss for name, loss in profile["loss"].items() if name != "full"}
     unknown = [name for name in profile["precisions"] if name not in ("full", *losses)]
+    links = " and ".join(LINKS.get(one, one) for one in profile.get("links") or [])
     lines = [
         f"  measured on {profile['device']} by Instar {profile['version']}: {profile['samples']} samples, "
-        f"{profile['device_seconds']:.1f} s, {profile['peak_bytes'] / (1 << 20):.0f} MiB at most",
+        f"{profile['device_seconds']:.1f} s, {profile['peak_bytes'] / MIB:.0f} MiB at most",
         f"    prompts of {_listed(profile['prompt_tokens'])} tokens in batches of "
         f"{_listed(profile['batch_sizes'])}; precisions: {_listed(profile['precisions'])}",
         f"    tensor-parallel degrees that its weights can be cut to: {_listed(profile['degrees'])}",
+        f"    between two workers: {links or 'nothing, there was no second one'}",
     ]
-    links = ", ".join(LINKS.get(one, one) for one in profile.get("links") or [])
-    lines.append(
-        f"    between two workers: {links.replace(', ', ' and ') or 'nothing, there was no second one'}"
-    )
     if losses:
-        told = ", ".join(f"{name} {loss:.1%}" for name, loss in losses.items())
-        lines.append(f"    perplexity lost: {told}")
+        shown = ", ".join(f"{name} {loss:.1%}" for name, loss in losses.items())
+        lines.append(f"    loss of perplexity: {shown}")
     if unknown:
         lines.append(
-            f"    perplexity lost by {_listed(unknown)}: not known; `instar profile --precision P` on the "
-            "folder tells, then register it again"
+            f"    loss of perplexity by {_listed(unknown)}: unknown; run `instar profile --precision P` on "
+            "the folder, then register it again"
         )
     return lines
-
-
-def _because(card: dict[str, Any]) -> str:
-    told = card.get("progress") or card.get("reason")
-    return f" ({told})" if told else ""
 
 
 def _listed(values: list[Any]) -> str:

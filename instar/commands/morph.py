@@ -1,202 +1,337 @@
-"""`instar morph`: orders to a running gateway, and how they ended."""
+"""`instar morph`: change the shape of a running instance, and the policy."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
+from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
 
-from bus.settings import Settings
-from instar.client import GatewayProblem, ask_json, gateway_client, get_json
+from bus.policy import FIELDS
+from bus.precisions import PRECISIONS
+from instar.client import admin_client, ask_json, get_json
 from instar.commands.morph_workers import workers_for
+from instar.errors import InputError, ServerError
 from instar.output.morph_numbers import numbers_text
-from instar.output.progress import LiveLine
+from instar.output.progress import progress_line
+from instar.output.tables import write_json, write_text
+from instar.parser import (
+    CommandParser,
+    Run,
+    add_client_flags,
+    at_least_one,
+    either,
+    number_from_zero,
+    one_of,
+    subcommands,
+)
 
 DONE: Final = ("applied", "running")
 POLL_S: Final = 0.1
 MANUAL: Final = "manual"
-UNDONE: Final = "  the policy (mode {mode}) may undo this; `instar morph policy mode=manual` keeps it\n"
+PARTS: Final = ("attention", "ffn")
+
+DESCRIPTION = """\
+Changes the shape of a running instance by hand, and the policy by which the service changes it itself.
+
+  instar morph swap --count 2 --precision int4          the next two layers in the profile's order
+  instar morph swap demo@w0 --layers 0,4-6 --precision full
+  instar morph swap --layers 3 --part ffn --precision int8
+  instar morph resize 400                               the number of KV blocks
+  instar morph tp 2                                     two workers become one instance
+  instar morph tp 1 --workers w0,w1                     and two again
+  instar morph policy                                   show the policy
+  instar morph policy mode=manual kv_usage_high=0.9     change it
+  instar morph show ID                                  the progress of a morph
+  instar morph cancel ID                                stop it; the old shape continues to serve
+
+Instances are those of `instar status`. With only one, its name may be left out. Without pressure the policy
+returns layers and splits groups that were ordered by hand; with mode=manual it changes nothing itself.
+"""
 
 
-def morph(settings: Settings, args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when no gateway answered, or the morph ended otherwise than applied."""
+# --------------------------------------------------------------------------- flags
+
+
+def add_to(parser: CommandParser) -> None:
+    parser.description = DESCRIPTION
+    declare = subcommands(parser)
+
+    def command(name: str, help_: str, run: Run) -> CommandParser:
+        added = declare(name, help_, run)
+        add_client_flags(added)
+        return added
+
+    swap = command("swap", "hold layers in another precision", _order(_swap))
+    _add_instance(swap)
+    which = swap.add_mutually_exclusive_group(required=True)
+    which.add_argument("--layers", type=layer_numbers, metavar="LIST", help="their numbers, as 0,4-6")
+    which.add_argument(
+        "--count",
+        type=at_least_one,
+        metavar="N",
+        help="the next N in the instance's order; to full precision, the last N that were swapped",
+    )
+    swap.add_argument(
+        "--precision", required=True, type=one_of(PRECISIONS), metavar="P", help=either(PRECISIONS)
+    )
+    swap.add_argument(
+        "--part", action="append", type=one_of(PARTS), metavar="PART", help=f"{either(PARTS)} [both]"
+    )
+    _add_wait(swap)
+
+    resize = command("resize", "set the number of KV blocks", _order(_resize))
+    _add_instance(resize)
+    resize.add_argument("blocks", type=_blocks, metavar="BLOCKS", help="rounded to whole pages")
+    _add_wait(resize)
+
+    tp = command("tp", "change the degree of tensor parallelism", _order(_transform))
+    tp.add_argument("tp", type=at_least_one, metavar="DEGREE", help="workers of one instance")
+    which = tp.add_mutually_exclusive_group()
+    which.add_argument(
+        "--workers", type=_names, metavar="LIST", help="all that take part, as w0,w1 [the least loaded]"
+    )
+    which.add_argument("--instance", metavar="INSTANCE", help="one that takes part [of the only model]")
+    tp.add_argument("--model", metavar="NAME", help="the model, where the workers serve several")
+    tp.add_argument(
+        "--layers-per-step",
+        type=at_least_one,
+        metavar="N",
+        help="layers that change between two steps [worker.layers_per_step]",
+    )
+    _add_wait(tp)
+
+    policy = command("policy", "show the policy, or change its fields", _policy)
+    policy.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="without any: shows all fields")
+    policy.epilog = policy_fields()
+    for name, help_, run in (("show", "show a morph", _show), ("cancel", "cancel a running morph", _cancel)):
+        command(name, help_, run).add_argument("morph", metavar="ID", help="as `instar status` shows it")
+
+
+def _add_instance(parser: CommandParser) -> None:
+    parser.add_argument("instance", nargs="?", metavar="INSTANCE", help="[the only one]")
+    parser.add_argument("--instance", dest="named", metavar="INSTANCE", help="the same as a flag")
+
+
+def _add_wait(parser: CommandParser) -> None:
+    help_ = "seconds it may wait for free memory [0]"
+    parser.add_argument("--wait", type=number_from_zero, default=0.0, metavar="S", help=help_)
+    parser.add_argument("--detach", action="store_true", help="return at once instead of when it has ended")
+
+
+def policy_fields() -> str:
+    """Return the fields of the policy, each with its meaning, limits, default and effects of modes."""
+    lines = ["fields:"]
+    for one in FIELDS:
+        default = f"{one.default:g}" if isinstance(one.default, float) else one.default
+        unit = f" {one.unit}" if one.unit not in one.summary.split() and one.unit else ""
+        lines.append(f"  {one.name:20}{one.summary}: {one.limits}{unit} [{default}]")
+        notes = [f"0: {one.zero}"] if one.zero else []
+        notes += [f"{name}: {text}" for name, text in one.choices.items() if text]
+        notes += [f"with mode={mode} {effect.summary}" for mode, effect in one.by_mode.items()]
+        lines += [f"{'':22}{note}" for note in notes]
+    return "\n".join(lines)
+
+
+def _blocks(text: str) -> int:
     try:
-        with gateway_client(settings, args.url, args.key, settings.gateway.admin_keys) as client:
-            if args.verb == "policy":
-                return _policy(client, args)
-            found = _morph(client, args)
-            return _tell_json(found, args) if args.json else _tell(found, args, _state(client))
-    except GatewayProblem as problem:
-        sys.stderr.write(f"instar morph {args.verb}: {problem}\n")
-        return 1
+        return at_least_one(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error}; the instance comes before it, as in resize demo@w0 400"
+        ) from None
 
 
-def _morph(client: httpx.Client, args: argparse.Namespace) -> dict[str, Any]:
-    """The morph as it is when this command has nothing more to wait for."""
-    if args.verb == "show":
-        return _object(get_json(client, _path(args.morph)))
-    if args.verb == "cancel":
-        return _until_end(client, _object(ask_json(client, "DELETE", _path(args.morph))))
-    path, body = _transform(client, args) if args.verb == "tp" else _of_instance(client, args)
-    given = {name: value for name, value in (body | {"wait_s": args.wait}).items() if value is not None}
-    ordered = _object(ask_json(client, "POST", path, given))
-    return ordered if args.detach else _until_end(client, ordered)
+def layer_numbers(text: str) -> list[int]:
+    """Parse `0,4-6` as [0, 4, 5, 6]."""
+    found: list[int] = []
+    for piece in text.split(","):
+        first, dash, last = piece.partition("-")
+        try:
+            low, high = int(first), int(last if dash else first)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers; write 0,4-6") from None
+        if high < low or high - low > 10_000:
+            raise argparse.ArgumentTypeError(f"{piece!r} is not a range of layers; write 4-6")
+        found += range(low, high + 1)
+    return found
 
 
-def _of_instance(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    instance = quote(_named(args) or _only_instance(client, args.verb), safe="@")
-    path = f"/admin/instances/{instance}/{args.verb}"
-    if args.verb == "resize":
-        return path, {"blocks": args.blocks}
-    return path, {
-        "precision": args.precision,
-        "layers": args.layers,
-        "count": args.count,
-        "parts": args.part,
-    }
+def _names(text: str) -> list[str]:
+    """Parse `w0,w1` as ["w0", "w1"]."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of workers; write w0,w1")
+    return names
+
+
+# --------------------------------------------------------------------------- orders
+
+Order = Callable[[httpx.Client, argparse.Namespace], tuple[str, dict[str, Any]]]  # path and body
+
+
+def _order(order: Order) -> Run:
+    """Return a command that posts what `order` makes and waits for the morph's end."""
+
+    def run(args: argparse.Namespace) -> int:
+        with admin_client(args) as client:
+            path, body = order(client, args)
+            given = {name: value for name, value in body.items() if value is not None}
+            morph = ask_json(client, "POST", path, given | {"wait_s": args.wait})
+            morph = morph if args.detach else _until_end(client, morph)
+            is_done = morph["state"] in DONE
+            if args.json:
+                return write_json(morph, is_good=is_done)
+            state = _state(client)
+        mode = (state.get("policy") or {}).get("mode", MANUAL)
+        write_text(in_words(morph, _page_bytes(state, morph)))
+        if is_done and mode != MANUAL:
+            write_text(
+                f"  the policy (mode {mode}) may undo this; `instar morph policy mode=manual` keeps it\n"
+            )
+        return int(not is_done)
+
+    return run
+
+
+def _swap(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    body = {"precision": args.precision, "layers": args.layers, "count": args.count, "parts": args.part}
+    return _instance_path(client, args, "swap"), body
+
+
+def _resize(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    return _instance_path(client, args, "resize"), {"blocks": args.blocks}
 
 
 def _transform(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    workers, model = args.members, args.served
+    workers, model = args.workers, args.model
     if not workers:
-        workers, model = workers_for(get_json(client, "/admin/state"), args.tp, args.instance, model)
+        state = get_json(client, "/admin/state", "workers", "instances")
+        workers, model = workers_for(state, args.tp, args.instance, model)
     body = {"workers": workers, "tp": args.tp, "model": model, "layers_per_step": args.layers_per_step}
     return "/admin/instances/transform", body
 
 
-def _until_end(client: httpx.Client, found: dict[str, Any]) -> dict[str, Any]:
-    """Shows how far it is to whoever watches. Ctrl-C ends the wait, not the morph. Raises GatewayProblem."""
-    line, began = LiveLine(), time.monotonic()
-    try:
-        while found["state"] == "running":
+def _instance_path(client: httpx.Client, args: argparse.Namespace, morph: str) -> str:
+    """Return the path of the instance named by its place or by --instance, else of the only one."""
+    names: set[str] = {name for name in (args.instance, args.named) if name}
+    if len(names) > 1:
+        raise InputError(f"{args.instance} and --instance {args.named} differ; name one instance")
+    instance = names.pop() if names else _only_instance(client, args.prog)
+    return f"/admin/instances/{quote(instance, safe='@')}/{morph}"
+
+
+def _only_instance(client: httpx.Client, prog: str) -> str:
+    known = [str(one["id"]) for one in get_json(client, "/admin/state", "instances")["instances"]]
+    if not known:
+        raise ServerError("there is no instance yet: `instar status` shows what is loading")
+    if len(known) > 1:
+        raise InputError(f"say which instance, as in `{prog} {known[0]} ...`; there are: {', '.join(known)}")
+    return known[0]
+
+
+def _until_end(client: httpx.Client, morph: dict[str, Any]) -> dict[str, Any]:
+    """Poll the morph until it has ended, with progress on a terminal. Raises ServerError."""
+    began = time.monotonic()
+    hint = f"the morph continues: see `instar morph show {morph['id']}`, or cancel it"
+    with progress_line(hint) as line:
+        while morph["state"] == "running":
             if line.is_watched:
-                line.show(f"  {progress_text(found, time.monotonic() - began)}")
+                line.show(f"  {progress_text(morph, time.monotonic() - began)}")
                 time.sleep(POLL_S)
             wait = "" if line.is_watched else "?wait=true"
-            found = _object(get_json(client, _path(found["id"]) + wait))
-        if progress := degree_text(found["numbers"]):
+            morph = get_json(client, _path(morph["id"]) + wait)
+        if progress := _degree_text(morph["numbers"]):
             line.show(f"  {progress}")
-    except KeyboardInterrupt:
-        line.end()
-        sys.stderr.write(f"it goes on: `instar morph show {found['id']}`, or cancel\n")
-        raise
-    finally:
-        line.end()
-    return found
+    return morph
 
 
-def progress_text(found: dict[str, Any], seconds: float) -> str:
-    """`5 of 8 layers at tp 2, 3 s`; the time from the first second on."""
-    told = degree_text(found["numbers"]) or found["reason"] or found["state"]
-    return told + (f", {seconds:.0f} s" if seconds >= 1 else "")
+def _show(args: argparse.Namespace) -> int:
+    with admin_client(args) as client:
+        morph = get_json(client, _path(args.morph))
+        return write_json(morph) if args.json else _write(client, morph)
 
 
-def degree_text(numbers: dict[str, Any]) -> str:
-    """Of a transform; empty before the first layer."""
+def _cancel(args: argparse.Namespace) -> int:
+    with admin_client(args) as client:
+        morph = _until_end(client, ask_json(client, "DELETE", _path(args.morph)))
+        return write_json(morph) if args.json else _write(client, morph)
+
+
+def _write(client: httpx.Client, morph: dict[str, Any]) -> int:
+    return write_text(in_words(morph, _page_bytes(_state(client), morph)))
+
+
+def _state(client: httpx.Client) -> dict[str, Any]:
+    """Return the service's state, {} where it cannot be read: it only adds to what is shown."""
+    try:
+        return get_json(client, "/admin/state")
+    except ServerError:
+        return {}
+
+
+def _page_bytes(state: dict[str, Any], morph: dict[str, Any]) -> int | None:
+    pages = {one["id"]: one.get("page_bytes") for one in state.get("workers") or []}
+    return pages.get(morph.get("worker"))
+
+
+def _path(morph_id: str) -> str:
+    return f"/admin/morphs/{quote(morph_id, safe='')}"
+
+
+# --------------------------------------------------------------------------- in words
+
+
+def progress_text(morph: dict[str, Any], seconds: float) -> str:
+    """Return `5 of 8 layers at tp 2, 3 s`."""
+    text = _degree_text(morph["numbers"]) or morph["reason"] or morph["state"]
+    return text + (f", {seconds:.0f} s" if seconds >= 1 else "")
+
+
+def _degree_text(numbers: dict[str, Any]) -> str:
+    """Return how far a transform is, "" before its first layer."""
     if not {"layers_done", "layers", "tp_after"} <= numbers.keys() or not numbers["layers_done"]:
         return ""
     return f"{numbers['layers_done']} of {numbers['layers']} layers at tp {numbers['tp_after']}"
 
 
-def _named(args: argparse.Namespace) -> str | None:
-    """By its place or by --instance. Raises GatewayProblem for two names."""
-    names: set[str] = {name for name in (args.instance, args.named) if name}
-    if len(names) > 1:
-        raise GatewayProblem(f"{args.instance} and --instance {args.named} are two: name one")
-    return names.pop() if names else None
-
-
-def _only_instance(client: httpx.Client, verb: str) -> str:
-    there = [str(instance["id"]) for instance in get_json(client, "/admin/state")["instances"]]
-    if not there:
-        raise GatewayProblem("there is no instance yet: `instar status` shows what is loading")
-    if len(there) > 1:
-        raise GatewayProblem(
-            f"say which instance, as in `instar morph {verb} {there[0]} ...`; there are: {', '.join(there)}"
-        )
-    return there[0]
-
-
-def _state(client: httpx.Client) -> dict[str, Any]:
-    """Of the service; {} where it is not told: the order went out, this is for its reader only."""
-    try:
-        return _object(get_json(client, "/admin/state"))
-    except GatewayProblem:
-        return {}
-
-
-def _doubt(state: dict[str, Any], found: dict[str, Any], verb: str) -> str:
-    """What may soon be otherwise: the policy goes back to where pressure or the lack of it leads it. "" where
-    it does nothing by itself, or is not told."""
-    if verb in ("show", "cancel") or found["state"] not in DONE:
-        return ""
-    mode = (state.get("policy") or {}).get("mode", MANUAL)
-    return "" if mode == MANUAL else UNDONE.format(mode=mode)
-
-
-def _tell_json(found: dict[str, Any], args: argparse.Namespace) -> int:
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    return _exit_status(found, args)
-
-
-def _tell(found: dict[str, Any], args: argparse.Namespace, state: dict[str, Any]) -> int:
-    pages = {one["id"]: one.get("page_bytes") for one in state.get("workers") or []}
-    sys.stdout.write(in_words(found, pages.get(found.get("worker"))) + _doubt(state, found, args.verb))
-    return _exit_status(found, args)
-
-
-def _exit_status(found: dict[str, Any], args: argparse.Namespace) -> int:
-    return 0 if found["state"] in DONE or args.verb in ("show", "cancel") else 1
-
-
-def in_words(found: dict[str, Any], page_bytes: int | None = None) -> str:
-    """Two or three lines: what, how it ended and why, with those numbers that the reason does not tell.
-    `page_bytes`: of its worker's pages, where that is known."""
-    took = f" in {found['ended'] - found['started']:.2f} s" if found["ended"] else ""
-    lines = [f"{found['kind']} {found['id']} of {found['target']}: {found['state']}{took}"]
-    if found["reason"]:
-        lines.append(f"  {found['reason']}")
-    if told := numbers_text(found["numbers"], page_bytes, found["reason"]):
-        lines.append(f"  {told}")
+def in_words(morph: dict[str, Any], page_bytes: int | None = None) -> str:
+    """Return up to three lines: what it was and how it ended, the reason, numbers beyond the reason's."""
+    took = f" in {morph['ended'] - morph['started']:.2f} s" if morph["ended"] else ""
+    lines = [f"{morph['kind']} {morph['id']} of {morph['target']}: {morph['state']}{took}"]
+    lines += [
+        f"  {text}"
+        for text in (morph["reason"], numbers_text(morph["numbers"], page_bytes, morph["reason"]))
+        if text
+    ]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _policy(client: httpx.Client, args: argparse.Namespace) -> int:
-    if args.words:
-        policy = _object(ask_json(client, "PUT", "/admin/policy", dict(map(_field, args.words))))
-    else:
-        policy = _object(get_json(client, "/admin/policy"))
+# --------------------------------------------------------------------------- the policy
+
+
+def _policy(args: argparse.Namespace) -> int:
+    changes = dict(map(_field, args.fields))
+    with admin_client(args) as client:
+        policy = ask_json(client, "PUT" if changes else "GET", "/admin/policy", changes or None)
     if args.json:
-        sys.stdout.write(json.dumps(policy, indent=2) + "\n")
-    else:
-        sys.stdout.write("".join(f"{name} = {_number(value)}\n" for name, value in policy.items()))
-    return 0
+        return write_json(policy)
+    return write_text("".join(f"{name} = {_number(value)}\n" for name, value in policy.items()))
 
 
 def _field(word: str) -> tuple[str, Any]:
-    """`windows=3` -> ("windows", 3); what is no JSON is text. Raises GatewayProblem."""
+    """Parse `windows=3` as ("windows", 3). What is not JSON is text. Raises InputError."""
     name, equals, text = word.partition("=")
     if not equals:
-        raise GatewayProblem(f"{word!r} is no field with its value; write it as windows=3")
+        raise InputError(f"{word!r} is not a field with its value; write it as windows=3")
     try:
-        return name, json.loads(text)
+        return name, json.loads(text, parse_constant=str)  # JSON has no NaN and Infinity
     except ValueError:
         return name, text
-
-
-def _object(found: Any) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise GatewayProblem("the answer is no JSON object: is that an Instar gateway?")
-    return found
-
-
-def _path(morph_id: str) -> str:
-    return f"/admin/morphs/{quote(morph_id, safe='')}"
 
 
 def _number(value: Any) -> str:

@@ -2,61 +2,124 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from bus.settings import Settings
-from instar.address import why_not_listen
-from instar.serve.console import Console
-from instar.serve.keeper import CONFIGURATION_ERROR, Backoff, Program
-from instar.serve.preflight import why_not_serve
+from bus.settings_sources import Given, Layer
+from instar.client import settings_of
+from instar.errors import InputError
+from instar.parser import CommandParser
+from instar.running import announced, url_of
+from instar.serve.preflight import why_not_listen, why_not_serve
+from instar.serve.process import Backoff, Console, Program
 from instar.serve.programs import DEMO_MODEL, available_cpus, count_gpus, plan_programs, with_values
-from instar.serve.redis_server import (
-    RedisServer,
-    RedisServerNotFound,
-    free_port,
-    plan_redis,
-    wait_until_listening,
-)
+from instar.serve.readiness import ServiceWatcher
+from instar.serve.redis_server import RedisServer, free_port, plan_redis, wait_until_listening
 from instar.serve.supervisor import Supervisor
 
 REDIS_START_S = 10.0
 
+DESCRIPTION = """\
+Runs Redis, gateway, monitor, controller and workers, restarts what dies, and stops all on Ctrl-C.
 
-class CannotServe(Exception):
-    """Found before anything was started; says what to change."""
+  instar serve                                     the demo model
+  instar serve models/llama --port 9000            another model and port
+  instar serve a=dir/one b=dir/two --workers 2     two models in each of two workers
+  instar serve --host 0.0.0.0 --api-key s3cret     for other machines: needs a key
+  instar serve config-only/ --load-format dummy    random weights of the folder's config.json
+
+Every flag is a setting: `--port 9000`, INSTAR_PORT=9000 and `[gateway] port = 9000` in instar.toml mean the
+same. A flag wins over a variable, a variable over the file. `instar settings` lists all settings.
+
+Other commands find the service of this machine. If several run, --url or INSTAR_PORT says which.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A setting as a flag, under vLLM's name where the meaning is the same.
+
+    The value stays text: the settings know its type and say what they accept.
+    """
+
+    option: str
+    setting: str
+    metavar: str
+    help: str
+    is_repeatable: bool = False
+
+    @property
+    def dest(self) -> str:
+        return self.option.removeprefix("--").replace("-", "_")
+
+
+FLAGS = (
+    Flag("--host", "gateway.host", "ADDRESS", "[127.0.0.1]; beyond this machine needs --api-key"),
+    Flag("--port", "gateway.port", "N", "[8000]; 0 takes a free one"),
+    Flag("--api-key", "gateway.api_keys", "KEY", "require this key on /v1; may be repeated", True),
+    Flag("--workers", "serve.workers", "N", "worker processes, one per GPU [1]"),
+    Flag("--model", "worker.models", "DIR", "the same as MODEL; may be repeated", True),
+    Flag("--load-format", "worker.load_format", "FORMAT", "safetensors, or dummy for random weights"),
+    Flag("--dtype", "worker.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
+    Flag("--device", "worker.device", "NAME", "cpu, cuda, cuda:1, ... [a GPU if there is one]"),
+    Flag("--memory-mb", "worker.memory_mb", "MB", "weights and KV cache of a worker"),
+    Flag("--max-model-len", "worker.max_model_len", "TOKENS", "longest prompt and answer together"),
+    Flag("--max-num-seqs", "worker.max_num_seqs", "N", "sequences in one step; also limits the KV cache"),
+    Flag("--max-num-batched-tokens", "worker.max_num_batched_tokens", "N", "tokens in one step"),
+    Flag("--redis-url", "redis.url", "URL", "use a running Redis instead of starting one"),
+    Flag("--log-level", "log.level", "LEVEL", "debug, info, warning or error"),
+)
+
+
+def add_to(parser: CommandParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="model folder or NAME=DIR [the demo model]"
+    )
+    for flag in FLAGS:
+        action = "append" if flag.is_repeatable else "store"
+        parser.add_argument(flag.option, dest=flag.dest, metavar=flag.metavar, help=flag.help, action=action)
+    parser.set_defaults(run=lambda args: serve(settings_of(args, given_flags(args))))
+
+
+def given_flags(args: argparse.Namespace) -> Layer:
+    """Return the settings that flags and MODELs give."""
+    values = {flag: getattr(args, flag.dest) for flag in FLAGS}
+    layer = {flag.setting: Given(value, flag.option) for flag, value in values.items() if value is not None}
+    if args.models:
+        layer["worker.models"] = Given([*args.models, *(args.model or [])], "MODEL")
+    return layer
 
 
 def serve(settings: Settings) -> int:
-    """Runs until Ctrl-C or SIGTERM. Returns the exit status: 0, or 2 when these settings cannot serve."""
+    """Run until Ctrl-C or SIGTERM. Returns the exit status. Raises InputError before anything starts."""
     console = Console()
-    try:
-        settings = ready_to_start(settings)
-        redis = None if settings.redis.url else plan_redis(settings.redis.maxmemory_mb)
-    except (CannotServe, RedisServerNotFound) as problem:
-        sys.stderr.write(f"instar serve: {problem}\n")
-        return CONFIGURATION_ERROR
+    settings = ready_to_start(settings)
+    redis = None if settings.redis.url else plan_redis(settings.redis.maxmemory_mb)
     programs = plan_programs(settings, redis, os.environ, available_cpus(), count_gpus())
     console.say(f"Starting {', '.join(program.name for program in programs)} (Ctrl-C stops them all)")
-    return asyncio.run(_supervise(settings, programs, redis, console))
+    with announced(url_of(settings.gateway)):
+        return asyncio.run(_supervise(settings, programs, redis, console))
 
 
 def ready_to_start(settings: Settings) -> Settings:
-    """Settings with the model and port that will be used. Raises CannotServe."""
+    """Return the settings with the model and port that will be used. Raises InputError."""
     if not settings.worker.models and not settings.worker.may_be_empty:
         if not DEMO_MODEL.is_dir():
-            raise CannotServe("no model: name a model folder, as in `instar serve path/to/model`")
+            raise InputError("no model: name a model folder, as in `instar serve path/to/model`")
         settings = with_values(settings, "worker", models=[_shortest(DEMO_MODEL)])
     if problem := why_not_serve(settings):
-        raise CannotServe(problem)
+        raise InputError(problem)
     if settings.gateway.port == 0:
         settings = with_values(settings, "gateway", port=free_port())
     if problem := why_not_listen(settings.gateway.host, settings.gateway.port):
-        raise CannotServe(problem)
+        raise InputError(problem)
     if settings.redis.url and (problem := asyncio.run(_why_not_redis(settings))):
-        raise CannotServe(problem)
+        raise InputError(problem)
     return settings
 
 
@@ -80,29 +143,18 @@ async def _supervise(
 ) -> int:
     backoff = Backoff(settings.serve.restart_backoff_s, settings.serve.restart_backoff_max_s)
     supervisor = Supervisor(programs, backoff, console, settings.gateway.drain_timeout_s)
-    supervisor.listen_to_signals()
+    supervisor.handle_signals()
     if redis is not None:
         supervisor.start("redis")
         if not await asyncio.to_thread(wait_until_listening, redis.port, REDIS_START_S):
             console.say(f"{redis.program} does not listen yet after {REDIS_START_S:g} s")
     supervisor.start("gateway", "monitor", "controller", "worker")
-    watching = asyncio.create_task(_watch(settings, supervisor, console))
+    watching = asyncio.create_task(ServiceWatcher(settings, console).watch(supervisor))
     await supervisor.until_end()
     watching.cancel()
     return await supervisor.end()
 
 
-async def _watch(settings: Settings, supervisor: Supervisor, console: Console) -> None:
-    from instar.serve.readiness import Watch
-
-    watch = Watch(settings, console)
-    await watch.until_ready()
-    while True:
-        await supervisor.died.wait()
-        supervisor.died.clear()
-        await watch.until_whole(supervisor.expected_workers)
-
-
 def _shortest(path: Path) -> str:
-    """Relative to the working directory where that is inside it."""
+    """Return `path` relative to the working directory if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,7 +1,8 @@
-"""Settings as text: the example file, and the listing of what is in force."""
+"""`instar settings`: every setting with its source, and the example file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import typing
@@ -12,6 +13,16 @@ from pydantic.fields import FieldInfo
 
 from bus.settings import Settings, layers_of
 from bus.settings_sources import fields_of, is_secret, merge, variable_of
+from instar.client import settings_of
+from instar.output.tables import write_text
+from instar.parser import CommandParser
+
+DESCRIPTION = """\
+Shows every setting: its value, and in brackets the file or variable that set it.
+
+  instar settings                              what a service started here would use
+  instar settings --example > instar.toml      a file with every default and its meaning, to edit
+"""
 
 HEADER = """\
 # Every setting of Instar with its default. Copy to instar.toml and change what you like; what is left out
@@ -20,8 +31,21 @@ HEADER = """\
 """
 
 
+def add_to(parser: CommandParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument("--example", action="store_true", help="print a settings file with every default")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.example:
+        return write_text(example())
+    settings_of(args)  # refuses bad settings
+    return write_text(listing(args.config))
+
+
 def example() -> str:
-    """The file `instar.example.toml`: sections, descriptions, limits and defaults."""
+    """Return the file `instar.example.toml`: sections, descriptions, limits and defaults."""
     parts = [HEADER]
     for section, holder in Settings.model_fields.items():
         model = typing.cast(Any, holder.annotation)
@@ -35,7 +59,7 @@ def example() -> str:
 
 
 def listing(path: Path | None) -> str:
-    """One `section.key = value` a line; what is not a default carries its origin."""
+    """Return one `section.key = value` a line, with the source of what is not a default."""
     layers = layers_of(path, os.environ)
     settings = merge(Settings, layers)
     lines = []
@@ -52,7 +76,7 @@ def listing(path: Path | None) -> str:
 
 
 def _limits(field: FieldInfo) -> str:
-    """`1..64`, `> 0`, `"a" | "b"`: what the value may be, where the type alone does not say."""
+    """Return the allowed values where the type alone does not say: `1..64`, `> 0`, `"a" | "b"`."""
     if typing.get_origin(field.annotation) is Literal:
         return " | ".join(json.dumps(choice) for choice in typing.get_args(field.annotation))
     limits = {

@@ -2,80 +2,69 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import argparse
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from bus.settings import Settings
-from instar.client import GatewayProblem, gateway_client, get_json
-from instar.output.deployments import kv_text
+from instar.client import admin_client, get_json
+from instar.output.deployments import deployment_line
 from instar.output.layers import degrees_text, layers_text
-from instar.output.tables import trimmed
+from instar.output.tables import ABSENT, MIB, make_table, print_line, trimmed, write_json
+from instar.parser import CommandParser, add_client_flags
 
-MIB = 1 << 20
 ENDED_SHOWN = 3  # morphs
 FULL = {"attention": "full", "ffn": "full"}
-ABSENT = "-"  # not told, which is not zero
+
+DESCRIPTION = """\
+Shows the state of a running service.
+
+  instar status                     the service on this machine
+  instar status --json              the same for programs
+  instar status --url http://host:8000
+"""
 
 
-def status(settings: Settings, *, url: str | None, key: str | None, as_json: bool) -> int:
-    """Exit status 0, or 1 when no gateway answered."""
-    try:
-        with gateway_client(settings, url, key, settings.gateway.admin_keys) as client:
-            state = get_json(client, "/admin/state")
-    except GatewayProblem as problem:
-        sys.stderr.write(f"instar status: {problem}\n")
-        return 1
-    if as_json:
-        sys.stdout.write(json.dumps(state, indent=2) + "\n")
-        return 0
+def add_to(parser: CommandParser) -> None:
+    parser.description = DESCRIPTION
+    add_client_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with admin_client(args) as client:
+        state = get_json(client, "/admin/state", "workers", "instances")
+    if args.json:
+        return write_json(state)
     show(state, Console())
     return 0
 
 
 def show(state: dict[str, Any], console: Console) -> None:
-    """Fits 80 columns: what is longer goes on in the next line, and no name is cut."""
+    """Print the state in 80 columns. Long names wrap and are not cut."""
     with trimmed(console):
-        _show(state, console)
-
-
-def _show(state: dict[str, Any], console: Console) -> None:
-    console.print(workers_table(state["workers"]))
-    console.print()
-    console.print(instances_table(state["instances"]))
-    console.print()
-    for line in shape_lines(state["instances"]):
-        console.print(line, highlight=False)
-    for line in deployment_lines(state.get("deployments") or []):
-        console.print(line, highlight=False)
-    for morph in shown_morphs(state.get("morphs") or []):
-        for indent, line in enumerate(morph_lines(morph)):
-            console.print(Padding(line, (0, 0, 0, 2 * indent), expand=False), highlight=False)
-    console.print(policy_text(state.get("policy") or {}), highlight=False)
-    console.print(as_of_text(state.get("metrics") or {}), highlight=False)
-
-
-def deployment_lines(deployments: list[dict[str, Any]]) -> list[str]:
-    """Of all that have not been retired."""
-    lines = []
-    for one in deployments:
-        told = ", ".join(filter(None, (one["instance"] or one["reason"], kv_text(one))))
-        if one["state"] != "retired":
-            lines.append(
-                f"deployment {one['id']} of {one['model']}: {one['state']}{f' ({told})' if told else ''}"
-            )
-    return lines
+        console.print(workers_table(state["workers"]))
+        console.print()
+        console.print(instances_table(state["instances"]))
+        console.print()
+        for line in shape_lines(state["instances"]):
+            print_line(console, line)
+        for one in state.get("deployments") or []:
+            if one["state"] != "retired":
+                print_line(console, deployment_line(one))
+        for morph in shown_morphs(state.get("morphs") or []):
+            for indent, line in enumerate(morph_lines(morph)):
+                print_line(console, Padding(line, (0, 0, 0, 2 * indent), expand=False))
+        print_line(console, policy_text(state.get("policy") or {}))
+        print_line(console, as_of_text(state.get("metrics") or {}))
 
 
 def workers_table(workers: list[dict[str, Any]]) -> Table:
-    """Memory in MiB: weights + KV + free = all, always. The second line of a header is the unit."""
+    """Return the workers. Memory is in MiB: weights + KV + free = all."""
     memory = (f"{kind}\nMiB" for kind in ("weights", "KV", "free", "all"))
-    table = _table(["worker", "host", "device", "state"], ["busy\nof time", *memory])
+    table = make_table(["worker", "host", "device", "state"], ["busy\nof time", *memory])
     for worker in workers:
         pages, page_bytes = worker.get("pages") or {}, worker.get("page_bytes") or 0
         busy = worker.get("busy")
@@ -94,26 +83,25 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
 
 def instances_table(instances: list[dict[str, Any]]) -> Table:
     counts = ["layers\nfull/all", "KV blocks\nused/all", "running\nreqs", "waiting\nreqs"]
-    table = _table(["instance", "model"], ["state", "shape", *counts])
+    table = make_table(["instance", "model"], ["state", "shape", *counts])
     for instance in instances:
         kv = instance.get("kv") or {}
         used, blocks = kv.get("used"), kv.get("blocks")
+        layers, stages = instance.get("layers") or [], instance.get("pp", 1)
         table.add_row(
             instance["id"],
             instance.get("model", ""),
             instance.get("changing") or instance.get("state", ""),
-            _shape(instance),
-            _full_layers(instance.get("layers") or []),
+            f"tp{instance.get('tp', 1)}" + (f" pp{stages}" if stages > 1 else ""),
+            f"{sum(layer == FULL for layer in layers)}/{len(layers)}" if layers else ABSENT,
             f"{used}/{blocks} {used / blocks:.0%}" if blocks else ABSENT,
-            _count(instance.get("running")),
-            _count(instance.get("waiting")),
+            *(ABSENT if (count := instance.get(of)) is None else str(count) for of in ("running", "waiting")),
         )
     return table
 
 
 def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
-    """What the table has no room for: of each instance its workers, where it has several; the precisions and
-    the degrees of its layers, where they differ."""
+    """Return what the table has no room for: several workers, and layers that differ."""
     lines = []
     for instance in instances:
         name, layers = instance["id"], instance.get("layers") or []
@@ -134,30 +122,20 @@ def _stage(stage: dict[str, Any]) -> str:
     return f"{layers} on {' + '.join(stage['workers'])}"
 
 
-def _shape(instance: dict[str, Any]) -> str:
-    """Stages only where there are several."""
-    stages = instance.get("pp", 1)
-    return f"tp{instance.get('tp', 1)}" + (f" pp{stages}" if stages > 1 else "")
-
-
-def _full_layers(layers: list[dict[str, str]]) -> str:
-    return f"{sum(layer == FULL for layer in layers)}/{len(layers)}" if layers else ABSENT
-
-
 def shown_morphs(morphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All that run, and the last that ended; the latest first."""
+    """Return all morphs that run and the last that ended, the latest first."""
     running = [morph for morph in morphs if morph["state"] == "running"]
     ended = [morph for morph in morphs if morph["state"] != "running"]
     return running[::-1] + ended[: -ENDED_SHOWN - 1 : -1]
 
 
 def morph_lines(morph: dict[str, Any]) -> list[str]:
-    """What it is and how it ended; then why. How long one has run is not known here, since clocks differ."""
+    """Return how a morph ended and why. The time of a running one is left out: clocks differ."""
     ended = morph.get("ended")
     took = "" if ended is None else f" in {ended - morph['started']:.2f} s"
-    told = [text for text in (morph.get("decided"), morph.get("reason")) if text]
+    reasons = "; ".join(text for text in (morph.get("decided"), morph.get("reason")) if text)
     heading = f"{morph['kind']} {morph['id']} of {morph['target']}: {morph['state']}{took}"
-    return [heading, "; ".join(told)] if told else [heading]
+    return [heading, reasons] if reasons else [heading]
 
 
 def policy_text(policy: dict[str, Any]) -> str:
@@ -172,7 +150,7 @@ def policy_text(policy: dict[str, Any]) -> str:
 
 
 def as_of_text(metrics: dict[str, Any]) -> str:
-    """How old the oldest of the numbers is: workers report them, the monitor passes them on."""
+    """Return the age of the oldest numbers: workers report them and the monitor passes them on."""
     if "age_seconds" not in metrics:
         return "memory, KV and load: not measured yet"
     reported = max((worker["age_seconds"] for worker in metrics.get("workers") or []), default=0.0)
@@ -181,17 +159,3 @@ def as_of_text(metrics: dict[str, Any]) -> str:
 
 def _mib(pages: int | None, page_bytes: int) -> str:
     return ABSENT if pages is None else f"{pages * page_bytes / MIB:.0f}"
-
-
-def _count(value: int | None) -> str:
-    return ABSENT if value is None else str(value)
-
-
-def _table(words: list[str], numbers: list[str]) -> Table:
-    """Words that are too long for the screen go on in the next line."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in words:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, no_wrap=True)
-    return table

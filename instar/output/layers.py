@@ -1,4 +1,4 @@
-"""The layers of an instance in few words."""
+"""The layers of an instance in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def layers_text(layers: Sequence[Mapping[str, str]]) -> str:
-    """8 layers, 5-7 of them with an int4 FFN -> `5 full, 3 int4 ffn (5-7)`: numbers of all but the most."""
+    """Return `5 full, 3 int4 ffn (5-7)`. The most frequent shape goes without numbers."""
     numbers: dict[str, list[int]] = {}
     for number, layer in enumerate(layers):
         numbers.setdefault(_shape(layer), []).append(number)
@@ -18,7 +18,7 @@ def layers_text(layers: Sequence[Mapping[str, str]]) -> str:
 
 
 def degrees_text(degrees: Sequence[int]) -> str:
-    """[1, 1, 2] -> `0-1 at tp1, 2 at tp2`."""
+    """Return `0-1 at tp1, 2 at tp2` for [1, 1, 2]."""
     numbers: dict[int, list[int]] = {}
     for number, degree in enumerate(degrees):
         numbers.setdefault(degree, []).append(number)
@@ -34,7 +34,7 @@ def _shape(layer: Mapping[str, str]) -> str:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """[0, 4, 5, 6] -> `0,4-6`."""
+    """Return `0,4-6` for [0, 4, 5, 6]."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""The numbers of a morph in words, with their units."""
+"""The numbers of a morph in words with their units."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-MIB: Final = 1 << 20
+from instar.output.tables import MIB
 
 Numbers = Mapping[str, Any]
 
-# What is told of a name, or of several together; others are told as they are called. 0 of any says nothing.
+# Words for one name or several together. Other names stand for themselves; zeros are left out.
 WORDS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("tp_before", "tp_after"), "tp{} to tp{}"),
     (("layers_done", "layers"), "{} of {} layers"),
@@ -24,31 +24,33 @@ WORDS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("blocks_before", "blocks_after"), "KV blocks {} to {}"),
     (("blocks_moved",), "{} KV blocks moved"),
     (("wait_seconds",), "waited {}"),
-    (("boundary_seconds",), "{} between steps"),
+    (("boundary_seconds",), "paused requests for {}"),
 )
-LEFT_OUT: Final = ("seconds",)  # the heading tells it
+LEFT_OUT: Final = ("seconds",)  # the heading has it
 
 
 def numbers_text(numbers: Numbers, page_bytes: int | None = None, in_reason: str = "") -> str:
-    """`4 of 4 halves of layers, 3.1 MiB copied in 0.5 s, ...`. `page_bytes`: of the worker's pages; None: not
-    known, they stay pages. Numbers that stand in the reason are left out; a single digit may be another's."""
-    told_already = set(re.findall(r"\d{2,}", in_reason))
+    """Return `4 of 4 halves of layers, 3.1 MiB copied in 0.5 s, ...`.
+
+    Without `page_bytes` pages stay pages. Numbers of two digits or more that the reason has are left out.
+    """
+    stated = set(re.findall(r"\d{2,}", in_reason))
     kept = {
         name: value
         for name, value in numbers.items()
-        if value and name not in LEFT_OUT and str(value) not in told_already
+        if value and name not in LEFT_OUT and str(value) not in stated
     }
-    if kept.get("blocks_before") == kept.get("blocks_after"):  # it stayed as it is
+    if kept.get("blocks_before") == kept.get("blocks_after"):
         kept.pop("blocks_before", None)
         kept.pop("blocks_after", None)
-    told = []
+    texts = []
     for names, words in WORDS:
         if all(name in kept for name in names):
-            told.append(words.format(*(_value(name, kept.pop(name), page_bytes) for name in names)))
-    return ", ".join([*told, *(_as_called(name, value, page_bytes) for name, value in kept.items())])
+            texts.append(words.format(*(_value(name, kept.pop(name), page_bytes) for name in names)))
+    return ", ".join([*texts, *(_named(name, value, page_bytes) for name, value in kept.items())])
 
 
-def _as_called(name: str, value: Any, page_bytes: int | None) -> str:
+def _named(name: str, value: Any, page_bytes: int | None) -> str:
     what = name.removeprefix("bytes_").removeprefix("pages_")
     for unit in ("_bytes_per_s", "_seconds", "_bytes"):
         what = what.removesuffix(unit)
@@ -58,7 +60,7 @@ def _as_called(name: str, value: Any, page_bytes: int | None) -> str:
 
 
 def _value(name: str, value: Any, page_bytes: int | None) -> str:
-    """With its unit, as the name tells it."""
+    """Return the value with the unit that its name says."""
     if name.endswith("_bytes_per_s"):
         return f"{_short(value / MIB)} MiB/s"
     if name.endswith("_seconds"):

@@ -1,4 +1,4 @@
-"""The configuration map of `instar plan` as a picture."""
+"""The configurations of `instar plan` as a picture."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from bus.precisions import ENTRIES
-from instar.client import GatewayProblem
-from instar.output.plan_table import MIB, Estimate, shape_of
+from instar.errors import InputError
+from instar.output.plan_table import Estimate, shape_of
+from instar.output.tables import MIB
 
-MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]'; the table is there without it"
+MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]', or leave out --plot"
 
 
 def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:
-    """Latency over memory, a colour for each precision; what cannot be had is hollow. GatewayProblem."""
+    """Draw latency over memory, a colour for each precision, hollow where a configuration does not fit.
+
+    Raises InputError.
+    """
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise GatewayProblem(MISSING) from error
+        raise InputError(MISSING) from error
     mpl.use("Agg")  # no display
     from matplotlib import pyplot as plt
 
@@ -30,7 +34,7 @@ def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:
     try:
         figure.savefig(path, dpi=110, metadata={"Software": None})
     except (OSError, ValueError) as error:
-        raise GatewayProblem(f"{path} cannot be written: {error}") from error
+        raise InputError(f"--plot {path} cannot be written: {error}") from error
     finally:
         plt.close(figure)
 

@@ -1,4 +1,4 @@
-"""What `instar plan` shows: the configuration map as a table."""
+"""The configurations of `instar plan` as a table."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-MIB: Final = 1 << 20
+from instar.output.tables import ABSENT, MIB, make_table, plural
+
 MARKS: Final = {"measured": "", "extrapolated": "~", "assumed": "?"}
-SHOWN: Final = 10  # rows, without --all
-WIDE: Final = 0.5  # a spread from which on the order of two configurations means little
+SHOWN: Final = 10  # rows without --all
+WIDE: Final = 0.5  # with this spread the order of two configurations means little
 LEGEND: Final = "numbers: plain measured, ~ extrapolated, ? assumed; ± of the latency"
 COST_UNITS: Final = {"memory_seconds": "MiB s", "memory": "MiB", "gpu_hours": "device s"}
 COST_SCALES: Final = {"memory_seconds": 1 / MIB, "memory": 1 / MIB, "gpu_hours": 3600.0}
 
-Estimate = Mapping[str, Any]  # as /admin/models/{model}/plan tells it
+Estimate = Mapping[str, Any]  # as /admin/models/{model}/plan returns it
 
 
 def shape_of(configuration: Mapping[str, Any]) -> str:
-    """As everywhere: `tp2 pp1 int4`."""
+    """Return `tp2 pp1 int4`."""
     return f"tp{configuration['tp']} pp{configuration['pp']} {configuration['precision']}"
 
 
-def told(
+def render(
     plan: Mapping[str, Any], card: Mapping[str, Any], *, shows_all: bool = False
 ) -> Iterator[RenderableType]:
-    """The table and what there is to say of it: the best rows of what the intent does not fix otherwise,
-    those that cannot be had last. `card`: of the model."""
+    """Yield the table of the best rows that agree with what the intent fixes, and notes on it.
+
+    Configurations that do not fit come last. `card` is the model's.
+    """
     estimates, intent = plan["estimates"], plan["intent"]
     shown = estimates if shows_all else [one for one in estimates if _is_as_fixed(one, intent)][:SHOWN]
     yield plan_table(shown, intent)
@@ -38,8 +40,8 @@ def told(
         yield f"{len(estimates) - len(shown)} more: --all"
     yield LEGEND
     yield (
-        f"memory: weights, what a step needs beside them, and the KV of {batch_of(intent)}; a deployment "
-        "takes its fair share of the free pages for KV"
+        f"memory: weights, the workspace of a step, and the KV of {batch_of(intent)}; a deployment takes its "
+        "fair share of the free pages for KV"
     )
     yield from wide_lines(shown, card)
     yield from reason_lines(shown)
@@ -48,12 +50,11 @@ def told(
 
 
 def plan_table(estimates: Sequence[Estimate], intent: Mapping[str, Any]) -> Table:
-    """Best first; at most 80 columns. The second line of a header is the unit. `fits` numbers the reasons."""
+    """Return at most 80 columns, the best row first. `fits` numbers the reasons."""
     unit, scale = COST_UNITS[intent["cost"]], COST_SCALES[intent["cost"]]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("configuration", no_wrap=True)
-    for header in ("memory\nMiB", "latency\ns", f"cost\n{unit}", "GPU hours\nof 1M reqs", "loss"):
-        table.add_column(header, justify="right", no_wrap=True)
+    headers = ("memory\nMiB", "latency\ns", f"cost\n{unit}", "GPU hours\nof 1M reqs", "loss")
+    table = make_table(["configuration"], headers)
+    table.columns[0].no_wrap = True
     table.add_column("fits", no_wrap=True)
     reasons = reasons_of(estimates)
     for one in estimates:
@@ -71,10 +72,9 @@ def plan_table(estimates: Sequence[Estimate], intent: Mapping[str, Any]) -> Tabl
 
 
 def batch_of(intent: Mapping[str, Any]) -> str:
-    """The requests that all numbers are about: `4 requests of 256+64 tokens`."""
-    count = intent.get("batch_size", 1)
+    """Return the requests that the numbers are for: `4 requests of 256+64 tokens`."""
     tokens = f"{intent.get('prompt_tokens', 256)}+{intent.get('output_tokens', 64)} tokens"
-    return f"{count} request{'' if count == 1 else 's'} of {tokens}"
+    return f"{plural(intent.get('batch_size', 1), 'request')} of {tokens}"
 
 
 def _is_as_fixed(estimate: Estimate, intent: Mapping[str, Any]) -> bool:
@@ -83,7 +83,7 @@ def _is_as_fixed(estimate: Estimate, intent: Mapping[str, Any]) -> bool:
 
 
 def reasons_of(estimates: Sequence[Estimate]) -> list[str]:
-    """Each once."""
+    """Return each reason once."""
     return list(dict.fromkeys(one["refusal"] for one in estimates if one["refusal"]))
 
 
@@ -96,7 +96,7 @@ def marked(quantity: Mapping[str, Any], scale: float = 1.0) -> str:
 
 
 def spread(quantity: Mapping[str, Any]) -> str:
-    """Half of what lies between low and high, in per cent of the value; "" where nothing is known of it."""
+    """Return half the distance from low to high in per cent of the value, "" where it is unknown."""
     share = _half_width(quantity)
     return f"±{share:.0%}" if share else ""
 
@@ -106,21 +106,21 @@ def is_wide(estimate: Estimate) -> bool:
 
 
 def wide_lines(estimates: Sequence[Estimate], card: Mapping[str, Any]) -> Iterator[str]:
-    """What to do about spreads that are marked: those of measuring, and those of what was not measured."""
+    """Yield what to do about wide spreads, of measurements and of assumptions."""
     wide = [one["latency_s"]["basis"] for one in estimates if is_wide(one)]
     if any(basis != "assumed" for basis in wide):
         name, folder = card["name"], card["path"]
         yield (
-            "! too wide to choose by: it was measured beside other work, or far from these requests. To "
-            f"measure again, while little runs: `instar model remove {name}`, delete "
+            "! too wide to choose by: it was measured beside other work, or for quite different requests. To "
+            f"measure again, while the service is idle: `instar model remove {name}`, delete "
             f"{folder}/instar/fingerprint-*.json, `instar model add {folder} --name {name}`"
         )
     if "assumed" in wide:
-        yield "! with ?: a guess, of which nothing was measured; deploy it and see"
+        yield "! with ?: an assumption without a measurement; deploy it to see"
 
 
 def _half_width(quantity: Mapping[str, Any]) -> float:
-    """As a share of the value; 0 where nothing is known of it."""
+    """Return the spread as a share of the value, 0 where it is unknown."""
     value, low, high = (float(quantity[name]) for name in ("value", "low", "high"))
     if not value or not math.isfinite(high - low):
         return 0.0
@@ -129,12 +129,12 @@ def _half_width(quantity: Mapping[str, Any]) -> float:
 
 def _loss(quantity: Mapping[str, Any] | None) -> str:
     if quantity is None:
-        return "-"
+        return ABSENT
     return f"{quantity['value']:.1%}{MARKS[quantity['basis']]}"
 
 
 def _short(value: float) -> str:
-    """Three digits, no exponent where it can be helped."""
+    """Return three digits, without an exponent up to 10 million."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if abs(value) >= 1000:

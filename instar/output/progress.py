@@ -1,30 +1,46 @@
-"""One line of a terminal that tells how far something is."""
+"""One line of a terminal that shows progress."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from typing import TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-class LiveLine:
-    """Each text takes the place of the one before; `end` leaves the last. Where nobody watches (stderr is no
-    terminal) nothing is written: the end of what is waited for says enough there."""
+class StatusLine:
+    """Each text replaces the one before. Where standard error is not a terminal, `show` writes nothing."""
 
-    def __init__(self, out: TextIO | None = None) -> None:
-        self._out = out or sys.stderr
-        self.is_watched = self._out.isatty()
-        self._told = ""
+    def __init__(self) -> None:
+        self.is_watched = sys.stderr.isatty()
+        self._shown = ""
 
     def show(self, text: str) -> None:
-        if not self.is_watched or text == self._told:
+        if not self.is_watched or text == self._shown:
             return
         width = shutil.get_terminal_size().columns - 1  # a full line would wrap, and could not be replaced
-        self._out.write(f"\r\033[K{text[:width]}")
-        self._out.flush()
-        self._told = text
+        sys.stderr.write(f"\r\033[K{text[:width]}")
+        sys.stderr.flush()
+        self._shown = text
 
-    def end(self) -> None:
-        if self._told:
-            self._out.write("\n")
-            self._told = ""
+    def end(self, text: str = "") -> None:
+        """Leave the line as it is, and write `text` as a line of its own."""
+        if self._shown:
+            sys.stderr.write("\n")
+            self._shown = ""
+        if text:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+
+@contextmanager
+def progress_line(hint: str) -> Iterator[StatusLine]:
+    """Show the progress of what the block waits for. Ctrl-C ends the wait only, as `hint` says."""
+    line = StatusLine()
+    try:
+        yield line
+    except KeyboardInterrupt:
+        line.end(hint)
+        raise
+    finally:
+        line.end()

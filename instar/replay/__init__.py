@@ -1,1 +1,1 @@
-"""`instar bench`: recorded traffic replayed against a server, and what came of it."""
+"""Recorded traffic, replayed against a server."""

@@ -1,4 +1,4 @@
-"""The card at the end of a run, and the table that lays several over one another."""
+"""The card of a run, and the table that compares several."""
 
 from __future__ import annotations
 
@@ -6,39 +6,33 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from instar.output.tables import ABSENT, make_table
 from instar.replay.files import RunFile
 from instar.replay.statistics import LATE_S, share_at_full
 
-ABSENT: Final = "-"  # not told, which is not zero
 LATENCIES: Final = {"TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s", "queue": "queue_s"}
 COLUMNS: Final = ("mean", "p50", "p95", "p99")
 _PRECISION: Final = re.compile(r'^instar_generation_tokens_by_precision_total\{.*precision="([^"]*)"')
 
 
 def card(run: RunFile) -> RenderableType:
-    """All that a run came to, on a screen."""
+    """Return the results of a run on one screen."""
     found = run.summary
     lines = Table.grid(padding=(0, 2))
-    for name, told in _lines(run, found):
-        lines.add_row(name, Text(told))
-    return Group(Text(_heading(run, found), style="bold"), _latencies(found), lines)
-
-
-def _heading(run: RunFile, found: dict[str, Any]) -> str:
+    for name, text in _lines(run, found):
+        lines.add_row(name, Text(text))
     about = run.about
-    return f"{about['source']} against {about['url']} ({about['model']}), {found['seconds']:.1f} s"
+    heading = f"{about['source']} against {about['url']} ({about['model']}), {found['seconds']:.1f} s"
+    return Group(Text(heading, style="bold"), _latencies(found), lines)
 
 
 def _latencies(found: dict[str, Any]) -> Table:
-    table = Table("", *(f"{name}\ns" for name in COLUMNS), box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = make_table([""], [f"{name}\ns" for name in COLUMNS])
     for name, key in LATENCIES.items():
         if found[key] is not None:
             table.add_row(name, *(seconds_text(found[key][column]) for column in COLUMNS))
@@ -48,7 +42,7 @@ def _latencies(found: dict[str, Any]) -> Table:
 def _lines(run: RunFile, found: dict[str, Any]) -> list[tuple[str, str]]:
     slo, bad, good, through = run.slo, found["violations"], found["goodput"], found["throughput"]
     lines = [
-        ("requests", f"{found['requests']} sent, {found['served']} served{_short(found)}"),
+        ("requests", f"{found['requests']} sent, {found['served']} served{_short_text(found)}"),
         (
             "violations",
             f"{_count(bad['ttft'])} of TTFT {slo.ttft_s:g} s, {_count(bad['tpot'])} of TPOT "
@@ -71,17 +65,15 @@ def _lines(run: RunFile, found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["tokens_by_layers_below_full"]:
         lines.append(("precision", precision_text(found["tokens_by_layers_below_full"])))
     lines += observed_lines(run.observed)
-    became = found["prompt_tokens"]
-    if became["asked"] != became["became"]:
-        lines.append(
-            ("prompts", f"{became['asked']} tokens asked for, {became['became']} as the server counts")
-        )
+    prompts = found["prompt_tokens"]
+    if prompts["asked"] != prompts["became"]:
+        lines.append(("prompts", f"{prompts['asked']} tokens sent, {prompts['became']} as the server counts"))
     if by_precision := tokens_by_precision(run.observed.get("counted", {})):
         lines.append(("tokens", by_precision))
     return lines + [("note", note) for note in run.about.get("notes", [])]
 
 
-def _short(found: dict[str, Any]) -> str:
+def _short_text(found: dict[str, Any]) -> str:
     return f", {found['short']} with fewer tokens than asked for" if found["short"] else ""
 
 
@@ -90,28 +82,29 @@ def _count(found: dict[str, float]) -> str:
 
 
 def errors_text(errors: dict[str, int]) -> str:
-    """The most frequent first."""
+    """Return the kinds of errors, the most frequent first."""
     return ", ".join(f"{count} x {kind}" for kind, count in errors.items()) or "none"
 
 
 def lateness_text(lateness: dict[str, float] | None) -> str:
-    """Of the generator itself: whether the arrivals were the trace's."""
+    """Return how late this process itself sent."""
     if lateness is None:
         return ABSENT
-    told = ", ".join(f"{name} {lateness[name] * 1e3:.2f}" for name in ("p50", "p99", "max"))
-    bar = "" if lateness["p99"] <= LATE_S else f": later than {LATE_S * 1e3:g} ms, is this machine too busy?"
-    return f"of this generator: {told} ms{bar}"
+    values = ", ".join(f"{name} {lateness[name] * 1e3:.2f}" for name in ("p50", "p99", "max"))
+    limit = LATE_S * 1e3
+    note = "" if lateness["p99"] <= LATE_S else f": above {limit:g} ms, is this machine too busy?"
+    return f"of this generator: {values} ms{note}"
 
 
 def precision_text(tokens: dict[str, int]) -> str:
     total = sum(tokens.values())
     below = [(count, layers) for layers, count in tokens.items() if layers != "0"]
-    told = [f"{share_at_full(tokens):.1%} of tokens with all layers at full precision"]
-    return ", ".join(told + [f"{count / total:.1%} with {layers} below" for count, layers in below])
+    full = [f"{share_at_full(tokens):.1%} of tokens with all layers at full precision"]
+    return ", ".join(full + [f"{count / total:.1%} with {layers} below" for count, layers in below])
 
 
 def tokens_by_precision(counted: dict[str, float]) -> str:
-    """Of the server's own counters: `full 91.0%, int4 9.0%`; "" where it has none, or nothing was counted."""
+    """Return `full 91.0%, int4 9.0%` by the server's counters, "" if nothing was counted."""
     found: dict[str, float] = {}
     for name, value in counted.items():
         if precision := _PRECISION.search(name):
@@ -121,7 +114,7 @@ def tokens_by_precision(counted: dict[str, float]) -> str:
 
 
 def observed_lines(observed: dict[str, Any]) -> list[tuple[str, str]]:
-    """[] of a server that tells nothing."""
+    """Return a line for each instance and one for the morphs, [] if nothing was observed."""
     if not observed.get("samples"):
         return []
     lines = []
@@ -134,17 +127,17 @@ def observed_lines(observed: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _instance_text(shapes: Sequence[dict[str, Any]]) -> str:
-    told = []
+    texts = []
     if blocks := _all_of(shapes, "kv_blocks"):
-        told.append(f"KV {_range(blocks)} blocks")
+        texts.append(f"KV {_range(blocks)} blocks")
     if used := _all_of(shapes, "kv_used"):
-        told.append(f"at most {max(used)} in use")
+        texts.append(f"at most {max(used)} in use")
     if below := _all_of(shapes, "layers_below_full"):
-        told.append(f"{_range(below)} layers below full")
-    told.append(f"tp {_range(_all_of(shapes, 'tp') or [1])}")
+        texts.append(f"{_range(below)} layers below full")
+    texts.append(f"tp {_range(_all_of(shapes, 'tp') or [1])}")
     if delays := _all_of(shapes, "queue_delay_s"):
-        told.append(f"queueing up to {max(delays):.2f} s")
-    return ", ".join(told)
+        texts.append(f"queueing up to {max(delays):.2f} s")
+    return ", ".join(texts)
 
 
 def _all_of(shapes: Sequence[dict[str, Any]], key: str) -> list[Any]:
@@ -157,27 +150,25 @@ def _range(values: Sequence[int]) -> str:
 
 
 def morphs_text(morphs: Sequence[dict[str, Any]]) -> str:
-    """4 swap applied, 1 resize deferred."""
+    """Return `4 swap applied, 1 resize deferred`."""
     kinds = [f"{one['kind']} {one['state']}" for one in morphs]
     return ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "none"
 
 
 def seconds_text(value: float) -> str:
-    """Three digits that mean something: 0.00123, 0.123, 12.3."""
+    """Return three significant digits: 0.00123, 0.123, 12.3."""
     return f"{value:.5f}" if value < 0.01 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-# --------------------------------------------------------------------------- several
+# --------------------------------------------------------------------------- comparing
 
 
 def comparison(runs: Sequence[RunFile]) -> Table:
-    """A column for each, a row for each number."""
-    table = Table("", *(escape(run.name) for run in runs), box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    """Return a column for each run and a row for each number."""
+    table = make_table([""], [escape(run.name) for run in runs])
     found = [run.summary for run in runs]
-    for name, told in _ROWS.items():
-        cells = [told(one) for one in found]
+    for name, text in _ROWS.items():
+        cells = [text(one) for one in found]
         if set(cells) != {ABSENT}:
             table.add_row(name, *cells)
     return table
@@ -213,7 +204,7 @@ def _full_text(tokens: dict[str, int]) -> str:
 
 
 def differing_loads(runs: Sequence[RunFile]) -> str:
-    """What makes a comparison doubtful; "" where nothing does."""
+    """Return why a comparison of the runs is doubtful, "" if it is not."""
     if len({run.about.get("arrivals_sha256") for run in runs}) > 1:
         return "these runs had different loads: their arrivals or lengths are not the same"
     if len({run.slo for run in runs}) > 1:

@@ -1,4 +1,4 @@
-"""run.json: all of a run. The card, the numbers and the pictures come from it alone."""
+"""run.json, from which alone the card, the numbers and the pictures come."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from instar.errors import BenchProblem
-from instar.replay.outcomes import Outcome, outcome_of
+from instar.errors import InputError
+from instar.replay.outcomes import RequestOutcome
 from instar.replay.statistics import Slo, summary
 
 NAME: Final = "run.json"
 VERSION: Final = 1
-ROW_BYTES: Final = 600  # of a request, its spans of precision included
+ROW_BYTES: Final = 600  # of a request with its precisions
 SAMPLE_BYTES: Final = 2000  # one each second, of some instances
 PICTURE_BYTES: Final = 4 << 20
 
 
 @dataclass(slots=True)
 class RunFile:
-    """`about`: settings, trace and server; `observed`: samples, morphs and counters, {} of another's server.
-    `events_per_s`: of each second from the first, the events of all streams. `said`: by kind of error, the
-    server's message of the first. `folder`: where it was read from, or is to be kept."""
+    """A run: `about` has settings, trace and server; `observed` samples, morphs and counters.
+
+    `observed` is {} if the server is not Instar. `events_per_s` counts the events of all streams in each
+    second. `said` maps each kind of error to the server's first message. `folder` is where the run is kept.
+    """
 
     about: dict[str, Any]
     slo: Slo
-    outcomes: list[Outcome] = field(repr=False)
+    outcomes: list[RequestOutcome] = field(repr=False)
     observed: dict[str, Any] = field(default_factory=dict, repr=False)
     events_per_s: list[int] = field(default_factory=list, repr=False)
     said: dict[str, str] = field(default_factory=dict, repr=False)
@@ -56,24 +58,26 @@ class RunFile:
         }
 
 
-def make_ready(folder: Path, num_requests: int, seconds: float, *, draws: bool) -> None:
-    """So that a run is not lost at its end: the folder is made, holds no other run, takes a file and has
-    room for it, and for the picture. Raises BenchProblem."""
+def prepare(folder: Path, num_requests: int, seconds: float, *, draws: bool) -> None:
+    """Make the folder, so that a run is not lost at its end.
+
+    Raises InputError if it holds a run, cannot be written, or has no room for the file and the picture.
+    """
     needed = num_requests * ROW_BYTES + int(seconds + 1) * SAMPLE_BYTES + draws * PICTURE_BYTES
     trial = folder / f".{NAME}.trial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / NAME).exists():
-            raise BenchProblem(f"--out {folder}: holds a run already; name another folder, or remove {NAME}")
+            raise InputError(f"--out {folder}: holds a run already; name another folder, or remove {NAME}")
         trial.write_bytes(b"x")
         trial.unlink()
         free = shutil.disk_usage(folder).free
     except FileExistsError as error:
-        raise BenchProblem(f"--out {folder}: is a file; name a folder") from error
+        raise InputError(f"--out {folder}: is a file; name a folder") from error
     except OSError as error:
-        raise BenchProblem(f"--out {folder}: cannot be written: {error.strerror}") from error
+        raise InputError(f"--out {folder}: cannot be written: {error.strerror}") from error
     if free < needed:
-        raise BenchProblem(
+        raise InputError(
             f"--out {folder}: {_mib(free)} MiB are free on its disk, the run may need {_mib(needed)}"
         )
 
@@ -83,7 +87,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def write(folder: Path, run: RunFile) -> Path:
-    """The whole file or none. Raises BenchProblem."""
+    """Write the whole file or none. Raises InputError."""
     path, parts = folder / NAME, folder / f".{NAME}.part"
     try:
         with parts.open("w", encoding="utf-8") as file:
@@ -94,52 +98,51 @@ def write(folder: Path, run: RunFile) -> Path:
         parts.replace(path)
     except OSError as error:
         parts.unlink(missing_ok=True)
-        raise BenchProblem(f"{path}: cannot be written: {error.strerror}; the run is not kept") from error
+        raise InputError(f"{path}: cannot be written: {error.strerror}; the run is not kept") from error
     return path
 
 
 def read(folder: Path) -> RunFile:
-    """Of a folder, or of the file itself. Raises BenchProblem."""
+    """Read the run of a folder, or the file itself. Raises InputError."""
     path = folder / NAME if folder.is_dir() else folder
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BenchProblem(
+        raise InputError(
             f"{folder}: there is no run in it ({NAME} of `instar bench replay --out`)"
         ) from error
     except OSError as error:
-        raise BenchProblem(f"{path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise BenchProblem(f"{path}: is no JSON: {error}") from error
+        raise InputError(f"{path}: is not JSON: {error}") from error
     if not isinstance(found, dict) or "version" not in found:
-        raise BenchProblem(f"{path}: is no run of `instar bench replay`: it has no version")
+        raise InputError(f"{path}: is not a run of `instar bench replay`: it has no version")
     if found["version"] != VERSION:
-        raise BenchProblem(f"{path}: is of version {found['version']}, this reads {VERSION}")
+        raise InputError(f"{path}: has version {found['version']}; this program reads {VERSION}")
     try:
         if not found["requests"]:
-            raise BenchProblem(f"{path}: has no request")
+            raise InputError(f"{path}: has no request")
         return RunFile(
             found["about"],
             Slo(**found["slo"]),
-            [outcome_of(row) for row in found["requests"]],
+            [RequestOutcome.of(row) for row in found["requests"]],
             found["observed"],
             found["events_per_s"],
             found.get("said", {}),
             folder,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise BenchProblem(f"{path}: is no run of `instar bench replay`: {error!r}") from error
+        raise InputError(f"{path}: is not a run of `instar bench replay`: {error!r}") from error
 
 
-def told_apart(runs: Sequence[RunFile]) -> list[RunFile]:
-    """The same runs, each with a name of its own: the paths of their folders, or numbers, where several have
-    one."""
+def with_unique_names(runs: Sequence[RunFile]) -> list[RunFile]:
+    """Return the runs. Those of one name get the paths of their folders, or numbers."""
     by_path = _renamed(runs, lambda run, _: str(run.folder or run.name))
     return _renamed(by_path, lambda run, nth: f"{run.name} ({nth})")
 
 
 def _renamed(runs: Sequence[RunFile], rename: Callable[[RunFile, int], str]) -> list[RunFile]:
-    """Those whose name others have, too. `rename` hears the how manieth of these it is, from 1."""
+    """Rename runs that share a name, by the run and its number among them, from 1."""
     names = [run.name for run in runs]
     return [
         replace(run, about=run.about | {"name": rename(run, names[: i + 1].count(run.name))})

@@ -1,6 +1,6 @@
-"""The open loop: each request is sent when it is due, whatever became of those before it.
+"""The open loop: each request is sent when it is due, whatever the outcome of those before it.
 
-Nothing is tried again. How late this process itself sent is part of what a run reports.
+No request is retried. A run reports how late this process itself sent.
 """
 
 from __future__ import annotations
@@ -19,56 +19,61 @@ from instar.replay.outcomes import (
     INTERRUPTED,
     NOT_SENT,
     UNFINISHED,
-    Outcome,
+    RequestOutcome,
     conclude_refusal,
     conclude_stream,
 )
 from instar.replay.requests import COMPLETIONS, message_of
 from instar.replay.traces import Arrival
-from instar.replay.wire import Exchange, Server, connect
+from instar.replay.wire import Exchange, ServerAddress, connect
 
-LEAD_S: Final = 1.0  # a connection is opened so long before its request is due
-PRIORITY: Final = -10  # of this thread, where the system allows it
+LEAD_S: Final = 1.0  # from the opening of a connection to its request
+NICENESS: Final = -10  # of this thread, where the system allows it
 
 
 @dataclass(slots=True)
-class Run:
-    """A run as it goes. `began` by time.perf_counter, `began_at` seconds since 1970; `events_in`: of each
-    second, how many came."""
+class RunState:
+    """A run in progress. `began` is of time.perf_counter, `began_at` in seconds since 1970."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     began: float = 0.0
     began_at: float = 0.0
     num_sent: int = 0
     num_open: int = 0
     num_served: int = 0
-    events_in: Counter[int] = field(default_factory=Counter)
+    events_in: Counter[int] = field(default_factory=Counter)  # second of the run -> events of all streams
     errors: Counter[str] = field(default_factory=Counter)
-    said: dict[str, str] = field(default_factory=dict)  # by the server, of the first error of a kind; or ""
+    said: dict[str, str] = field(
+        default_factory=dict
+    )  # the server's message of the first error of a kind, or ""
 
     @property
     def now_s(self) -> float:
         return time.perf_counter() - self.began
+
+    @property
+    def events_per_s(self) -> list[int]:
+        return [self.events_in[second] for second in range(max(self.events_in, default=-1) + 1)]
 
     def count_events(self, num: int, now: float) -> None:
         self.events_in[int(now - self.began)] += num
 
 
 class Generator:
-    """`drain_s`: how long after the last was due the rest may take."""
+    """Sends arrivals to a server. After the last was due, the rest may take `drain_s`."""
 
     def __init__(
         self,
-        server: Server,
+        server: ServerAddress,
         arrivals: Sequence[Arrival],
         bodies: list[bytes],
         *,
         drain_s: float,
         name: str,
     ) -> None:
-        self.run = Run(
+        self.run = RunState(
             [
-                Outcome(number, one.at_s, one.prompt_tokens, one.output_tokens)
+                RequestOutcome(number, one.at_s, one.prompt_tokens, one.output_tokens)
                 for number, one in enumerate(arrivals)
             ]
         )
@@ -80,15 +85,13 @@ class Generator:
         self._why_given_up = ""
 
     async def replay(self) -> None:
-        """Returns when all have ended, or drain_s after the last was due. Cancelled it stops where it is; in
-        each case every outcome says what became of it."""
-        with _prompts_left_out():
-            await self._replay()
+        """Send all requests. Returns when all have ended, or drain_s after the last was due.
 
-    async def _replay(self) -> None:
-        self.run.began = time.perf_counter() + min(LEAD_S, 0.2)
-        self.run.began_at = time.time() + min(LEAD_S, 0.2)
-        with _priority():
+        When cancelled it stops at once. In each case every request has its outcome.
+        """
+        with _frozen_garbage(), _priority():
+            self.run.began = time.perf_counter() + min(LEAD_S, 0.2)
+            self.run.began_at = time.time() + min(LEAD_S, 0.2)
             try:
                 await self._send_all()
             except asyncio.CancelledError:
@@ -106,7 +109,7 @@ class Generator:
         if self._open:
             await asyncio.wait(list(self._open), timeout=LEAD_S + self._drain_s)
 
-    def _exchange_for(self, _: Outcome) -> Exchange:
+    def _exchange_for(self, _: RequestOutcome) -> Exchange:
         return Exchange(self.run.count_events)
 
     async def _give_up(self, why: str) -> None:
@@ -116,12 +119,14 @@ class Generator:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         for outcome in self.run.outcomes:
-            if outcome.sent_s is None and not outcome.error:  # else all were due: no connection came about
+            if outcome.sent_s is None and not outcome.error:  # no connection was made
                 outcome.error = NOT_SENT if why == INTERRUPTED else why
 
-    async def _serve(self, outcome: Outcome, exchange: Exchange) -> None:
-        """One request, from its connection to its end. A connection that could not be opened ahead is opened
-        when it is due: the server may be back by then."""
+    async def _serve(self, outcome: RequestOutcome, exchange: Exchange) -> None:
+        """Send one request and wait for its end.
+
+        If its connection cannot be opened ahead, it is opened when the request is due.
+        """
         body = self._bodies[outcome.number]
         head = self._server.head("POST", COMPLETIONS, len(body), f"{self._name}-{outcome.number}")
         self._bodies[outcome.number] = b""
@@ -149,7 +154,7 @@ class Generator:
         finally:
             exchange.close()
 
-    def _conclude(self, outcome: Outcome, exchange: Exchange, problem: str) -> None:
+    def _conclude(self, outcome: RequestOutcome, exchange: Exchange, problem: str) -> None:
         run, tail = self.run, bytes(exchange.tail)
         outcome.ended_s = run.now_s
         outcome.status, outcome.events = exchange.status, exchange.num_events
@@ -171,19 +176,19 @@ class Generator:
         elif not problem:
             run.num_served += 1
 
-    def _fail(self, outcome: Outcome, error: str) -> None:
+    def _fail(self, outcome: RequestOutcome, error: str) -> None:
         outcome.error = error
         self.run.errors[error] += 1
 
     async def _sleep_until(self, at_s: float) -> None:
-        """Loops keep milliseconds: one may wake a little early."""
+        """Sleep until `at_s`. The event loop rounds to milliseconds and may wake early."""
         while (left := self.run.began + at_s - time.perf_counter()) > 0:  # noqa: ASYNC110 there is no event
             await asyncio.sleep(left)
 
 
 @contextlib.contextmanager
-def _prompts_left_out() -> Iterator[None]:
-    """Of the garbage collector's rounds: to look at them takes one longer than an arrival may be late."""
+def _frozen_garbage() -> Iterator[None]:
+    """Keep the prompts out of garbage collection, which would take longer than a request may be late."""
     gc.collect()
     gc.freeze()
     try:
@@ -194,12 +199,13 @@ def _prompts_left_out() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _priority() -> Iterator[None]:
-    """Before others, for a few per cent of a core: on the machine of the server that it keeps busy, a
-    generator that waits for its turn sends late. It helps, and is no remedy for a machine that is full
-    (bench/LOG.md)."""
+    """Raise this thread's priority: beside the server that it keeps busy, a generator sends late otherwise.
+
+    It takes a few per cent of a core, and does not help on a machine that is full (bench/LOG.md).
+    """
     before = os.getpriority(os.PRIO_PROCESS, 0)
     try:
-        os.setpriority(os.PRIO_PROCESS, 0, min(before, PRIORITY))
+        os.setpriority(os.PRIO_PROCESS, 0, min(before, NICENESS))
     except OSError:  # only root may
         yield
         return

@@ -1,7 +1,7 @@
-"""What an Instar says of itself while it is replayed against, once a second: KV, layers, degrees, morphs.
+"""KV, layers, degrees and morphs of an Instar server during a replay, once a second.
 
-The state is asked over a connection of its own. An answer that does not come in time is a sample less, never
-a reason to stop; absent is not zero.
+A connection of its own asks for the state. An answer that does not come in time is a missing sample and does
+not stop the run.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import msgspec
 
-from instar.errors import BenchProblem
-from instar.replay.wire import Server, fetch
+from instar.errors import ServerError
+from instar.replay.wire import ServerAddress, fetch
 
 EVERY_S: Final = 1.0
-PATIENCE_S: Final = 5.0
-LAG_S: Final = 2.0  # a window begins with the report before it, and is shown a little after its end
-# Counters of /metrics whose growth over a run is told, by their labels.
+TIMEOUT_S: Final = 5.0
+LAG_S: Final = 2.0  # a window begins with the report before it and is shown a little after its end
+# Counters of /metrics whose growth over a run is kept.
 COUNTED: Final = (
     "instar_generation_tokens_by_precision_total",
     "instar_num_preemptions_total",
@@ -53,8 +53,7 @@ class _Measured(msgspec.Struct):
     last: _Report = _Report()
 
     def queue_delay_s(self, *, is_of_run: bool) -> float | None:
-        """The metric looks back over a window. While that began before the run, how long the head of the
-        queue has waited, which is of now."""
+        """Return the delay over the metric's window; before that is in the run, of the queue's head."""
         return self.queue_delay_seconds if is_of_run else self.last.oldest_wait_seconds
 
 
@@ -65,7 +64,7 @@ class _Metrics(msgspec.Struct, frozen=True):
 
 
 class _State(msgspec.Struct):
-    """Of GET /admin/state what a run keeps; without `instances` it is no Instar."""
+    """The fields of GET /admin/state that a run keeps."""
 
     instances: list[_Instance]
     metrics: _Metrics = _Metrics()
@@ -73,9 +72,9 @@ class _State(msgspec.Struct):
 
 
 class Observer:
-    """`samples` over time; `morphs` by id, as last told; `counted` what the counters grew by."""
+    """Samples over time, the last state of each morph by id, and the growth of the counters."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerAddress) -> None:
         self.samples: list[dict[str, Any]] = []
         self.morphs: dict[str, dict[str, Any]] = {}
         self.counted: dict[str, float] = {}
@@ -85,17 +84,17 @@ class Observer:
         self._old: set[str] = set()  # morphs that ended before the run
 
     async def begin(self) -> str:
-        """Why there is nothing to observe, "" where there is."""
+        """Return "" or why there is nothing to observe."""
         try:
-            status, answer = await fetch(self._server, "GET", "/admin/state", within_s=PATIENCE_S)
-        except BenchProblem as problem:
+            status, answer = await fetch(self._server, "GET", "/admin/state", within_s=TIMEOUT_S)
+        except ServerError as problem:
             return f"its state cannot be read: {problem}"
         if status in (401, 403):
             return "its state needs a key: --admin-key"
         try:
             state = msgspec.json.decode(answer, type=_State)
         except msgspec.DecodeError:
-            return "it is no Instar: KV, layers and morphs are not told"
+            return "it is not an Instar server: KV, layers and morphs are not reported"
         if status != 200:
             return f"/admin/state answers {status}"
         self._old = {one["id"] for one in state.morphs if one.get("state") != "running"}
@@ -103,16 +102,16 @@ class Observer:
         return ""
 
     async def follow(self, now_s: Callable[[], float]) -> None:
-        """Until it is cancelled."""
+        """Take samples until cancelled."""
         while True:
-            await self.look(now_s)
+            await self.sample(now_s)
             await asyncio.sleep(EVERY_S - now_s() % EVERY_S)
 
-    async def look(self, now_s: Callable[[], float]) -> None:
+    async def sample(self, now_s: Callable[[], float]) -> None:
         try:
-            status, answer = await fetch(self._server, "GET", "/admin/state", within_s=PATIENCE_S)
+            status, answer = await fetch(self._server, "GET", "/admin/state", within_s=TIMEOUT_S)
             state = msgspec.json.decode(answer, type=_State) if status == 200 else None
-        except (BenchProblem, msgspec.DecodeError):
+        except (ServerError, msgspec.DecodeError):
             state = None
         if state is None:
             self.num_missed += 1
@@ -125,21 +124,29 @@ class Observer:
         self.morphs |= {one["id"]: one for one in state.morphs if one["id"] not in self._old}
 
     async def end(self, now_s: Callable[[], float]) -> None:
-        await self.look(now_s)
+        await self.sample(now_s)
         after = await self._counters()
         self.counted = {name: _grown(after[name], self._before.get(name, 0.0)) for name in sorted(after)}
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "missed": self.num_missed,
+            "morphs": list(self.morphs.values()),
+            "counted": self.counted,
+        }
+
     async def _counters(self) -> dict[str, float]:
-        """{} where they cannot be read."""
+        """Return the counters, {} if they cannot be read."""
         try:
-            _, answer = await fetch(self._server, "GET", "/metrics", within_s=PATIENCE_S)
-        except BenchProblem:
+            _, answer = await fetch(self._server, "GET", "/metrics", within_s=TIMEOUT_S)
+        except ServerError:
             return {}
         return counters(answer.decode(errors="replace"))
 
 
 def _grown(after: float, before: float) -> float:
-    """A counter that fell began anew, with its process."""
+    """Return the growth of a counter, which restarts at 0 with its process."""
     return after - before if after >= before else after
 
 
@@ -156,5 +163,5 @@ def _shape(one: _Instance, queue_delay_s: float | None) -> dict[str, Any]:
 
 
 def counters(page: str) -> dict[str, float]:
-    """`name{labels}` -> value, of those that are told of."""
+    """Return `name{labels}` -> value of the kept counters on a page of /metrics."""
     return {name + labels: float(value) for name, labels, value in _SAMPLE.findall(page) if name in COUNTED}

@@ -1,4 +1,4 @@
-"""What became of each request of a run."""
+"""The outcome of each request of a run."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import Any, Final
 
 import msgspec
 
-KEPT_BYTES: Final = 65536  # of a stream's end: finish reason, usage, error and spans of precision are there
+KEPT_BYTES: Final = 65536  # of a stream's end, which has finish reason, usage, error and precisions
 DIGITS: Final = 6  # of seconds, in run.json
 NOT_SENT: Final = "not sent"  # the run was interrupted before it was due
-INTERRUPTED: Final = "interrupted"  # and while it ran
+INTERRUPTED: Final = "interrupted"  # the run was interrupted while it ran
 UNFINISHED: Final = "unfinished"
-CUT: Final = "stream ended early"  # without a finish reason: clients of OpenAI take that for success
+CUT: Final = "stream ended early"  # without a finish reason, which OpenAI's clients take for success
 LOST: Final = "connection lost"
 
 
 @dataclass(slots=True)
-class Outcome:
-    """Seconds are after the beginning of the run, None: it did not come to that. `opened_s`: the head of the
-    answer, which Instar sends when a worker begins. `error` "": it was served to its end."""
+class RequestOutcome:
+    """Times of a request in seconds after the beginning of the run, None for events that did not happen.
+
+    `opened_s` is the head of the answer, which Instar sends when a worker begins. `error` is "" for a request
+    that was served to its end.
+    """
 
     number: int
     due_s: float
@@ -35,9 +38,14 @@ class Outcome:
     error: str = ""
     finish: str = ""
     events: int = 0
-    prompt_tokens: int | None = None  # as the server counted; None: it does not tell
+    prompt_tokens: int | None = None  # as the server counted; None: it did not report
     output_tokens: int | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens, layers below full)
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> RequestOutcome:
+        """Return the outcome of a row of run.json."""
+        return cls(**{**row, "spans": [(tokens, below) for tokens, below in row["spans"]]})
 
     def as_json(self) -> dict[str, Any]:
         rounded = {
@@ -48,7 +56,7 @@ class Outcome:
 
     @property
     def counts(self) -> bool:
-        """Not what an interrupted run left: that says nothing of the server."""
+        """False for requests that an interrupted run left."""
         return self.error not in (NOT_SENT, INTERRUPTED)
 
     @property
@@ -57,17 +65,17 @@ class Outcome:
 
     @property
     def num_output(self) -> int:
-        """Tokens that came: as the server counted them, else one for each event."""
+        """Output tokens as the server counted them, else one for each event."""
         return self.events if self.output_tokens is None else self.output_tokens
 
     @property
     def ttft_s(self) -> float | None:
-        """From when it was due."""
+        """Time to first token from when the request was due."""
         return None if self.first_s is None else self.first_s - self.due_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None where there is no second."""
+        """Mean time per token after the first, None without a second token."""
         if self.first_s is None or self.last_s is None or self.num_output < 2:
             return None
         return (self.last_s - self.first_s) / (self.num_output - 1)
@@ -78,31 +86,26 @@ class Outcome:
 
     @property
     def queue_s(self) -> float | None:
-        """From when it was due to the head of the answer."""
+        """Time from when the request was due to the head of the answer."""
         return None if self.opened_s is None else self.opened_s - self.due_s
 
 
-def outcome_of(row: dict[str, Any]) -> Outcome:
-    """A row of run.json."""
-    return Outcome(**{**row, "spans": [(tokens, below) for tokens, below in row["spans"]]})
-
-
-def conclude_stream(outcome: Outcome, tail: bytes) -> None:
-    """Reads the last events of a 200's stream."""
+def conclude_stream(outcome: RequestOutcome, tail: bytes) -> None:
+    """Read the last events of a 200's stream into `outcome`."""
     for line in tail.splitlines():
         if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
             continue
         try:
             event = msgspec.json.decode(line[5:])
         except msgspec.DecodeError:
-            continue  # the first may be cut
+            continue  # the first may be incomplete
         if isinstance(event, dict):
             _take_event(outcome, event)
     if not outcome.error and not outcome.finish:
         outcome.error = CUT
 
 
-def _take_event(outcome: Outcome, event: dict[str, Any]) -> None:
+def _take_event(outcome: RequestOutcome, event: dict[str, Any]) -> None:
     if error := event.get("error"):
         outcome.error = f"stream: {error_code(event) or str(error)[:60]}"
     if isinstance(usage := event.get("usage"), dict):
@@ -116,8 +119,8 @@ def _take_event(outcome: Outcome, event: dict[str, Any]) -> None:
             outcome.spans.append((span["end"] - span["start"], span["layers_below_full"]))
 
 
-def conclude_refusal(outcome: Outcome, body: bytes) -> None:
-    """An answer that was none: its status, and the code in OpenAI's shape where there is one."""
+def conclude_refusal(outcome: RequestOutcome, body: bytes) -> None:
+    """Set the error to the status, with the code of an error in OpenAI's shape."""
     try:
         code = error_code(msgspec.json.decode(body))
     except msgspec.DecodeError:
@@ -126,7 +129,7 @@ def conclude_refusal(outcome: Outcome, body: bytes) -> None:
 
 
 def error_code(body: Any) -> str:
-    """`code`, else `type`, of an error object; "" where there is none."""
+    """Return the `code`, else the `type`, of an error object, "" if there is none."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):
         return ""

@@ -1,4 +1,4 @@
-"""Pictures of one run, or of several over one another, from run.json alone. Needs matplotlib.
+"""Pictures of one run or of several, from run.json alone. Needs matplotlib.
 
 requests due, and failed   | output events over time
 TTFT over time             | its distribution
@@ -13,32 +13,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from instar.errors import BenchProblem
+from instar.errors import InputError
 from instar.replay.files import RunFile
-from instar.replay.outcomes import Outcome
+from instar.replay.outcomes import RequestOutcome
 
-# Okabe and Ito: told apart by everybody.
+# Okabe and Ito: distinct also for colour-blind readers.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY: Final = "#999999"
 BINS: Final = 90  # a bar of at least a second each
-SHORTEST_S: Final = 1e-3  # on logarithmic axes: two tokens of one read are no time apart
-MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]'; the numbers are there without it"
+SHORTEST_S: Final = 1e-3  # lower end of logarithmic axes: two tokens may come in one read
+MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]'"
 
-Times = Callable[[Outcome], float | None]
+Times = Callable[[RequestOutcome], float | None]
 
 
-def need_matplotlib() -> None:
-    """Raises BenchProblem."""
+def has_matplotlib() -> bool:
     try:
         import matplotlib as mpl
-    except ImportError as error:
-        raise BenchProblem(MISSING) from error
+    except ImportError:
+        return False
     mpl.use("Agg")  # no display
+    return True
 
 
 def draw(runs: Sequence[RunFile], path: Path) -> None:
-    """Writes a PNG. Raises BenchProblem."""
-    need_matplotlib()
+    """Write a PNG. Raises InputError."""
+    if not has_matplotlib():
+        raise InputError(MISSING)
     from matplotlib import pyplot as plt
 
     figure, panels = plt.subplots(4, 2, figsize=(13, 14))
@@ -63,13 +64,13 @@ def draw(runs: Sequence[RunFile], path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """The whole picture or none; the same bytes for the same run. Raises BenchProblem."""
+    """Write the whole picture or none, with the same bytes for the same run. Raises InputError."""
     parts = path.with_name(f".{path.name}.part")
     try:
         figure.savefig(parts, format="png", dpi=110, metadata={"Software": None})
         parts.replace(path)
     except OSError as error:
-        raise BenchProblem(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
         parts.unlink(missing_ok=True)
 
@@ -78,11 +79,11 @@ def _end_s(run: RunFile) -> float:
     return max(max(one.due_s, one.last_s or one.ended_s or 0.0) for one in run.outcomes)
 
 
-def _ttft(one: Outcome) -> float | None:
+def _ttft(one: RequestOutcome) -> float | None:
     return one.ttft_s
 
 
-def _tpot(one: Outcome) -> float | None:
+def _tpot(one: RequestOutcome) -> float | None:
     return one.tpot_s
 
 
@@ -90,7 +91,7 @@ def _tpot(one: Outcome) -> float | None:
 
 
 def _due(axes: Any, runs: Sequence[RunFile], bin_s: int) -> None:
-    """Of the first run; of others only where their load is another one."""
+    """Draw the arrivals of the first run, and of others with a different load."""
     _rate(axes, [one.due_s for one in runs[0].outcomes], bin_s, "due", color=GREY, alpha=0.5)
     for run, colour in zip(runs[1:], (COLOURS * len(runs))[1:], strict=False):
         if run.about.get("arrivals_sha256") != runs[0].about.get("arrivals_sha256"):
@@ -109,7 +110,7 @@ def _failed(axes: Any, run: RunFile, colour: str, bin_s: int) -> None:
 
 
 def _rate(axes: Any, at_s: Sequence[float], bin_s: int, label: str, **style: Any) -> None:
-    """Requests per second, in bars of `bin_s`."""
+    """Draw requests per second, in bars of `bin_s`."""
     bins = range(0, int(max(at_s, default=0.0)) + 2 * bin_s, bin_s)
     axes.hist(at_s, bins=bins, weights=[1 / bin_s] * len(at_s), label=label, **style)
 
@@ -133,13 +134,13 @@ def _over_arrivals(axes: Any, run: RunFile, colour: str, times: Times) -> None:
 
 
 def _distribution(axes: Any, run: RunFile, colour: str, times: Times) -> None:
-    """A curve that ends below 1 had failures."""
+    """Draw the cumulative distribution over all requests: with failures it ends below 1."""
     found = sorted(max(times(one) or 0.0, SHORTEST_S) for one in _served(run, times))
     num = len(found) + sum(one.counts and not one.is_served for one in run.outcomes)
     axes.step(found, [(i + 1) / num for i in range(len(found))], where="post", color=colour)
 
 
-def _served(run: RunFile, times: Times) -> list[Outcome]:
+def _served(run: RunFile, times: Times) -> list[RequestOutcome]:
     return [one for one in run.outcomes if one.is_served and times(one) is not None]
 
 
@@ -151,7 +152,7 @@ def _kv(axes: Any, run: RunFile, colour: str) -> None:
 
 
 def _shape(axes: Any, degrees: Any, run: RunFile, colour: str) -> None:
-    """The degree is the mean of the instances'."""
+    """Draw the layers below full precision, and the mean degree of the instances."""
     at_s, below, tp = _sums(run, "layers_below_full", "tp")
     num = [max(1, len(one["instances"])) for one in run.observed.get("samples", [])]
     axes.step(at_s, below, where="post", color=colour)
@@ -159,7 +160,7 @@ def _shape(axes: Any, degrees: Any, run: RunFile, colour: str) -> None:
 
 
 def _sums(run: RunFile, *keys: str) -> tuple[list[float], ...]:
-    """Seconds, and of each key the sum over the instances."""
+    """Return the seconds, and for each key the sums over the instances."""
     samples = run.observed.get("samples", [])
     sums = [
         [sum(one[key] or 0 for one in sample["instances"].values()) for sample in samples] for key in keys
@@ -180,7 +181,7 @@ def _finish(panels: Any, degrees: Any, runs: Sequence[RunFile], ends_s: float) -
     panels[3][1].set(ylabel="layers below full")
     degrees.set(ylabel="degree")
     for axes in (panels[3][1], degrees):
-        axes.set_ylim(0, max(2.2, 1.1 * axes.get_ylim()[1]))  # whole numbers also where nothing changed
+        axes.set_ylim(0, max(2.2, 1.1 * axes.get_ylim()[1]))  # whole numbers also if nothing changed
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     for row, name, limit_s in ((1, "TTFT", slo.ttft_s), (2, "TPOT", slo.tpot_s)):
         over_time, shares = panels[row]
@@ -198,7 +199,9 @@ def _finish(panels: Any, degrees: Any, runs: Sequence[RunFile], ends_s: float) -
         _key(panels[3][1], "degree", linestyle=":")
     else:
         for axes in panels[3]:
-            axes.text(0.5, 0.5, "not told by this server", color=GREY, ha="center", transform=axes.transAxes)
+            axes.text(
+                0.5, 0.5, "not reported by this server", color=GREY, ha="center", transform=axes.transAxes
+            )
     for row, column in ((0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (3, 1)):
         panels[row][column].set(xlabel="seconds", xlim=(0, 1.02 * ends_s))
     for axes in panels.flat:
@@ -209,18 +212,18 @@ def _finish(panels: Any, degrees: Any, runs: Sequence[RunFile], ends_s: float) -
 
 
 def _key(axes: Any, label: str, **style: Any) -> None:
-    """What a style means, whatever the colour."""
+    """Add a style to the legend, in neutral colour."""
     axes.plot([], [], color="#555555", label=label, **style)
 
 
 def _legend(axes: Any) -> None:
-    """Of styles: colours are those of the runs, which the head names."""
+    """Draw the legend of styles; the heading has the colours of the runs."""
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=8, loc="best", framealpha=0.8)
 
 
 def _head(figure: Any, runs: Sequence[RunFile]) -> None:
-    """What was replayed, and of several runs which colour is which."""
+    """Draw the heading: what was replayed, and the colours of several runs."""
     from matplotlib.lines import Line2D
 
     about = runs[0].about
@@ -235,5 +238,5 @@ def _head(figure: Any, runs: Sequence[RunFile]) -> None:
 
 
 def _plain(text: str) -> str:
-    """Dollar signs in names of files are no formulas."""
+    """Escape dollar signs: matplotlib would read a formula."""
     return text.replace("$", r"\$")

@@ -1,7 +1,6 @@
-"""`instar bench record`: the requests of a running service as they end, a line of JSON each.
+"""`instar bench record`: the requests of a running service, one line of JSON each, as they end.
 
-Lines are in the order of their ends; `at` is when a request arrived, which is what a replay goes by. The
-trial requests of a replay are left out: they are not its traffic.
+`at` is when a request arrived; a replay sorts by it. The trial requests of a replay are left out.
 """
 
 from __future__ import annotations
@@ -18,36 +17,34 @@ from typing import Final, TextIO
 
 import httpx
 
-from bus.settings import Settings
-from instar.client import GatewayProblem, gateway_client, refuse_errors, unreachable
-from instar.errors import BenchProblem
+from instar.client import admin_client, check_answer, unreachable
+from instar.errors import InputError, ServerError
 from instar.replay.requests import TRIAL
 
 PATH: Final = "/admin/requests"
-LEAST_BYTES: Final = 1 << 20  # free on the disk: some thousand requests
-SILENCE_S: Final = 30.0  # longer than between two comments of a living stream
+MIN_FREE_BYTES: Final = 1 << 20  # on the disk: some thousand requests
+SILENCE_S: Final = 30.0  # longer than between two comments of a live stream
 
 
-def record(settings: Settings, args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when the service ended before it was told to stop. Raises GatewayProblem and
-    BenchProblem."""
+def record(args: argparse.Namespace) -> int:
+    """Returns 1 if the service ended the stream."""
     ends = time.monotonic() + args.seconds if args.seconds else None
     counts = _Counts()
-    with gateway_client(settings, args.url, args.key, settings.gateway.admin_keys) as client:
+    with admin_client(args) as client:
         try:
             with _open(args.out, is_private=args.with_prompts) as file:
                 has_ended = _write(file, _events(client, args.with_prompts, ends), counts, args.limit)
         except KeyboardInterrupt:
             has_ended = False
         except OSError as error:
-            raise BenchProblem(f"{args.out}: {error.strerror}, after {counts.requests} requests") from error
+            raise InputError(f"{args.out}: {error.strerror}, after {counts.requests} requests") from error
     sys.stderr.write(f"{counts.requests} requests in {args.out}\n")
     if counts.trials:
         sys.stderr.write(f"{counts.trials} trial requests of a replay are left out\n")
     if counts.lost:
-        sys.stderr.write(f"{counts.lost} more came faster than they could be written, and are not in it\n")
+        sys.stderr.write(f"{counts.lost} more came faster than they could be written, and are missing\n")
     if has_ended:
-        sys.stderr.write("instar bench record: the service ended the stream\n")
+        sys.stderr.write(f"{args.prog}: the service ended the stream\n")
     return int(has_ended)
 
 
@@ -57,23 +54,25 @@ class _Counts:
 
 
 def _open(path: Path, *, is_private: bool) -> TextIO:
-    """A new file: what was recorded before is not written over. is_private: for its owner's eyes only. Raises
-    BenchProblem, also where the disk has no room."""
+    """Create a file, readable only by its owner if `is_private`.
+
+    Raises InputError if it exists, cannot be written, or its disk has no room.
+    """
     try:
-        if not path.exists() and (free := shutil.disk_usage(path.parent).free) < LEAST_BYTES:
-            raise BenchProblem(
-                f"--out {path}: {free >> 10} KiB are free on its disk; it needs {LEAST_BYTES >> 10} at least"
+        if not path.exists() and (free := shutil.disk_usage(path.parent).free) < MIN_FREE_BYTES:
+            raise InputError(
+                f"--out {path}: {free >> 10} KiB are free on its disk; {MIN_FREE_BYTES >> 10} are needed"
             )
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         return os.fdopen(os.open(path, flags, 0o600 if is_private else 0o666), "w", encoding="utf-8")
     except FileExistsError as error:
-        raise BenchProblem(f"--out {path}: is there already; name another file") from error
+        raise InputError(f"--out {path}: is there already; name another file") from error
     except OSError as error:
-        raise BenchProblem(f"--out {path}: cannot be written: {error.strerror}") from error
+        raise InputError(f"--out {path}: cannot be written: {error.strerror}") from error
 
 
 def _write(file: TextIO, events: Iterator[tuple[str, str]], counts: _Counts, limit: int | None) -> bool:
-    """Whether the stream ended by itself."""
+    """Write requests. Returns True if the server ended the stream."""
     for kind, data in events:
         if kind == "":
             return False
@@ -92,15 +91,17 @@ def _write(file: TextIO, events: Iterator[tuple[str, str]], counts: _Counts, lim
 
 
 def _events(client: httpx.Client, has_prompts: bool, ends: float | None) -> Iterator[tuple[str, str]]:
-    """(kind, data) of each event; ("", "") when it is time to stop, which is looked at with each line: at the
-    latest with the next comment. Raises GatewayProblem."""
+    """Yield (kind, data) of each event, and ("", "") at the time to stop, which each line checks.
+
+    Raises ServerError.
+    """
     timeout = httpx.Timeout(SILENCE_S, read=SILENCE_S)
     params = {"prompts": "true"} if has_prompts else {}
     try:
         with client.stream("GET", PATH, params=params, timeout=timeout) as answer:
             if not answer.is_success:
                 answer.read()
-            refuse_errors(answer)
+            check_answer(answer)
             kind = ""
             for line in answer.iter_lines():
                 if ends is not None and time.monotonic() >= ends:
@@ -111,8 +112,8 @@ def _events(client: httpx.Client, has_prompts: bool, ends: float | None) -> Iter
                 elif line.startswith("data: "):
                     yield kind, line.removeprefix("data: ")
     except httpx.ReadTimeout as error:
-        raise GatewayProblem(f"nothing came from {client.base_url} for {SILENCE_S:g} s") from error
+        raise ServerError(f"{client.base_url} sent nothing for {SILENCE_S:g} s") from error
     except httpx.ConnectError as error:
         raise unreachable(client, error) from error
     except httpx.HTTPError:
-        return  # it was cut: what came is kept, and the exit status says so
+        return  # the stream was cut: the exit status says so

@@ -1,6 +1,6 @@
-"""What is sent: prompts of an exact length, and the dialect that a server takes them in.
+"""The bodies of a run's requests: prompts of an exact length, in a dialect that the server accepts.
 
-Made before the first is due, since making a long one takes longer than arrivals may be late.
+They are made before the first is due, since making a long prompt takes longer than a request may be late.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from instar.errors import BenchProblem, ServerProblem
+from instar.errors import InputError, ServerError
 from instar.replay.traces import Arrival
-from instar.replay.wire import Server, fetch
+from instar.replay.wire import ServerAddress, fetch
 
 COMPLETIONS: Final = "/v1/completions"
-TRIAL: Final = "replay-trial"  # begins the id of a trial request, so that `record` knows it
+TRIAL: Final = "replay-trial"  # prefix of a trial request's id, for `record`
 SAID_CHARS: Final = 300  # of a server's message
 MAX_BYTES: Final = 8 << 30  # of all prompts together
-# Below what any vocabulary has, above where most keep their special tokens.
+# In every vocabulary, and above where most have their special tokens.
 IDS: Final = range(16, 1000)
-# One token each in most vocabularies, with the space before; the server's usage says what they became.
+# One token each in most vocabularies, with the space before. The server's usage has the true count.
 WORDS: Final = (
     *("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on"),
     *("not", "he", "this", "are", "or", "his", "from", "at", "which", "but", "have", "an", "had", "they"),
@@ -32,15 +32,18 @@ WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a server understands. `token_ids`: prompts are exact; else text of so many words. `ignore_eos`:
-    outputs are exact. `precision`: it tells in which each token was made."""
+    """The fields that a server accepts.
+
+    With `token_ids` prompts have exact lengths, else they are text of as many words. With `ignore_eos`
+    outputs have exact lengths. With `precision` the server reports the precision of each token.
+    """
 
     token_ids: bool = True
     ignore_eos: bool = True
     precision: bool = True
 
     def body(self, model: str, prompt: str, output_tokens: int) -> bytes:
-        """`prompt`: JSON."""
+        """Return a request for `prompt`, which is JSON."""
         fields: dict[str, Any] = {"model": model, "max_tokens": output_tokens, "temperature": 0}
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.ignore_eos:
@@ -50,7 +53,7 @@ class Dialect:
         return f'{json.dumps(fields)[:-1]}, "prompt": {prompt}}}'.encode()
 
     def prompt(self, arrival: Arrival, rng: random.Random, ids: Sequence[str]) -> str:
-        """As JSON."""
+        """Return the prompt as JSON."""
         if not self.token_ids:
             return json.dumps(" ".join(rng.choices(WORDS, k=arrival.prompt_tokens)))
         if arrival.prompt is not None:
@@ -59,14 +62,16 @@ class Dialect:
 
     @property
     def in_words(self) -> str:
-        prompts = "token ids" if self.token_ids else "words: lengths are near the trace's"
+        prompts = "token ids" if self.token_ids else "words: their lengths are near the trace's"
         outputs = (
-            "exact lengths" if self.ignore_eos else "until the model ends: lengths are at most the trace's"
+            "have exact lengths"
+            if self.ignore_eos
+            else "end with the model's EOS: at most the trace's length"
         )
-        return f"prompts as {prompts}; outputs of {outputs}"
+        return f"prompts as {prompts}; outputs {outputs}"
 
 
-# The best first. What a server does not know it refuses, by a 400 or a 422.
+# The best first. A server refuses unknown fields with 400 or 422.
 DIALECTS: Final = (
     Dialect(),
     Dialect(precision=False),
@@ -79,37 +84,41 @@ DIALECTS: Final = (
 def bodies(
     arrivals: Sequence[Arrival], model: str, dialect: Dialect, seed: int, ids: range = IDS
 ) -> list[bytes]:
-    """One for each; the same seed, the same prompts. Raises BenchProblem for more than memory should hold."""
+    """Return a body for each arrival, the same for the same seed. Raises InputError for too much memory."""
     if (size := 5 * sum(one.prompt_tokens for one in arrivals)) > MAX_BYTES:
-        raise BenchProblem(f"the prompts would take {size >> 30} GiB: take a --window, or --scale-lengths")
+        raise InputError(f"the prompts would take {size >> 30} GiB: use a --window or --scale-lengths")
     rng = random.Random(seed)
     texts = [str(one) for one in ids]
     return [dialect.body(model, dialect.prompt(one, rng, texts), one.output_tokens) for one in arrivals]
 
 
-async def find_dialect(server: Server, model: str, ids: range = IDS) -> tuple[Dialect, str]:
-    """The best that the server does not refuse, by requests for one token; and what it said in place of a
-    token: a server that is too busy for a trial gets the load all the same. Raises ServerProblem where every
-    dialect is refused."""
+async def find_dialect(server: ServerAddress, model: str, ids: range = IDS) -> tuple[Dialect, str]:
+    """Return the best dialect that the server accepts, found by requests for one token, and its refusal.
+
+    A server that is too busy for a trial gets the load all the same. Raises ServerError if the server refuses
+    every dialect.
+    """
     arrival, rng = Arrival(0.0, 1, 1), random.Random(0)
-    said = ""
+    refusal = ""
     for number, dialect in enumerate(DIALECTS):
         body = dialect.body(model, dialect.prompt(arrival, rng, [str(ids[0])]), 1)
         request_id = f"{TRIAL}-{number}"
         status, answer = await fetch(server, "POST", COMPLETIONS, body, within_s=120, request_id=request_id)
         if status == 200:
             return dialect, ""
-        said = f"{status}: {message_of(answer)}"
+        refusal = f"{status}: {message_of(answer)}"
         if status not in (400, 422):
             break
     if status in (401, 403, 404, 405, 400, 422):
-        raise ServerProblem(f"{server.name.decode()}{server.path}{COMPLETIONS} refuses a request: {said}")
-    return DIALECTS[0], said
+        raise ServerError(f"{server.name.decode()}{server.path}{COMPLETIONS} refuses a request: {refusal}")
+    return DIALECTS[0], refusal
 
 
 def message_of(answer: bytes) -> str:
-    """Of an error in OpenAI's shape, as an answer or in a stream; else the beginning of what came, and of a
-    stream nothing. On one line, and not long."""
+    """Return the message of an error in OpenAI's shape, as an answer or in a stream, on one short line.
+
+    Of another answer it is the beginning; of a stream without an error nothing.
+    """
     events = [line[5:] for line in answer.splitlines() if line.startswith(b"data:")]
     for text in events[::-1] or [answer]:
         try:
@@ -120,29 +129,27 @@ def message_of(answer: bytes) -> str:
 
 
 def _shortened(text: str) -> str:
-    """It goes to a terminal, whoever wrote it."""
+    """Return printable text on one line: the server's message goes to a terminal."""
     line = "".join(char if char.isprintable() else " " for char in text[: 2 * SAID_CHARS])
     line = " ".join(line.split())
     return line if len(line) <= SAID_CHARS else f"{line[:SAID_CHARS]}..."
 
 
-async def models_of(server: Server) -> list[dict[str, Any]]:
-    """What /v1/models lists. Raises ServerProblem."""
+async def models_of(server: ServerAddress) -> list[dict[str, Any]]:
+    """Return the entries of /v1/models. Raises ServerError."""
     try:
         status, answer = await fetch(server, "GET", "/v1/models")
-    except BenchProblem as problem:
-        raise ServerProblem(
-            f"no server answers at {server.name.decode()} ({problem}); start one with `instar serve`, or say "
-            "where it is with --url"
+    except ServerError as problem:
+        raise ServerError(
+            f"no server answers at {server.name.decode()} ({problem}); start one with `instar serve`, or "
+            "name its address with --url"
         ) from problem
     if status != 200:
-        raise ServerProblem(f"{server.path}/v1/models: {status}: {message_of(answer)}{_hint(status)}")
+        raise ServerError(f"{server.path}/v1/models: {status}: {message_of(answer)}{_hint(status)}")
     try:
         return [dict(one) for one in json.loads(answer)["data"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise ServerProblem(
-            "/v1/models does not list models: is that an OpenAI-compatible server?"
-        ) from error
+        raise ServerError("/v1/models does not list models: is that an OpenAI-compatible server?") from error
 
 
 def _hint(status: int) -> str:

@@ -1,4 +1,4 @@
-"""The schemas of traces that are read, row by row, and what is said of a file that has none of them.
+"""The formats of traces, read row by row.
 
 | name | columns | time |
 | --- | --- | --- |
@@ -23,14 +23,14 @@ from typing import Any, Final, TextIO
 
 import msgspec
 
-from instar.errors import TraceProblem
+from instar.errors import TraceError
 
-MAX_TOKENS: Final = 10_000_000  # of one request: more is a column taken for another
+MAX_TOKENS: Final = 10_000_000  # of one request: more means that columns are mixed up
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request of a trace. `at_s` in the trace's own clock; the prompt itself only where it was kept."""
+    """One request of a trace, at `at_s` of the trace's own clock. The prompt is there if it was recorded."""
 
     at_s: float
     prompt_tokens: int
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Of a CSV file: the names of the columns, and how seconds are read from the first."""
+    """A CSV format: the names of the columns, and how the time column is read as seconds."""
 
     name: str
     at: str
@@ -72,20 +72,22 @@ OWN_LINE: Final = 'a line is an object such as {"at": 1700000000.5, "prompt_toke
 
 
 def read_rows(path: Path, wanted: str = "auto") -> tuple[str, Iterator[Row]]:
-    """(the schema's name, the rows in order of their time). Raises TraceProblem, also while the rows are
-    read: of a long CSV file nothing is kept, and no place of it is gone back to, so it may be a pipe."""
+    """Return the format's name and the rows in order of their time.
+
+    A CSV file is read once from the beginning, so it may be a pipe. Raises TraceError, also later for a row.
+    """
     try:
         file = path.open(encoding="utf-8-sig", newline="")
     except OSError as error:
-        raise TraceProblem(path, 0, f"cannot be read: {error.strerror}") from error
+        raise TraceError(path, 0, f"cannot be read: {error.strerror}") from error
     try:
         first = file.readline()
     except UnicodeDecodeError as error:
         file.close()
-        raise TraceProblem(path, 1, "is no text; unpack it if it is an archive") from error
+        raise TraceError(path, 1, "is not text; unpack it if it is an archive") from error
     if not first.strip():
         file.close()
-        raise TraceProblem(path, 0, "is empty: there is no request in it")
+        raise TraceError(path, 0, "is empty: it has no request")
     if wanted == OWN.name or (wanted == "auto" and first.lstrip().startswith("{")):
         return OWN.name, _own_rows(path, file, first)
     try:
@@ -94,37 +96,39 @@ def read_rows(path: Path, wanted: str = "auto") -> tuple[str, Iterator[Row]]:
         schema = _schema(path, header, first, second, wanted)
     except (csv.Error, UnicodeDecodeError) as error:
         file.close()
-        raise TraceProblem(path, 1, f"cannot be read as CSV: {error}") from error
-    except TraceProblem:
+        raise TraceError(path, 1, f"cannot be read as CSV: {error}") from error
+    except TraceError:
         file.close()
         raise
     return schema.name, _csv_rows(path, file, second, schema, header)
 
 
 def _schema(path: Path, header: list[str], first: str, second: str, wanted: str) -> Schema:
-    """The one that was asked for, or whose columns are all there. The Azure traces are told apart by the
-    zone of their first date."""
+    """Return the requested format, or the one whose columns are all there.
+
+    The first date of an Azure trace tells its year: only that of 2024 has a time zone.
+    """
     known = [SCHEMAS[wanted]] if wanted != "auto" else list(SCHEMAS.values())
     fitting = [schema for schema in known if set(schema.columns) <= set(header)]
     if not fitting:
-        raise TraceProblem(path, 1, _unknown(known, header, ", ".join(header)[:200] or first.strip()[:80]))
+        raise TraceError(path, 1, _unknown(known, header, ", ".join(header)[:200] or first.strip()[:80]))
     if wanted == "auto" and len(fitting) > 1:
         return SCHEMAS["azure-2024" if "+" in second else "azure-2023"]
     return fitting[0]
 
 
 def _unknown(known: list[Schema], header: list[str], found: str) -> str:
-    """What the nearest format misses; where none is near, all that there are."""
+    """Return what the nearest format lacks, or all formats if none is near."""
     nearest = max(known, key=lambda schema: len(set(schema.columns) & set(header)))
     missing = [name for name in nearest.columns if name not in header]
     if len(known) > 1 and len(missing) == len(nearest.columns):
-        return f"its columns are those of no format: found are {found}. Known are {_all_formats()}"
+        return f"its columns fit no format: {found}. The formats are {_all_formats()}"
     columns = "column" if len(missing) == 1 else "columns"
     return f"as {nearest.name} it needs the {columns} {' and '.join(missing)}; found are: {found}"
 
 
 def _all_formats() -> str:
-    """`azure-2023 and azure-2024 (TIMESTAMP, ...), burstgpt (...), instar (JSON lines of ...)`."""
+    """Return `azure-2023 and azure-2024 (TIMESTAMP, ...), burstgpt (...), instar (JSON lines of ...)`."""
     names: dict[str, list[str]] = {}
     for schema in (*SCHEMAS.values(), OWN):
         lines = "JSON lines of " if schema is OWN else ""
@@ -133,7 +137,7 @@ def _all_formats() -> str:
 
 
 def _csv_rows(path: Path, file: TextIO, second: str, schema: Schema, header: list[str]) -> Iterator[Row]:
-    """`second`: the line that was read already."""
+    """Yield the rows; `second` is the line that was read already."""
     places = [header.index(name) for name in schema.columns]
     before, before_text = -math.inf, ""
     with file:
@@ -142,11 +146,11 @@ def _csv_rows(path: Path, file: TextIO, second: str, schema: Schema, header: lis
                 if not cells:
                     continue
                 if len(cells) <= max(places):
-                    raise TraceProblem(path, number, f"has {len(cells)} columns, the header {len(header)}")
+                    raise TraceError(path, number, f"has {len(cells)} columns, the header {len(header)}")
                 at_text, prompt, output = (cells[place] for place in places)
                 at_s = _seconds(path, number, schema, at_text)
                 if at_s < before:
-                    raise TraceProblem(
+                    raise TraceError(
                         path, number, f"{at_text} is before {before_text}, the line above: sort the trace"
                     )
                 before, before_text = at_s, at_text
@@ -156,17 +160,17 @@ def _csv_rows(path: Path, file: TextIO, second: str, schema: Schema, header: lis
                 )
                 yield Row(at_s, *counts)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise TraceProblem(path, 0, f"cannot be read as CSV: {error}") from error
+            raise TraceError(path, 0, f"cannot be read as CSV: {error}") from error
 
 
 def _own_rows(path: Path, file: TextIO, first: str) -> Iterator[Row]:
-    """Lines are written as requests end, so here they are put in order."""
+    """Yield the rows by arrival: `instar bench record` writes them as requests end."""
     with file:
         try:
             lines = enumerate(chain([first], file), start=1)
             found = [_own_row(path, number, line) for number, line in lines if line.strip()]
         except UnicodeDecodeError as error:
-            raise TraceProblem(path, 0, f"cannot be read as text: {error}") from error
+            raise TraceError(path, 0, f"cannot be read as text: {error}") from error
     yield from sorted(found, key=lambda row: row.at_s)
 
 
@@ -174,12 +178,12 @@ def _own_row(path: Path, number: int, line: str) -> Row:
     try:
         fields = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
-        raise TraceProblem(path, number, f"{line.strip()[:60]!r} is no JSON; {OWN_LINE}") from error
+        raise TraceError(path, number, f"{line.strip()[:60]!r} is not JSON; {OWN_LINE}") from error
     if not isinstance(fields, dict):
-        raise TraceProblem(path, number, f"{line.strip()[:60]!r} is no object; {OWN_LINE}")
+        raise TraceError(path, number, f"{line.strip()[:60]!r} is not an object; {OWN_LINE}")
     if missing := [name for name in OWN.columns if name not in fields]:
         there = ", ".join(fields)[:200] or "nothing"
-        raise TraceProblem(path, number, f"has no {' and no '.join(missing)}, but {there}; {OWN_LINE}")
+        raise TraceError(path, number, f"has no {' and no '.join(missing)}, but {there}; {OWN_LINE}")
     at, prompt, output = (_text(fields[name]) for name in OWN.columns)
     row = Row(
         _seconds(path, number, OWN, at),
@@ -188,14 +192,14 @@ def _own_row(path: Path, number: int, line: str) -> Row:
         _token_ids(path, number, fields.get("prompt_token_ids")),
     )
     if row.prompt is not None and len(row.prompt) != row.prompt_tokens:
-        raise TraceProblem(
+        raise TraceError(
             path, number, f"prompt_tokens is {row.prompt_tokens}, prompt_token_ids holds {len(row.prompt)}"
         )
     return row
 
 
 def _text(value: Any) -> str:
-    """As it stands in the file."""
+    """Return the value as the file has it."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()[:60]
 
 
@@ -203,10 +207,10 @@ def _token_ids(path: Path, line: int, value: Any) -> list[int] | None:
     if value is None:
         return None
     if not isinstance(value, list):
-        raise TraceProblem(path, line, f"prompt_token_ids is {_text(value)!r}, not a list of token ids")
+        raise TraceError(path, line, f"prompt_token_ids is {_text(value)!r}, not a list of token ids")
     wrong = [one for one in value if type(one) is not int or one < 0]
     if wrong:
-        raise TraceProblem(
+        raise TraceError(
             path, line, f"prompt_token_ids holds {_text(wrong[0])!r}, not a whole number, 0 or more"
         )
     return value
@@ -219,18 +223,16 @@ def _seconds(path: Path, line: int, schema: Schema, text: str) -> float:
         at_s = math.nan
     if not math.isfinite(at_s):
         kind = "a number of seconds" if schema.seconds is float else "a date like 2023-11-16 18:17:03.9799600"
-        raise TraceProblem(path, line, f"{schema.at} is {text!r}, not {kind}")
+        raise TraceError(path, line, f"{schema.at} is {text!r}, not {kind}")
     return at_s
 
 
 def _tokens(path: Path, line: int, column: str, text: str) -> int:
-    """Whole numbers; some files write them as 12.0."""
+    """Parse a whole number; some files write 12.0."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not value.is_integer() or not 0 <= value <= MAX_TOKENS:
-        raise TraceProblem(
-            path, line, f"{column} is {text!r}, not a whole number of tokens, 0 to {MAX_TOKENS}"
-        )
+        raise TraceError(path, line, f"{column} is {text!r}, not a whole number of tokens, 0 to {MAX_TOKENS}")
     return int(value)

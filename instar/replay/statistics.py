@@ -1,6 +1,6 @@
-"""The numbers of a run, from its rows alone: the same file gives the same numbers, whenever they are asked.
+"""The numbers of a run, from the rows of its file alone.
 
-A rate is over the time from the beginning to the last sign of the server. A request that failed violates each
+Rates are over the time from the beginning to the server's last answer. A request that failed violates each
 SLO. Percentiles are linear between the nearest two ranks.
 """
 
@@ -12,33 +12,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from instar.replay.outcomes import Outcome
+from instar.replay.outcomes import RequestOutcome
 
 PERCENTS: Final = (50, 95, 99)
-LATE_S: Final = 0.005  # the bar for this process's own lateness, at P99
+LATE_S: Final = 0.005  # limit of this process's own lateness, at P99
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Seconds to the first token, and per token after it."""
+    """Limits in seconds to the first token, and per token after it."""
 
     ttft_s: float
     tpot_s: float
 
-    def is_met(self, outcome: Outcome) -> bool:
+    def is_met(self, outcome: RequestOutcome) -> bool:
         return outcome.is_served and not self.misses_ttft(outcome) and not self.misses_tpot(outcome)
 
-    def misses_ttft(self, outcome: Outcome) -> bool:
-        """A failed one does."""
+    def misses_ttft(self, outcome: RequestOutcome) -> bool:
+        """True also for a failed request."""
         return not outcome.is_served or (outcome.ttft_s or 0.0) > self.ttft_s
 
-    def misses_tpot(self, outcome: Outcome) -> bool:
-        """A failed one does; one of a single token has none to miss."""
+    def misses_tpot(self, outcome: RequestOutcome) -> bool:
+        """True also for a failed request, False for one of a single token."""
         return not outcome.is_served or (outcome.tpot_s or 0.0) > self.tpot_s
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted values, at least one."""
+    """Return the percentile of sorted values, at least one."""
     place = (len(values) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(values) - 1)
@@ -46,7 +46,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
-    """mean, p50, p95, p99, max and their count; None without any: absent is not zero."""
+    """Return count, mean, p50, p95, p99 and max; None without values."""
     found = sorted(value for value in values if value is not None)
     if not found:
         return None
@@ -55,8 +55,11 @@ def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
     return {"count": len(found), "mean": mean} | shown | {"max": _round(found[-1])}
 
 
-def summary(outcomes: Sequence[Outcome], slo: Slo, *, tells_queue: bool) -> dict[str, Any]:
-    """`tells_queue`: the server answers when a worker begins, so that the queue can be told from prefill."""
+def summary(outcomes: Sequence[RequestOutcome], slo: Slo, *, tells_queue: bool) -> dict[str, Any]:
+    """Return all numbers of a run.
+
+    `tells_queue` is True if the server answers when a worker begins, which separates queueing from prefill.
+    """
     sent = [one for one in outcomes if one.counts]
     served = [one for one in sent if one.is_served]
     good = [one for one in served if slo.is_met(one)]
@@ -92,8 +95,8 @@ def summary(outcomes: Sequence[Outcome], slo: Slo, *, tells_queue: bool) -> dict
     }
 
 
-def tokens_by_layers(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """Output tokens by how many layers were below full precision as they were made; {} where nobody tells."""
+def tokens_by_layers(outcomes: Iterable[RequestOutcome]) -> dict[str, int]:
+    """Return output tokens by the number of layers below full precision, {} if the server does not report."""
     found: Counter[int] = Counter()
     for one in outcomes:
         for tokens, below in one.spans:
@@ -102,15 +105,15 @@ def tokens_by_layers(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 
 def share_at_full(tokens: dict[str, int]) -> float | None:
-    """Of the output tokens; None where nobody tells."""
+    """Return the share of tokens with all layers at full precision, None if it was not reported."""
     return tokens.get("0", 0) / sum(tokens.values()) if tokens else None
 
 
-def _prompt_tokens(one: Outcome) -> int:
+def _prompt_tokens(one: RequestOutcome) -> int:
     return one.prompt_asked if one.prompt_tokens is None else one.prompt_tokens
 
 
-def _rates(outcomes: Sequence[Outcome], seconds: float) -> dict[str, float]:
+def _rates(outcomes: Sequence[RequestOutcome], seconds: float) -> dict[str, float]:
     return {
         "requests_per_s": _per(len(outcomes), seconds),
         "tokens_per_s": _per(sum(one.num_output for one in outcomes), seconds),

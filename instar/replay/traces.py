@@ -1,4 +1,4 @@
-"""From a trace to the requests of a run: a window of it, faster or slower, longer or shorter."""
+"""The requests of a run: a window of a trace, with scaled rate and lengths, or a synthetic burst."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from instar.errors import BenchProblem
+from instar.errors import InputError
 from instar.replay.schemas import Row, read_rows
 
 GAMMA: Final = "gamma:"
-GAMMA_FORM: Final = (
-    "gamma:RATE:CV:SECONDS, with :PROMPT:OUTPUT tokens if wanted: gamma:4:2.5:60 or gamma:4:2.5:60:128:64"
-)
-MAX_REQUESTS: Final = 2_000_000  # all prompts are made before the first is sent
-GAMMA_TOKENS: Final = (256, 64)  # prompt and output of a made-up burst, in the mean
+GAMMA_FORM: Final = "gamma:RATE:CV:SECONDS[:PROMPT:OUTPUT], such as gamma:4:2.5:60 or gamma:4:2.5:60:128:64"
+MAX_REQUESTS: Final = 2_000_000  # all prompts are made before the first request is sent
+GAMMA_TOKENS: Final = (256, 64)  # mean prompt and output of a synthetic burst
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a run, `at_s` after its beginning."""
+    """A request that is due `at_s` seconds after the beginning of the run."""
 
     at_s: float
     prompt_tokens: int
@@ -33,8 +31,11 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """In this order: what is cut out (seconds of the trace; `length_s` None: to its end), rows without
-    tokens, `limit`, then factors of the rate and of both lengths."""
+    """How a trace becomes a workload, in the order of the fields.
+
+    The window (in seconds of the trace; `length_s` None: to its end), rows with zero tokens, the number of
+    requests, then factors of the rate and of both lengths.
+    """
 
     start_s: float = 0.0
     length_s: float | None = None
@@ -45,9 +46,12 @@ class Shaping:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
-    """`zero_rows` had no prompt or no output: dropped, or counted as one token. `seconds` from the beginning
-    of the window to its end, or to the last arrival."""
+class Workload:
+    """The requests of a run.
+
+    `zero_rows` had no prompt or no output. `seconds` lasts from the beginning of the window to its end, or to
+    the last arrival.
+    """
 
     source: str
     format: str
@@ -58,18 +62,18 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """Of times and lengths: the same for the same load."""
-        told = "".join(f"{one.at_s:.6f} {one.prompt_tokens} {one.output_tokens}\n" for one in self.arrivals)
-        return hashlib.sha256(told.encode()).hexdigest()
+        """A hash of arrival times and lengths."""
+        text = "".join(f"{one.at_s:.6f} {one.prompt_tokens} {one.output_tokens}\n" for one in self.arrivals)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load(source: str, wanted: str, shaping: Shaping, seed: int = 0) -> Trace:
-    """`source`: a file, or gamma:RATE:CV:SECONDS[:PROMPT:OUTPUT]. Raises BenchProblem."""
+def load(source: str, wanted: str, shaping: Shaping, seed: int = 0) -> Workload:
+    """Read a file or make the burst gamma:RATE:CV:SECONDS[:PROMPT:OUTPUT]. Raises InputError."""
     if source.startswith(GAMMA):
         return cut("gamma", source, gamma_burst(source, seed), shaping)
     path = Path(source)
     if ":" in source and not path.exists():
-        raise BenchProblem(f"{source}: {_no_burst(source)}")
+        raise InputError(f"{source}: {_no_burst(source)}")
     name, rows = read_rows(path, wanted)
     return cut(name, path.name, rows, shaping)
 
@@ -78,11 +82,11 @@ def _no_burst(source: str) -> str:
     kind, _, numbers = source.partition(":")
     if get_close_matches(kind.lower(), [GAMMA.removesuffix(":")]):
         return f"there is no such file; did you mean {GAMMA}{numbers}?"
-    return f"there is no such file; a made-up burst is written as {GAMMA_FORM}"
+    return f"there is no such file; a synthetic burst is written as {GAMMA_FORM}"
 
 
-def cut(name: str, source: str, rows: Iterable[Row], shaping: Shaping) -> Trace:
-    """Reads no further than the window's end. Raises BenchProblem where nothing is left."""
+def cut(name: str, source: str, rows: Iterable[Row], shaping: Shaping) -> Workload:
+    """Cut and scale `rows`, reading no further than the window's end. Raises InputError if none is left."""
     begins, ends = shaping.start_s, None
     if shaping.length_s is not None:
         ends = shaping.start_s + shaping.length_s
@@ -107,25 +111,25 @@ def cut(name: str, source: str, rows: Iterable[Row], shaping: Shaping) -> Trace:
         found.append(_arrival(row, at_s - begins, shaping))
     else:
         if first is None or last is None:
-            raise BenchProblem(f"{source}: has no request, only a header")
+            raise InputError(f"{source}: has no request, only a header")
         if begins > last:
-            raise BenchProblem(
+            raise InputError(
                 f"{source}: --window begins at {begins:g} s, and the trace has {last:.1f} s "
                 f"({num_rows} requests)"
             )
         if ends is not None and ends > last + 1.0:
             notes.append(f"the trace ends {ends - last:.1f} s before the window does")
     if not found:
-        raise BenchProblem(_nothing_left(source, begins, ends, zero_rows, after))
+        raise InputError(_nothing_left(source, begins, ends, zero_rows, after))
     if len(found) == MAX_REQUESTS:
-        notes.append(f"only the first {MAX_REQUESTS} requests: take a --window")
+        notes.append(f"only the first {MAX_REQUESTS} requests: use a --window")
     whole = shaping.length_s is not None and shaping.limit is None
     seconds = (shaping.length_s or 0.0) / shaping.rate if whole else found[-1].at_s
-    return Trace(source, name, found, seconds, zero_rows, notes)
+    return Workload(source, name, found, seconds, zero_rows, notes)
 
 
 def _arrival(row: Row, at_s: float, shaping: Shaping) -> Arrival:
-    """A prompt that was kept is sent as it was, unless its length is to be another."""
+    """Return the request. A recorded prompt is sent as it was, unless its length is scaled."""
     return Arrival(
         round(at_s / shaping.rate, 6),
         scaled(row.prompt_tokens, shaping.lengths),
@@ -147,9 +151,12 @@ def _nothing_left(source: str, begins: float, ends: float | None, zero_rows: int
 
 
 def gamma_burst(source: str, seed: int) -> Iterable[Row]:
-    """A made-up burst: inter-arrival times of a Gamma distribution with the mean 1/RATE and the coefficient
-    of variation CV, which is how BurstGPT (Wang et al., 2024) models its bursts: shape 1/CV^2, scale
-    CV^2/RATE. CV 1 is a Poisson process. Lengths are exponential around their means. Raises BenchProblem."""
+    """Yield a synthetic burst.
+
+    Inter-arrival times have a Gamma distribution with mean 1/RATE and coefficient of variation CV (shape
+    1/CV^2, scale CV^2/RATE), as BurstGPT (Wang et al., 2024) models bursts; CV 1 is a Poisson process.
+    Lengths are exponential around their means. Raises InputError.
+    """
     rate, cv, seconds, prompt, output = _gamma_numbers(source)
     rng = random.Random(seed)
     at_s = 0.0
@@ -171,6 +178,6 @@ def _gamma_numbers(source: str) -> tuple[float, float, float, float, float]:
     if len(numbers) == 3:
         numbers += GAMMA_TOKENS
     if len(numbers) != 5 or not all(0 < number < 1e7 for number in numbers):
-        raise BenchProblem(f"{source} is no burst of numbers above 0; write it as {GAMMA_FORM}")
+        raise InputError(f"{source} is not a burst of numbers above 0; write it as {GAMMA_FORM}")
     rate, cv, seconds, prompt, output = numbers
     return rate, cv, seconds, prompt, output

@@ -1,8 +1,8 @@
-"""One HTTP/1.1 request on a connection of its own, read as cheaply as it goes.
+"""One HTTP/1.1 request on a connection of its own, read as cheaply as possible.
 
-A replay shares its machine with what it measures, so of a stream's bytes only the events are counted while
-they come; what they say is read at the end. Each connection is opened before its request is due, and used
-once: none can be found dead at the moment of sending, which would have to be retried.
+A replay may share its machine with the server it measures, so it only counts the events of a stream while
+they come, and reads them at the end. Each connection is opened before its request is due and used once: a
+kept connection may be dead at the moment of sending, and would need a retry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from instar.errors import BenchProblem, ServerProblem
+from instar.errors import InputError, ServerError
 from instar.replay.outcomes import KEPT_BYTES, LOST
 
 CONNECT_S: Final = 10.0
@@ -27,8 +27,8 @@ EVENT: Final = b'"choices"'  # once in each event; within its text the quotes wo
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """Where requests go. `path` is what stands before /v1."""
+class ServerAddress:
+    """Where requests go. `path` is the part before /v1."""
 
     host: str
     port: int
@@ -38,24 +38,24 @@ class Server:
     key: str = ""
 
     @classmethod
-    def at(cls, url: str, key: str | None) -> Server:
-        """Raises BenchProblem for what is no URL."""
+    def at(cls, url: str, key: str | None) -> ServerAddress:
+        """Parse `url`. Raises InputError if it is not a URL."""
         try:
             found = urlsplit(url)
             port = found.port
         except ValueError:
             found, port = urlsplit(""), None
         if found.scheme not in ("http", "https") or not found.hostname:
-            raise BenchProblem(f"{url!r} is no address; write it as http://127.0.0.1:8000")
-        if "@" in found.netloc:  # it would stand in run.json and in the picture
-            raise BenchProblem("--url holds a name or a password; only keys are sent: --api-key KEY")
+            raise InputError(f"--url {url} is not a URL with http://; write http://127.0.0.1:8000")
+        if "@" in found.netloc:  # run.json and the picture show the URL
+            raise InputError("--url holds a name or a password, which are not sent; use --api-key KEY")
         tls = ssl.create_default_context() if found.scheme == "https" else None
         path = found.path.rstrip("/").removesuffix("/v1")
         default = 443 if tls else 80
         return cls(found.hostname, port or default, path, tls, found.netloc.encode(), key or "")
 
     def head(self, method: str, path: str, length: int | None = None, request_id: str = "") -> bytes:
-        """Of a request; with `length`, of a JSON body."""
+        """Return the head of a request, with the `length` of a JSON body if it has one."""
         lines = [b"%b %b HTTP/1.1" % (method.encode(), (self.path + path).encode()), b"host: " + self.name]
         lines.append(b"connection: close")
         if self.key:
@@ -68,13 +68,15 @@ class Server:
 
 
 class Exchange(asyncio.Protocol):
-    """A request and its answer. Times are those of time.perf_counter, 0.0: not yet. `ended` is done when the
-    answer is whole, or the connection gone; then `problem` says which: "" or why."""
+    """A request and its answer. Times are those of time.perf_counter, 0.0 for what has not happened.
+
+    `ended` is done when the answer is complete or the connection lost; then `problem` is "" or the reason.
+    """
 
     def __init__(
         self, on_events: Callable[[int, float], None] | None = None, kept_bytes: int = KEPT_BYTES
     ) -> None:
-        """`on_events` hears how many events a read brought, and when."""
+        """`on_events` is called with the number of events of each read, and its time."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
         self.tail = bytearray()  # of the body
@@ -99,12 +101,12 @@ class Exchange(asyncio.Protocol):
         self._transport.write(request)
 
     def close(self) -> None:
-        """Whatever state it is in; nothing is read any more."""
+        """Abort the connection in any state."""
         if self._transport is not None:
             self._transport.abort()
         self._end("")
 
-    # ------------------------------------------------------------------------------------- of the connection
+    # ------------------------------------------------------------------------- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -116,21 +118,20 @@ class Exchange(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self.problem = f"no HTTP: {error}"
+            self.problem = f"not HTTP: {error}"
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Also how an answer without a length ends, which cannot be told from a loss: the stream's own end
-        says whether it was whole."""
+        """End the answer. One without a length ends so, too; its stream says whether it was complete."""
         self._end(LOST if self.status == 0 or error is not None else "")
-        self._parser = None  # it holds this object
+        self._parser = None  # it refers to this object
 
     def _end(self, problem: str) -> None:
         if not self.ended.done():
             self.problem = self.problem or problem
             self.ended.set_result(None)
 
-    # ------------------------------------------------------------------------------------- of the parser
+    # ------------------------------------------------------------------------- called by httptools
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
@@ -165,8 +166,8 @@ class Exchange(asyncio.Protocol):
             self._on_events(num, now)
 
 
-async def connect(server: Server, exchange: Exchange) -> str:
-    """Opens the connection; what kept it from that, "" for nothing."""
+async def connect(server: ServerAddress, exchange: Exchange) -> str:
+    """Open the connection. Returns "" or why it could not be opened."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -175,8 +176,8 @@ async def connect(server: Server, exchange: Exchange) -> str:
         return "connect: timed out"
     except OSError as error:
         return f"connect: {_kind(error)}"
-    except UnicodeError:  # as the name's encoding for DNS says it
-        return f"connect: {server.host!r} is no name of a host"
+    except UnicodeError:  # of the name's encoding for DNS
+        return f"connect: {server.host!r} is not the name of a host"
     return ""
 
 
@@ -189,14 +190,14 @@ def _kind(error: OSError) -> str:
 
 
 async def fetch(
-    server: Server,
+    server: ServerAddress,
     method: str,
     path: str,
     body: bytes | None = None,
     within_s: float = 10.0,
     request_id: str = "",
 ) -> tuple[int, bytes]:
-    """(status, body) of a small answer. Raises ServerProblem where there is none."""
+    """Return (status, body) of a small answer. Raises ServerError if none comes."""
     exchange = Exchange(kept_bytes=MAX_ANSWER_BYTES)
     problem = await connect(server, exchange)
     if not problem:
@@ -211,5 +212,5 @@ async def fetch(
         finally:
             exchange.close()
     if problem:
-        raise ServerProblem(problem)
+        raise ServerError(problem)
     return exchange.status, bytes(exchange.tail)

@@ -12,15 +12,15 @@ from signal import Signals
 from typing import cast
 
 PDEATHSIG = Path(__file__).with_name("pdeathsig.py")
-LONGEST_LINE = 64 * 1024  # bytes without a newline that are held; then they are shown as a line
-AFTERWORDS_S = 1.0  # time for what a dead process wrote to come through, if a grandchild holds the pipe
+MAX_LINE_BYTES = 64 * 1024  # a longer line is shown in pieces
+LAST_LINES_S = 1.0  # wait for the last lines of a dead process, if a grandchild holds the pipe
 
 
 class Child(asyncio.SubprocessProtocol):
-    """`await Child.start(...)`, then `await child.wait()`.
+    """A process. `await Child.start(...)`, then `await child.wait()`.
 
-    The session of its own keeps the terminal's Ctrl-C away from it: in which order processes end is decided
-    here. What the process started itself and left behind is killed with it.
+    In a session of its own it gets no Ctrl-C of the terminal: the supervisor decides in which order processes
+    end. What it started itself and left behind is killed after it.
     """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
@@ -48,10 +48,10 @@ class Child(asyncio.SubprocessProtocol):
         return child
 
     async def wait(self) -> int:
-        """Exit status, negative for a signal; after it no line comes any more."""
+        """Return the exit status, negative for a signal, after the last line."""
         status = await asyncio.shield(self._exited)
-        self._signal_group(Signals.SIGKILL)  # what it left behind
-        await asyncio.wait({self._silent}, timeout=AFTERWORDS_S)
+        self._signal_group(Signals.SIGKILL)
+        await asyncio.wait({self._silent}, timeout=LAST_LINES_S)
         if self._transport is not None:
             self._transport.close()
         return status
@@ -83,7 +83,7 @@ class Child(asyncio.SubprocessProtocol):
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if len(self._buffer) > LONGEST_LINE:
+        if len(self._buffer) > MAX_LINE_BYTES:
             lines.append(self._buffer)
             self._buffer = b""
         for line in lines:

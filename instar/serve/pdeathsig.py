@@ -1,8 +1,8 @@
-"""Runs a program that cannot outlive its parent: `python pdeathsig.py PARENT_PID PROGRAM [ARGUMENT ...]`.
+"""Run a program that the kernel kills when its parent dies: `python pdeathsig.py PARENT_PID PROGRAM ARG ...`.
 
-The kernel kills the program when the parent dies, however it dies: a supervisor ended with kill -9 leaves no
-worker behind that holds a GPU. Done in a process of its own, since code between fork and exec of a process
-with threads may deadlock. Linux only, as the workers' memory is. Standard library only: it runs with -I -S.
+So a supervisor ended with kill -9 leaves no worker behind that holds a GPU. A process of its own does this,
+since code between fork and exec of a process with threads may deadlock. Linux only. Standard library only: it
+runs with -I -S.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         sys.stderr.write(f"cannot tie {program[0]} to its parent: {os.strerror(ctypes.get_errno())}\n")
-    if os.getppid() != parent:  # it died before the tie was made, so no signal will come
+    if os.getppid() != parent:  # it died before prctl, so no signal will come
         sys.exit(1)
     try:
         os.execv(program[0], program)

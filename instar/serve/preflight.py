@@ -1,13 +1,15 @@
-"""Mistakes of the settings that show without starting anything, and without the seconds that torch takes.
+"""Checks of the settings before anything starts, without the seconds that importing torch takes.
 
-Plain functions from settings and the file system to a complaint, "" if there is none. The processes judge
-again for themselves: they know more (architectures, shapes, memory) and may run without `instar serve`.
+Each function returns what is wrong and what to change, "" if nothing is. The processes check again: they know
+shapes and memory, and may run without `instar serve`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import socket
 from pathlib import Path
 
 from bus.settings import GatewaySettings, Settings, WorkerSettings
@@ -19,10 +21,9 @@ OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def why_not_serve(settings: Settings) -> str:
-    """The first reason why no process of these settings could work; it says what to change."""
-    return (
-        why_not_models(settings.worker) or why_not_device(settings.worker) or why_not_open(settings.gateway)
-    )
+    """Return the first reason why no process could work with these settings."""
+    worker = settings.worker
+    return why_not_models(worker) or why_not_device(worker) or why_not_open(settings.gateway)
 
 
 def why_not_models(worker: WorkerSettings) -> str:
@@ -61,9 +62,9 @@ def why_not_open(gateway: GatewaySettings) -> str:
 
 
 def parse_model(entry: str) -> tuple[str, Path]:
-    """(served name, folder) of `name=dir` or `dir`, which then gives the name; as the worker takes it."""
+    """Return (served name, folder) of `name=dir` or `dir`, as the worker reads it."""
     name, is_named, folder = entry.partition("=")
-    if not is_named or "/" in name:  # the = is one of the folder's
+    if not is_named or "/" in name:  # the = belongs to the folder
         name, folder = "", entry
     path = Path(folder).expanduser().resolve()
     return name or path.name, path
@@ -94,5 +95,34 @@ def _why_not_folder(folder: Path, load_format: str) -> str:
 
 
 def _may_have_gpu() -> bool:
-    """No only where it is certain: /dev/nvidia* is there in sandboxes without /proc, /dev/dxg under WSL."""
+    """Return False only if there is certainly none: sandboxes lack /proc, WSL has /dev/dxg."""
     return count_gpus() > 0 or any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
+
+
+def why_not_listen(host: str, port: int) -> str:
+    """Return what keeps a server from listening there and what to do, "" if nothing does."""
+    place = f"port {port} of {host or 'every address'}"
+    try:
+        address = socket.getaddrinfo(
+            host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(address[0], address[1]) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            probe.bind(address[4])
+            probe.listen(1)  # two may bind with SO_REUSEADDR; only one may listen
+    except socket.gaierror as error:
+        return f"{host!r} is not an address of this machine ({error.strerror}); gateway.host may be 127.0.0.1"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return (
+                f"{place} is in use: end the program that listens there (`ss -ltnp` names it), or use "
+                f"another port: `instar serve --port {_another(port)}` or INSTAR_PORT={_another(port)}"
+            )
+        if error.errno == errno.EACCES:
+            return f"{place} may only be opened by root; use one above 1023: `instar serve --port 8000`"
+        return f"{place} cannot be opened: {error.strerror}; gateway.host may be 127.0.0.1"
+    return ""
+
+
+def _another(port: int) -> int:
+    return port + 1 if port < 65535 else port - 1

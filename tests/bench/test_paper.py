@@ -15,7 +15,7 @@ from bench.paper import loads as paper_loads
 from bench.paper.loads import BUSIEST_S, Window, all_loads, busiest, find_trace, fitted, gamma_load, thinned
 from bench.paper.plan import BITS, bits_of, ceiling_bits, in_words, plan
 from bench.paper.text import f1, longest_common, mean_and_error, rouge_l, words
-from instar.errors import BenchProblem
+from instar.errors import InputError
 
 # ------------------------------------------------------------------------------------- loads
 
@@ -51,7 +51,7 @@ def test_the_made_up_burst_asks_for_what_is_wanted_and_is_the_same_each_time() -
 
 
 def test_a_missing_trace_is_told_with_its_names_its_place_and_where_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(BenchProblem, match="no trace AzureLLM") as told:
+    with pytest.raises(InputError, match="no trace AzureLLM") as told:
         all_loads(tmp_path, 2.0, 5.0)
     assert str(tmp_path) in str(told.value) and "github.com/Azure/AzurePublicDataset" in str(told.value)
 

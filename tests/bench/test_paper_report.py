@@ -19,9 +19,9 @@ from bench.paper.report import headlines, highest_rates, load_numbers, premises,
 from bench.paper.run import SLO, PaperRun
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, ways
 from bench.paper.tables import judged, number
-from instar.errors import BenchProblem
+from instar.errors import InputError
 from instar.replay.files import RunFile
-from instar.replay.outcomes import Outcome
+from instar.replay.outcomes import RequestOutcome
 
 PLANS = {PLAN: ("full", "int4"), PLAN_ANY: ("int8", "int4")}
 # P95 TTFT of each way; what is not here has 1 s.
@@ -31,7 +31,7 @@ TTFT_S = {FULL: 6.0, DEFAULT: 1.5, PERFORMANCE: 0.5, INT4: 0.1}
 def run_of(load: str, way: str, ttft_s: float, blocks: tuple[int, int] = (47, 47)) -> PaperRun:
     """Four requests a second apart, each with the same wait."""
     outcomes = [
-        Outcome(
+        RequestOutcome(
             number=i,
             due_s=float(i),
             prompt_asked=128,
@@ -217,6 +217,6 @@ def test_a_run_of_which_nothing_was_served_ends_the_evaluation_in_a_line(
     none: Any = SimpleNamespace(prompts=[[1]])
     size, clock = paper_evaluation.QUICK, paper_evaluation.Clock(1.0)
     evaluation = paper_evaluation.Evaluation(none, none, none, size, clock, tmp_path)
-    with pytest.raises(BenchProblem, match=r"Azure code, full precision: no request was served \(4 x 503"):
+    with pytest.raises(InputError, match=r"Azure code, full precision: no request was served \(4 x 503"):
         evaluation._run(Way(FULL), "Azure code", "", [0.0], 1.0)
     assert (tmp_path / "azure-code-full-precision" / "run.json").exists()

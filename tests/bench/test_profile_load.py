@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from bench.profiling.report import LOADING, MEASURING, WHOLE, WITHOUT, Window, report, say_card
-from instar.replay.outcomes import Outcome
+from instar.replay.outcomes import RequestOutcome
 
 
-def outcome(ttft_s: float, tpot_s: float) -> Outcome:
+def outcome(ttft_s: float, tpot_s: float) -> RequestOutcome:
     first_s = 100.0 + ttft_s
-    return Outcome(
+    return RequestOutcome(
         0,
         100.0,
         1,

@@ -202,7 +202,7 @@ def outcome_of(*all_served: Served, shapes: Sequence[Shape] = ()) -> Outcome:
 
 def test_events_are_read_to_their_end_and_an_error_is_one() -> None:
     arrival = served(1.0).arrival
-    ended = outcomes.Outcome(0, 1.0, 90, 10, first_s=2.0, last_s=3.0, status=200)
+    ended = outcomes.RequestOutcome(0, 1.0, 90, 10, first_s=2.0, last_s=3.0, status=200)
     events = [
         "data: " + json.dumps({"choices": [{"text": text, "finish_reason": reason}]})
         for text, reason in (("a", None), ("b", "length"))
@@ -211,7 +211,7 @@ def test_events_are_read_to_their_end_and_an_error_is_one() -> None:
     conclude_stream(ended, tail)
     one = serving_load.served(arrival, ended, [2.0, 3.0], text_of(tail))
     assert (one.text, one.token_s, one.is_whole, one.error) == ("ab", [2.0, 3.0], True, "")
-    lost = outcomes.Outcome(0, 1.0, 90, 10, first_s=2.0, last_s=3.0, status=200)
+    lost = outcomes.RequestOutcome(0, 1.0, 90, 10, first_s=2.0, last_s=3.0, status=200)
     conclude_stream(lost, tail + b'\n\ndata: {"error": {"message": "gone"}}')
     assert "gone" in serving_load.served(arrival, lost, [2.0, 3.0], "").error
 
@@ -219,11 +219,11 @@ def test_events_are_read_to_their_end_and_an_error_is_one() -> None:
 def test_a_refusal_is_no_error_and_what_still_runs_is_neither() -> None:
     arrival = served(1.0).arrival
     refused = serving_load.served(
-        arrival, outcomes.Outcome(0, 1.0, 90, 10, status=400, error="400 too_long"), [], ""
+        arrival, outcomes.RequestOutcome(0, 1.0, 90, 10, status=400, error="400 too_long"), [], ""
     )
     assert (refused.refused, refused.error, refused.is_whole) == ("400 too_long", "", False)
     left = serving_load.served(
-        arrival, outcomes.Outcome(0, 1.0, 90, 10, status=200, error=UNFINISHED), [2.0], ""
+        arrival, outcomes.RequestOutcome(0, 1.0, 90, 10, status=200, error=UNFINISHED), [2.0], ""
     )
     assert (left.refused, left.error, left.is_whole, left.token_s) == ("", "", False, [2.0])
 

@@ -10,7 +10,7 @@ import pytest
 
 from bus.policy import FIELDS, Mode, Policy, describe
 from bus.precisions import QUANTIZED
-from instar.commands.morph_flags import policy_fields
+from instar.commands.morph import policy_fields
 
 
 def test_every_field_but_the_revision_is_declared_with_its_default() -> None:

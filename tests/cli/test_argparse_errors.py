@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         main(argv)
     assert ended.value.code == 2
     told, where_help_is = capsys.readouterr().err.splitlines()
-    assert "--help` shows what there is" in where_help_is
+    assert where_help_is.startswith("See `instar") and where_help_is.endswith("--help` for usage.")
     return str(told)
 
 
@@ -31,7 +32,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["complete", "a", "--max-token-count=3"], "did you mean --max-tokens?"),
         (["--port", "9000", "serve"], "as in `instar serve --port`"),
         (["--verison"], "there is no flag --verison; did you mean --version?"),
-        (["status", "here"], "takes no 'here'"),
+        (["status", "here"], "unexpected argument 'here'"),
         (["serve", "--port"], "--port: expected one argument"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -47,11 +48,12 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What `instar complete` would have sent."""
     sent: list[str] = []
 
-    def complete(_: object, text: str, **__: Any) -> int:
-        sent.append(text)
-        return 0
+    def stream_text(_: object, body: dict[str, Any]) -> Iterator[str]:
+        sent.append(body["prompt"])
+        yield ""
 
-    monkeypatch.setattr("instar.commands.complete.complete", complete)
+    monkeypatch.setattr("instar.commands.complete.first_model", lambda _: "demo")
+    monkeypatch.setattr("instar.commands.complete.stream_text", stream_text)
     return sent
 
 

@@ -14,8 +14,8 @@ import pytest
 from bus.settings import Settings
 from bus.settings_sources import fields_of
 from instar.cli import main
+from instar.commands.serve import FLAGS
 from instar.commands.settings import example
-from instar.flags import FLAGS
 from instar.serve.redis_server import free_port
 from tests.support.paths import ROOT
 

@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from bus.settings import GatewaySettings, Settings
-from instar.client import GatewayProblem, gateway_client, refuse_errors
+from instar.client import check_answer, gateway_client
+from instar.errors import InputError, ServerError
 
 KEYS = ["hush"]
 
@@ -26,17 +27,17 @@ KEYS = ["hush"]
 )
 def test_keys_of_the_settings_go_to_their_own_service_only(host: str, url: str | None, is_sent: bool) -> None:
     settings = Settings(gateway=GatewaySettings(host=host, port=8123, api_keys=KEYS, admin_keys=KEYS))
-    with gateway_client(settings, url, None, KEYS) as client:
+    with gateway_client(settings, url, None, "admin_keys") as client:
         assert (client.headers.get("authorization") == "Bearer hush") == is_sent
-    with gateway_client(settings, url, "given", KEYS) as client:
+    with gateway_client(settings, url, "given", "admin_keys") as client:
         assert client.headers["authorization"] == "Bearer given"
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:8000", "http://[::1", "http://h:port"])
-def test_what_is_no_address_is_told(url: str) -> None:
+def test_what_is_not_a_url_is_refused(url: str) -> None:
     with (
-        pytest.raises(GatewayProblem, match="is no address; write"),
-        gateway_client(Settings(), url, None, []),
+        pytest.raises(InputError, match=r"needs http://, as in http://|is not a URL .*; write http://"),
+        gateway_client(Settings(), url, None, "api_keys"),
     ):
         pass
 
@@ -46,7 +47,7 @@ def test_a_path_that_is_not_there_leads_back_to_the_address() -> None:
         message = {"error": {"message": "there is nothing"}}
         return httpx.Response(404, json=message, request=httpx.Request("GET", f"http://h:1{path}"))
 
-    with pytest.raises(GatewayProblem, match=r"nothing; is --url right\? .* as http://h:1/$"):
-        refuse_errors(answer("/nope/admin/state"))
-    with pytest.raises(GatewayProblem, match=r"there is nothing$"):
-        refuse_errors(answer("/admin/morphs/x"))
+    with pytest.raises(ServerError, match=r"nothing; is --url right\? .* as http://h:1/$"):
+        check_answer(answer("/nope/admin/state"))
+    with pytest.raises(ServerError, match=r"there is nothing$"):
+        check_answer(answer("/admin/morphs/x"))

@@ -13,7 +13,7 @@ from rich.console import Console
 from bus.settings import GatewaySettings, Settings, WorkerSettings
 from instar.commands import deploy
 from instar.commands.serve import ready_to_start
-from instar.commands.status import deployment_lines
+from instar.output.deployments import deployment_line
 from instar.output.plan_table import SHOWN, marked, plan_table, reason_lines, spread, wide_lines
 from tests.support.cli_gateway import Script, be_watched
 
@@ -66,8 +66,8 @@ SERVING = WAITING | {
     "configuration": estimate()["configuration"],
 }
 STAYS = (
-    "it stays queued, and is loaded when it can be: `instar deployments a1` shows it, `instar retire a1` "
-    "takes it back (--wait S: how long to wait for one)"
+    "it stays queued, and is loaded when there is room: `instar deployments a1` shows it, `instar retire a1` "
+    "ends it (--wait S: how long to wait for one)"
 )
 NO_ROOM = "needs 5 bytes; to make room: retire deployment b2 (7 bytes)"
 PLAN = {
@@ -158,7 +158,7 @@ def test_a_spread_that_tells_nothing_is_marked_and_what_to_do_is_said() -> None:
     measured, assumed = wide_lines(rows, CARD)
     assert "delete /models/chat/instar/fingerprint-*.json" in measured
     assert "`instar model add /models/chat --name chat`" in measured
-    assert "nothing was measured" in assumed
+    assert "without a measurement" in assumed
     assert not list(wide_lines(rows[:1], CARD))
 
 
@@ -244,7 +244,7 @@ def test_ctrl_c_says_that_a_deployment_stays(
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("instar.wait.time.sleep", interrupted)
+    monkeypatch.setattr("instar.client.time.sleep", interrupted)
     gateway.answers = [(202, WAITING | {"reason": NO_ROOM}), (200, CARD), (200, WAITING)]
     assert gateway.main("deploy", "chat") == 130
     assert capsys.readouterr().err.splitlines()[-1] == STAYS
@@ -282,7 +282,8 @@ def test_deployments_are_listed_with_what_they_have_and_what_they_wait_for(
     gateway.answers = [(200, {"deployments": [WAITING | {"state": "retired"}]})]
     assert gateway.main("deployments") == 0
     assert (
-        capsys.readouterr().out == "nothing is deployed (1 retired: --all); `instar deploy MODEL` does it\n"
+        capsys.readouterr().out
+        == "nothing is deployed (1 retired: --all); `instar deploy MODEL` deploys a model\n"
     )
     gateway.answers = [(200, SERVING | {"kv": KV})]
     assert gateway.main("deployments", "a1") == 0
@@ -303,8 +304,8 @@ def test_what_was_measured_of_a_model_is_shown(gateway: Script, capsys: pytest.C
         "    prompts of 32, 128 tokens in batches of 1, 4; precisions: full, int8, int4",
         "    tensor-parallel degrees that its weights can be cut to: 1, 2",
         "    between two workers: all-reduces and hops of stages",
-        "    perplexity lost: int8 0.1%",
-        "    perplexity lost by int4: not known; `instar profile --precision P` on the folder tells, then "
+        "    loss of perplexity: int8 0.1%",
+        "    loss of perplexity by int4: unknown; run `instar profile --precision P` on the folder, then "
         "register it again",
     ]
 
@@ -344,9 +345,7 @@ def test_workers_may_start_without_a_model() -> None:
 
 
 def test_the_status_shows_deployments_that_were_not_retired() -> None:
-    shown = deployment_lines(
-        [SERVING | {"kv": KV}, WAITING | {"reason": NO_ROOM}, WAITING | {"state": "retired"}]
-    )
+    shown = [deployment_line(one) for one in (SERVING | {"kv": KV}, WAITING | {"reason": NO_ROOM})]
     assert shown == [
         "deployment a1 of chat: serving (chat@w0, 512 MiB of KV, 65536 tokens)",
         f"deployment a1 of chat: waiting ({NO_ROOM})",

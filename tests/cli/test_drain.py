@@ -16,7 +16,7 @@ def test_a_drained_worker_is_waited_for(gateway: Script, capsys: pytest.CaptureF
     workers = [{"id": "w1", "host": "here", "epoch": 7}]
     gateway.state = cluster(instance("w1", running=2)) | {"workers": workers}
     assert gateway.main("drain", "w1", "--wait", "0.3") == 1
-    assert "w1 is still draining after 0.3 s, and goes on" in capsys.readouterr().out
+    assert "w1 is still draining after 0.3 s; `instar status` shows it" in capsys.readouterr().out
     gateway.state = {"instances": [], "workers": [workers[0] | {"epoch": 8}]}  # another life of it
     assert gateway.main("drain", "w1") == 0
     assert gateway.asked == [("POST", "/admin/workers/w1/drain", None)] * 2
@@ -33,7 +33,7 @@ def test_what_a_drain_waits_for_is_shown_on_a_terminal(
     gateway.state = cluster(instance("w1", running=2)) | {"workers": [{"id": "w1", "epoch": 7}]}
     assert gateway.main("drain", "w1", "--wait", "0.3", "--json") == 1
     told = capsys.readouterr()
-    assert told.err == "\r\033[K  w1 ends 4 requests, 0 s\n"
+    assert told.err == "\r\033[K  w1 finishes 4 requests, 0 s\n"
     assert json.loads(told.out) == {"worker": "w1", "state": "draining", "seconds": None}
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from instar.cli import main
-from instar.client import GatewayProblem
-from instar.commands.morph import in_words, progress_text
-from instar.commands.morph_flags import layer_numbers
+from instar.commands.morph import in_words, layer_numbers, progress_text
 from instar.commands.morph_workers import workers_for
+from instar.errors import InputError
 from instar.output.morph_numbers import numbers_text
 from tests.support.cli_gateway import APPLIED, DEFERRED, RUNNING, Script, be_watched, cluster, instance
 
@@ -56,7 +55,7 @@ def test_what_the_gateway_refuses_is_told_in_its_words(
     assert gateway.run("resize", "x", "40") == 1
     assert "instar morph resize: /admin/instances/x/resize: 404: no instance 'x'" in capsys.readouterr().err
     gateway.instances = ["a@w0", "b@w0"]
-    assert gateway.run("resize", "40") == 1
+    assert gateway.run("resize", "40") == 2
     told = capsys.readouterr().err
     assert "say which instance, as in `instar morph resize a@w0 ...`; there are: a@w0, b@w0" in told
 
@@ -78,8 +77,8 @@ def test_an_instance_is_named_by_its_place_or_by_a_flag(gateway: Script, argv: t
 
 
 def test_two_names_of_instances_are_one_too_many(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gateway.run("resize", "a@w0", "40", "--instance", "b@w0") == 1
-    assert "a@w0 and --instance b@w0 are two: name one" in capsys.readouterr().err
+    assert gateway.run("resize", "a@w0", "40", "--instance", "b@w0") == 2
+    assert "a@w0 and --instance b@w0 differ; name one instance" in capsys.readouterr().err
     assert gateway.asked == []
 
 
@@ -193,7 +192,7 @@ def test_workers_that_are_not_named_are_found(gateway: Script, capsys: pytest.Ca
     gateway.state = cluster(instance("w0"), instance("w1"))
     assert gateway.run("tp", "2", "--detach") == 0
     assert gateway.asked[0][2] == {"workers": ["w0", "w1"], "tp": 2, "model": "demo", "wait_s": 0.0}
-    assert gateway.run("tp", "4") == 1
+    assert gateway.run("tp", "4") == 2
     assert "has 1 other instance of demo at that degree" in capsys.readouterr().err
 
 
@@ -204,7 +203,7 @@ def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.Capture
     assert capsys.readouterr().out == "revision = 1\nmode = manual\ncooldown_s = 5\n"
     assert gateway.run("policy", "mode=manual", "windows=3", "kv_usage_high=0.9") == 0
     assert gateway.asked == [("PUT", "/admin/policy", {"mode": "manual", "windows": 3, "kv_usage_high": 0.9})]
-    assert gateway.run("policy", "windows") == 1
+    assert gateway.run("policy", "windows") == 2
     assert "write it as windows=3" in capsys.readouterr().err
 
 
@@ -214,8 +213,8 @@ def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.Capture
         (["swp"], "instar morph: there is no command 'swp'; did you mean swap?"),
         (["--count", "3"], "as in `instar morph swap --count`"),
         (["swap", "--count", "0", "--precision", "int4"], "'0' must be a whole number, 1 or more"),
-        (["swap", "--layers", "6-4", "--precision", "int4"], "'6-4' is no range of layers"),
-        (["swap", "--layers", "a", "--precision", "int4"], "'a' is no list of layers; write it as 0,4-6"),
+        (["swap", "--layers", "6-4", "--precision", "int4"], "'6-4' is not a range of layers"),
+        (["swap", "--layers", "a", "--precision", "int4"], "'a' is not a list of layers; write 0,4-6"),
         (["swap", "--precision", "int4"], "one of the arguments --layers --count is required"),
         (
             ["swap", "--count", "1", "--precision", "int5"],
@@ -223,7 +222,7 @@ def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.Capture
         ),
         (["swap", "--count", "1", "--part", "fnn"], "'fnn' is none of attention, ffn; did you mean ffn?"),
         (["tp", "two"], "'two' must be a whole number, 1 or more"),
-        (["tp", "2", "--workers", "w0,,w1"], "'w0,,w1' is no list of workers; write it as w0,w1"),
+        (["tp", "2", "--workers", "w0,,w1"], "'w0,,w1' is not a list of workers; write w0,w1"),
         (["tp", "2", "--wrokers", "w0"], "there is no flag --wrokers; did you mean --workers?"),
         (
             ["resize", "400", "demo@w0"],
@@ -231,7 +230,7 @@ def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.Capture
         ),
         (
             ["resize", "9", "--wait"],
-            "--wait: expected one argument, S; one that begins with a dash is written --wait=-",
+            "--wait: expected one argument, S; write --wait=-... for a value that begins with a dash",
         ),
         (
             ["resize", "9", "--waite", "3"],
@@ -285,7 +284,7 @@ def test_what_is_so_already_may_be_ordered() -> None:
 def test_a_model_may_be_named_where_there_are_several() -> None:
     both = cluster(*(instance(f"w{n}", model="a" if n < 2 else "b") for n in range(4)))
     assert workers_for(both, 2, model="b") == (["w2", "w3"], "b")
-    with pytest.raises(GatewayProblem, match="no instance of c serves; there are: a@w0"):
+    with pytest.raises(InputError, match="no instance of c serves; there are: a@w0"):
         workers_for(both, 2, model="c")
 
 
@@ -306,7 +305,7 @@ def test_a_model_may_be_named_where_there_are_several() -> None:
             "b@w0",
             "w0 serves b, a, and a worker of several models joins no group: retire the others",
         ),
-        (cluster(instance("w0", "w1", pp=2, tp=1)), 2, None, "demo@w0 has stages, and keeps the shape"),
+        (cluster(instance("w0", "w1", pp=2, tp=1)), 2, None, "demo@w0 has stages and keeps the shape"),
         (cluster(instance("w0"), instance("w1"), w1="far"), 2, None, "has 0 other instances"),
         (cluster(instance("w0"), instance("w1", state="draining")), 2, None, "has 0 other instances"),
         (
@@ -335,6 +334,6 @@ def test_a_model_may_be_named_where_there_are_several() -> None:
 def test_where_it_is_not_clear_who_is_meant_it_asks(
     state: dict[str, Any], tp: int, named: str | None, told: str
 ) -> None:
-    with pytest.raises(GatewayProblem) as problem:
+    with pytest.raises(InputError) as problem:
         workers_for(state, tp, named)
     assert told in str(problem.value)

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 from bus.settings import Settings, load_settings
-from instar.address import url_of, why_not_listen
-from instar.commands.serve import CannotServe, ready_to_start
+from instar.commands.serve import ready_to_start
+from instar.errors import InputError
+from instar.running import url_of
 from instar.serve.child import Child
-from instar.serve.console import Console
-from instar.serve.keeper import Backoff, Program, Role
+from instar.serve.preflight import why_not_listen
+from instar.serve.process import Backoff, Console, Program, Role
 from instar.serve.programs import plan_programs, with_values
-from instar.serve.readiness import Watch
+from instar.serve.readiness import ServiceWatcher
 from instar.serve.redis_server import (
     RedisServerNotFound,
     find_redis_server,
@@ -40,9 +41,9 @@ QUICK = Backoff(0.05, 0.4)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 
-def program(name: str, role: Role, code: str = SLEEP, patience_s: float = 5.0) -> Program:
+def program(name: str, role: Role, code: str = SLEEP, stop_timeout_s: float = 5.0) -> Program:
     argv = (sys.executable, "-c", code)
-    return Program(name=name, role=role, argv=argv, env=dict(os.environ), patience_s=patience_s)
+    return Program(name=name, role=role, argv=argv, env=dict(os.environ), stop_timeout_s=stop_timeout_s)
 
 
 class Running:
@@ -73,7 +74,7 @@ class Running:
             return await self.task
 
     def pid(self, name: str) -> int:
-        child = next(k for k in self.supervisor.keepers if k.program.name == name)._child
+        child = next(k for k in self.supervisor.processes if k.program.name == name)._child
         assert child is not None
         assert child._transport is not None
         return child._transport.get_pid()
@@ -120,7 +121,7 @@ def test_a_port_in_use_is_one_line_that_says_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         told = why_not_listen("127.0.0.1", port)
-        with pytest.raises(CannotServe, match=f"port {port} of 127.0.0.1 is in use"):
+        with pytest.raises(InputError, match=f"port {port} of 127.0.0.1 is in use"):
             ready_to_start(with_values(Settings(), "gateway", port=port))
     assert f"--port {port + 1}" in told
     assert "\n" not in told
@@ -129,13 +130,13 @@ def test_a_port_in_use_is_one_line_that_says_what_to_do() -> None:
 
 def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
     assert "cannot be opened" in why_not_listen("192.0.2.1", 8000)
-    assert "no address of this machine" in why_not_listen("no such host", 8000)
+    assert "not an address of this machine" in why_not_listen("no such host", 8000)
 
 
 def test_a_redis_that_is_not_there_is_told_before_anything_starts() -> None:
     settings = with_values(Settings(), "gateway", port=0)
     settings = with_values(settings, "redis", url=f"redis://127.0.0.1:{free_port()}/0")
-    with pytest.raises(CannotServe, match=r"127\.0\.0\.1"):
+    with pytest.raises(InputError, match=r"127\.0\.0\.1"):
         ready_to_start(settings)
 
 
@@ -276,7 +277,7 @@ async def test_the_end_says_how_long_running_requests_may_take() -> None:
     out = io.StringIO()
     supervisor = Supervisor([program("gateway", "gateway")], QUICK, Console(out), drain_s=30.0)
     supervisor.request_stop()
-    assert "running requests may take 30 s more; Ctrl-C again stops at once" in out.getvalue()
+    assert "running requests have 30 s to finish; Ctrl-C again stops at once" in out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -299,21 +300,23 @@ async def test_progress_is_told_once_and_only_where_there_is_some(
         monkeypatch.setattr(f"instar.serve.readiness.{name}", 0.0)
     out = io.StringIO()
     settings = with_values(with_values(Settings(), "log", level=level), "worker", models=["models/demo"])
-    await Watch(settings, Console(out)).until_ready()
+    await ServiceWatcher(settings, Console(out)).until_ready()
     ready = "Instar is ready: http://127.0.0.1:8000/v1 (model demo)"
     assert out.getvalue().splitlines() == [*said, ready]
 
 
 async def test_a_process_that_will_not_end_is_killed_when_patience_is_over_or_hurry_asked() -> None:
     deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
-    running = Running(program("gateway", "gateway", deaf, patience_s=0.2), program("w0", "worker", deaf, 60))
+    running = Running(
+        program("gateway", "gateway", deaf, stop_timeout_s=0.2), program("w0", "worker", deaf, 60)
+    )
     await running.until(lambda: running.text.count("| up") == 2)
     running.supervisor.request_stop()
-    await running.until(lambda: "gateway is killed: still there after 0.2 s" in running.text)
+    await running.until(lambda: "killed gateway (still running after 0.2 s)" in running.text)
     running.supervisor.request_stop()
     async with asyncio.timeout(5):
         assert await running.task == 0
-    assert "w0 is killed: asked to hurry" in running.text
+    assert "killed w0 (second Ctrl-C)" in running.text
 
 
 async def test_a_line_without_end_and_bytes_that_are_no_text_do_no_harm() -> None:

@@ -11,16 +11,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from instar.argparse_errors import Parser
-from instar.commands.bench import add_verbs
+from instar.commands.bench import add_to
+from instar.parser import CommandParser
 from instar.replay.files import RunFile
-from instar.replay.outcomes import NOT_SENT, Outcome
+from instar.replay.outcomes import NOT_SENT, RequestOutcome
 from instar.replay.statistics import Slo
 
 
-def outcome(number: int, due_s: float, **fields: Any) -> Outcome:
+def outcome(number: int, due_s: float, **fields: Any) -> RequestOutcome:
     """Served: sent 1 ms late, begun after 0.1 s, its first token after 0.5 s, then one every 50 ms."""
-    one = Outcome(number, due_s, prompt_asked=20, output_asked=11)
+    one = RequestOutcome(number, due_s, prompt_asked=20, output_asked=11)
     served = {
         "sent_s": due_s + 0.001,
         "opened_s": due_s + 0.1,
@@ -39,9 +39,9 @@ def outcome(number: int, due_s: float, **fields: Any) -> Outcome:
     return one
 
 
-def failed(number: int, due_s: float, error: str) -> Outcome:
+def failed(number: int, due_s: float, error: str) -> RequestOutcome:
     """`error`: as the replay tells it."""
-    one = Outcome(number, due_s, prompt_asked=20, output_asked=11, error=error)
+    one = RequestOutcome(number, due_s, prompt_asked=20, output_asked=11, error=error)
     if error != NOT_SENT:
         one.sent_s = one.ended_s = due_s
     return one
@@ -52,7 +52,9 @@ def sample(at_s: float, **numbers: Any) -> dict[str, Any]:
     return {"at_s": at_s, "instances": {"demo@w0": shape | {"queue_delay_s": 0.0} | numbers}}
 
 
-def run_file(outcomes: list[Outcome], name: str = "one", *, observed: bool = True, **about: Any) -> RunFile:
+def run_file(
+    outcomes: list[RequestOutcome], name: str = "one", *, observed: bool = True, **about: Any
+) -> RunFile:
     told: dict[str, Any] = {
         "name": name,
         "source": "trace.csv",
@@ -77,14 +79,9 @@ def run_file(outcomes: list[Outcome], name: str = "one", *, observed: bool = Tru
 
 def flags(*argv: str) -> argparse.Namespace:
     """Of `instar bench ...`."""
-    parser = Parser(prog="instar bench")
-    add_verbs(parser, add_client_flags)
+    parser = CommandParser(prog="instar bench")
+    add_to(parser)
     return parser.parse_args(argv)
-
-
-def add_client_flags(parser: Parser) -> None:
-    parser.add_argument("--url")
-    parser.add_argument("--api-key", dest="key")
 
 
 # --------------------------------------------------------------------------- a server

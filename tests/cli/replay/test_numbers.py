@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from instar.errors import BenchProblem
+from instar.cli import main
+from instar.errors import InputError
 from instar.replay import files, plots
 from instar.replay.card import (
     card,
@@ -23,11 +24,10 @@ from instar.replay.card import (
 )
 from instar.replay.files import RunFile
 from instar.replay.observer import Observer, counters
-from instar.replay.outcomes import NOT_SENT, Outcome, conclude_stream, outcome_of
-from instar.replay.run import bench
+from instar.replay.outcomes import NOT_SENT, RequestOutcome, conclude_stream
 from instar.replay.statistics import Slo, distribution, percentile, summary
-from instar.replay.wire import Server
-from tests.support.replay_samples import events, failed, flags, outcome, run_file
+from instar.replay.wire import ServerAddress
+from tests.support.replay_samples import events, failed, outcome, run_file
 
 
 def text_of(shown: Any, width: int = 110) -> str:
@@ -37,7 +37,7 @@ def text_of(shown: Any, width: int = 110) -> str:
     return capture.get()
 
 
-def mixed() -> list[Outcome]:
+def mixed() -> list[RequestOutcome]:
     """Ten: six good, one too late, one too slow, one refused, one never sent."""
     good = [outcome(i, i * 0.5) for i in range(6)]
     late = outcome(6, 3.0, first_s=6.0, last_s=6.5, opened_s=5.8)
@@ -85,7 +85,7 @@ def test_the_end_of_a_stream_tells_usage_precision_and_how_it_ended() -> None:
     spans = [{"start": 0, "end": 3, "layers_below_full": 0}, {"start": 3, "end": 4, "layers_below_full": 2}]
     last = {"choices": [{"text": "", "finish_reason": "length", "precision": spans}]}
     tail = b'"cut": 1}]}\n\ndata: %b\n\n' % json.dumps(last).encode() + b"".join(events(0))
-    one = Outcome(0, 0.0, 3, 4, events=5)
+    one = RequestOutcome(0, 0.0, 3, 4, events=5)
     conclude_stream(one, tail)
     assert (one.finish, one.error, one.prompt_tokens, one.events) == ("length", "", 3, 4)
     assert one.spans == [(3, 0), (1, 2)]
@@ -104,7 +104,7 @@ def test_the_end_of_a_stream_tells_usage_precision_and_how_it_ended() -> None:
     ],
 )
 def test_a_stream_without_its_end_is_an_error(tail: bytes, error: str) -> None:
-    one = Outcome(0, 0.0, 3, 4)
+    one = RequestOutcome(0, 0.0, 3, 4)
     conclude_stream(one, tail)
     assert one.error == error
 
@@ -137,11 +137,11 @@ def test_the_server_s_own_counters_tell_tokens_by_precision() -> None:
 def test_another_s_server_has_no_queue_and_no_shape_on_its_card() -> None:
     shown = text_of(card(run_file([outcome(0, 0.0, spans=[], prompt_tokens=23)], observed=False)))
     assert "queue" not in shown and "morphs" not in shown and "precision" not in shown
-    assert "20 tokens asked for, 23 as the server counts" in shown
+    assert "20 tokens sent, 23 as the server counts" in shown
 
 
 def test_a_generator_that_was_late_says_so() -> None:
-    assert "later than 5 ms" in lateness_text({"p50": 0.001, "p99": 0.0061, "max": 0.2})
+    assert "above 5 ms" in lateness_text({"p50": 0.001, "p99": 0.0061, "max": 0.2})
     assert "later" not in lateness_text({"p50": 0.001, "p99": 0.0049, "max": 0.2})
     assert precision_text({"0": 1}) == "100.0% of tokens with all layers at full precision"
 
@@ -154,7 +154,7 @@ def test_a_run_of_only_failures_has_a_card() -> None:
 
 
 def test_a_file_gives_the_numbers_of_its_run_again(tmp_path: Path) -> None:
-    run = run_file([outcome_of(one.as_json()) for one in mixed()])
+    run = run_file([RequestOutcome.of(one.as_json()) for one in mixed()])
     run.said = {"503 server_overloaded": "too many"}
     path = files.write(tmp_path, run)
     again = files.read(tmp_path)
@@ -192,7 +192,7 @@ def test_several_runs_are_laid_over_one_another(
         (tmp_path / name).mkdir()
         files.write(tmp_path / name, run)
     folders = [str(tmp_path / name) for name in ("full", "int4", "other")]
-    assert bench(None, flags("plot", *folders, "--out", str(tmp_path))) == 0  # type: ignore[arg-type]
+    assert main(["bench", "plot", *folders, "--out", str(tmp_path)]) == 0
     told = capsys.readouterr()
     assert drawn == [(["full", "int4", "other"], tmp_path / "compare.png")]
     for row in ("full", "int4", "TTFT p95, s", "22.2%", "goodput, requests/s"):
@@ -204,7 +204,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders() -> None:
     runs = [run_file(mixed(), name) for name in ("full", "full", "int4", "full")]
     for run, folder in zip(runs, ("a/full", "b/full", "b/int4", "b/full"), strict=True):
         run.folder = Path(folder)
-    named = files.told_apart(runs)
+    named = files.with_unique_names(runs)
     assert [run.name for run in named] == ["a/full", "b/full (1)", "int4", "b/full (2)"]
     assert [run.name for run in runs] == ["full", "full", "int4", "full"]
     assert "a/full" in text_of(comparison(named))
@@ -220,19 +220,19 @@ def test_runs_of_one_load_are_compared_without_a_doubt() -> None:
 
 
 def test_a_folder_is_looked_at_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.make_ready(tmp_path / "new" / "deep", 100, 10.0, draws=True)
+    files.prepare(tmp_path / "new" / "deep", 100, 10.0, draws=True)
     files.write(tmp_path, run_file(mixed()))
-    with pytest.raises(BenchProblem, match="holds a run already"):
-        files.make_ready(tmp_path, 100, 10.0, draws=True)
+    with pytest.raises(InputError, match="holds a run already"):
+        files.prepare(tmp_path, 100, 10.0, draws=True)
     (tmp_path / "file").touch()
-    with pytest.raises(BenchProblem, match="is a file; name a folder"):
-        files.make_ready(tmp_path / "file", 100, 10.0, draws=True)
-    with pytest.raises(BenchProblem, match="cannot be written: "):
-        files.make_ready(tmp_path / "file" / "below", 100, 10.0, draws=True)
+    with pytest.raises(InputError, match="is a file; name a folder"):
+        files.prepare(tmp_path / "file", 100, 10.0, draws=True)
+    with pytest.raises(InputError, match="cannot be written: "):
+        files.prepare(tmp_path / "file" / "below", 100, 10.0, draws=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 3 << 20))
-    with pytest.raises(BenchProblem, match=r"3 MiB are free on its disk, the run may need 4\.08"):
-        files.make_ready(tmp_path / "new", 100, 10.0, draws=True)
-    files.make_ready(tmp_path / "new", 100, 10.0, draws=False)
+    with pytest.raises(InputError, match=r"3 MiB are free on its disk, the run may need 4\.08"):
+        files.prepare(tmp_path / "new", 100, 10.0, draws=True)
+    files.prepare(tmp_path / "new", 100, 10.0, draws=False)
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
@@ -242,7 +242,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(BenchProblem, match=r"run\.json: cannot be written: No space left on device"):
+    with pytest.raises(InputError, match=r"run\.json: cannot be written: No space left on device"):
         files.write(tmp_path, run_file(mixed()))
     assert list(tmp_path.iterdir()) == []
 
@@ -251,26 +251,26 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
     ("text", "told"),
     [
         (None, "there is no run in it"),
-        ("{", "is no JSON"),
-        ("[]", "is no run of `instar bench replay`: it has no version"),
-        ("{}", "is no run of `instar bench replay`: it has no version"),
-        ('{"version": 9}', "is of version 9, this reads 1"),
-        ('{"version": 1}', "is no run of `instar bench replay`: KeyError"),
+        ("{", "is not JSON"),
+        ("[]", "is not a run of `instar bench replay`: it has no version"),
+        ("{}", "is not a run of `instar bench replay`: it has no version"),
+        ('{"version": 9}', "has version 9; this program reads 1"),
+        ('{"version": 1}', "is not a run of `instar bench replay`: KeyError"),
         ('{"version": 1, "requests": []}', "run.json: has no request"),
     ],
 )
 def test_what_is_no_run_is_told(tmp_path: Path, text: str | None, told: str) -> None:
     if text is not None:
         (tmp_path / "run.json").write_text(text)
-    with pytest.raises(BenchProblem) as problem:
+    with pytest.raises(InputError) as problem:
         files.read(tmp_path)
     assert told in str(problem.value)
 
 
 def test_without_matplotlib_it_is_said_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(BenchProblem, match=r"pip install 'instar\[bench\]'"):
-        plots.need_matplotlib()
+    with pytest.raises(InputError, match=r"pip install 'instar\[bench\]'"):
+        plots.draw([run_file(mixed())], Path("run.png"))
 
 
 def test_counters_are_found_on_a_page_of_metrics() -> None:
@@ -291,11 +291,11 @@ async def test_a_counter_that_began_anew_is_told_from_there(monkeypatch: pytest.
         ['instar_num_preemptions_total{engine="a"} 9\n', 'instar_num_preemptions_total{engine="a"} 2\n']
     )
 
-    async def answer(server: Server, method: str, path: str, **_: object) -> tuple[int, bytes]:
+    async def answer(server: ServerAddress, method: str, path: str, **_: object) -> tuple[int, bytes]:
         return 200, next(pages).encode() if path == "/metrics" else b'{"instances": []}'
 
     monkeypatch.setattr("instar.replay.observer.fetch", answer)
-    observer = Observer(Server.at("http://127.0.0.1:1", None))
+    observer = Observer(ServerAddress.at("http://127.0.0.1:1", None))
     assert await observer.begin() == ""
     await observer.end(lambda: 1.0)
     assert observer.counted == {'instar_num_preemptions_total{engine="a"}': 2.0}
@@ -315,9 +315,9 @@ async def test_a_queueing_delay_is_of_the_run_and_not_of_what_was_before(
         return 200, json.dumps({"instances": [{"id": "a"}], "metrics": metrics}).encode()
 
     monkeypatch.setattr("instar.replay.observer.fetch", answer)
-    observer = Observer(Server.at("http://127.0.0.1:1", None))
+    observer = Observer(ServerAddress.at("http://127.0.0.1:1", None))
     for now_s in (0.0, 12.0, 13.0):
-        await observer.look(lambda now_s=now_s: now_s)  # type: ignore[misc]
+        await observer.sample(lambda now_s=now_s: now_s)  # type: ignore[misc]
     assert [one["instances"]["a"]["queue_delay_s"] for one in observer.samples] == [0.25, 0.25, 9.0]
 
 
@@ -331,7 +331,7 @@ def test_a_picture_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Figure, "savefig", cut)
-    with pytest.raises(BenchProblem, match=r"a\.png: cannot be written: No space left on device"):
+    with pytest.raises(InputError, match=r"a\.png: cannot be written: No space left on device"):
         plots.draw([run_file(mixed())], tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == []
 

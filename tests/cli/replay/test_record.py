@@ -20,7 +20,7 @@ from gateway.operations.requests import EndedRequests
 from instar.cli import main
 from instar.replay.requests import Dialect, find_dialect
 from instar.replay.traces import Shaping, load
-from instar.replay.wire import Server
+from instar.replay.wire import ServerAddress
 from tests.support.gateway_core import Ear
 from tests.support.gateway_harness import BODY, Gate, running
 
@@ -125,7 +125,7 @@ async def test_what_was_recorded_can_be_replayed(
         await asyncio.sleep(0.01)
     async with gate.http() as http:
         while not recording.done():  # the first may end before anybody listens
-            assert (await find_dialect(Server.at(gate.url, None), "demo"))[0] == Dialect()
+            assert (await find_dialect(ServerAddress.at(gate.url, None), "demo"))[0] == Dialect()
             answer = await http.post("/v1/completions", json=BODY | {"max_tokens": 5})
             assert answer.status_code == 200
     assert recording.result() == 0
@@ -178,7 +178,7 @@ def test_a_disk_without_room_is_told_before_anything_is_recorded(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 9 << 10))
     assert main(["bench", "record", "--out", str(tmp_path / "mine.jsonl")]) == 2
-    assert "9 KiB are free on its disk; it needs 1024 at least" in capsys.readouterr().err
+    assert "9 KiB are free on its disk; 1024 are needed" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,17 +20,17 @@ import pytest
 from bench.common.service import free_port, wait_for
 from bus.settings import GatewaySettings, RedisSettings, Settings
 from instar.cli import main
-from instar.errors import BenchProblem, ServerProblem
+from instar.errors import InputError, ServerError
 from instar.replay import files
 from instar.replay.files import RunFile
-from instar.replay.generator import Generator, Run
-from instar.replay.outcomes import INTERRUPTED, NOT_SENT, UNFINISHED, outcome_of
+from instar.replay.generator import Generator, RunState
+from instar.replay.outcomes import INTERRUPTED, NOT_SENT, UNFINISHED, RequestOutcome
 from instar.replay.progress import failures_text, line
 from instar.replay.requests import DIALECTS, Dialect, bodies, find_dialect
 from instar.replay.run import run_of
 from instar.replay.statistics import LATE_S, Slo, summary
-from instar.replay.traces import Arrival, Shaping, Trace, load
-from instar.replay.wire import Exchange, Server
+from instar.replay.traces import Arrival, Shaping, Workload, load
+from instar.replay.wire import Exchange, ServerAddress
 from tests.support.gateway_harness import Gate, running
 from tests.support.paths import ROOT, TRACES
 from tests.support.replay_samples import Answer, Stub, events, flags, refused, stub
@@ -76,7 +76,7 @@ async def test_arrivals_keep_to_the_trace_while_the_server_hangs() -> None:
     server = await asyncio.start_server(hang, "127.0.0.1", 0)
     async with server:
         arrivals = [Arrival(i * 0.02, 4, 4) for i in range(25)]
-        at = Server.at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
+        at = ServerAddress.at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
         made = bodies(arrivals, "m", Dialect(), 0)
         generator = Generator(at, arrivals, made, drain_s=0.05, name="test")
         await generator.replay()
@@ -107,14 +107,14 @@ async def test_what_a_server_does_is_counted_and_never_tried_again(answer: Answe
     arrivals = [Arrival(i * 0.01, 4, 4) for i in range(5)]
     async with stub(lambda _: answer) as server:
         made = bodies(arrivals, "m", Dialect(), 0)
-        generator = Generator(Server.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
+        generator = Generator(ServerAddress.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
         await generator.replay()
     assert generator.run.errors == {error: 5} and len(server.bodies) == 5
     assert generator.run.said == ({} if error == "connection lost" else {error: SAID.get(error, "no")})
 
 
 async def test_a_server_that_went_away_is_counted() -> None:
-    at = Server.at(f"http://127.0.0.1:{free_port()}", None)
+    at = ServerAddress.at(f"http://127.0.0.1:{free_port()}", None)
     arrivals = [Arrival(0.0, 4, 4)] * 3
     generator = Generator(at, arrivals, bodies(arrivals, "m", Dialect(), 0), drain_s=1.0, name="test")
     await generator.replay()
@@ -132,7 +132,7 @@ async def test_a_request_that_never_got_a_connection_counts_against_the_server(
     monkeypatch.setattr("instar.replay.generator.connect", hang)
     monkeypatch.setattr("instar.replay.generator.LEAD_S", 0.05)
     arrivals = [Arrival(0.0, 4, 4)] * 3
-    at = Server.at("http://127.0.0.1:1", None)
+    at = ServerAddress.at("http://127.0.0.1:1", None)
     generator = Generator(at, arrivals, bodies(arrivals, "m", Dialect(), 0), drain_s=0.05, name="test")
     await generator.replay()
     outcomes = generator.run.outcomes
@@ -144,7 +144,7 @@ async def test_a_replay_that_is_cancelled_tells_of_each_request_what_became_of_i
     arrivals = [Arrival(0.0, 4, 4), Arrival(0.0, 4, 4), Arrival(0.1, 4, 500), Arrival(60.0, 4, 4)]
     async with stub(lambda body: (200, events(body["max_tokens"])), pause_s=0.01) as server:
         made = bodies(arrivals, "m", Dialect(), 0)
-        generator = Generator(Server.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
+        generator = Generator(ServerAddress.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
         task = asyncio.create_task(generator.replay())
         while generator.run.num_served < 2 or generator.run.num_sent < 3:
             await asyncio.sleep(0.01)
@@ -162,10 +162,10 @@ def test_the_line_of_a_run_tells_the_refused_from_the_failed() -> None:
     assert failures_text(errors) == (
         ", 4 refused (mostly 400 context_length_exceeded), 2 failed (connection lost)"
     )
-    run = Run(
+    run = RunState(
         [], began=time.perf_counter() - 3.2, num_sent=9, num_open=1, num_served=5, errors=Counter(errors)
     )
-    told = line(run, Trace("t", "instar", [Arrival(0.0, 4, 4), Arrival(10.0, 4, 4)], 10.0))
+    told = line(run, Workload("t", "instar", [Arrival(0.0, 4, 4), Arrival(10.0, 4, 4)], 10.0))
     assert told.startswith("3 of 10 s: 9 of 2 sent, 1 open, 5 served, 0 tokens/s, 4 refused (mostly 400")
     assert failures_text({}) == ""
 
@@ -187,7 +187,7 @@ async def test_a_server_is_spoken_to_in_the_dialect_it_takes(unknown: set[str], 
         return refused(400, "unknown_parameter") if has & unknown else (200, events(1))
 
     async with stub(answer) as server:
-        assert await find_dialect(Server.at(server.url, None), "m") == (expected, "")
+        assert await find_dialect(ServerAddress.at(server.url, None), "m") == (expected, "")
 
 
 async def test_another_s_server_is_replayed_against_as_well() -> None:
@@ -196,7 +196,7 @@ async def test_another_s_server_is_replayed_against_as_well() -> None:
     assert {one.error for one in run.outcomes} == {""}
     assert {body["model"] for body in server.bodies} == {"m"}
     assert run.observed == {} and run.summary["queue_s"] is None and run.slo.ttft_s == 0.5
-    assert "it is no Instar" in run.about["notes"][-1]
+    assert "it is not an Instar server" in run.about["notes"][-1]
 
 
 async def test_events_are_counted_wherever_a_read_cuts_them() -> None:
@@ -238,16 +238,16 @@ async def test_a_busy_server_gets_the_load_all_the_same() -> None:
 
 async def test_a_server_that_refuses_everything_is_told_before_the_run() -> None:
     async with stub(lambda _: refused(401, "invalid_api_key")) as server:
-        with pytest.raises(ServerProblem, match="refuses a request: 401: no"):
+        with pytest.raises(ServerError, match="refuses a request: 401: no"):
             await replayed(server.url)
-    with pytest.raises(ServerProblem, match=r"no server answers at 127\.0\.0\.1.*connect: refused"):
+    with pytest.raises(ServerError, match=r"no server answers at 127\.0\.0\.1.*connect: refused"):
         await replayed(f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(ServerProblem, match=r"no server answers at a\.\.b:1 .*'a\.\.b' is no name of a host"):
+    with pytest.raises(ServerError, match=r"no server answers at a\.\.b:1 .*is not the name of a host"):
         await replayed("http://a..b:1")
-    with pytest.raises(BenchProblem, match="--url holds a name or a password") as told:
+    with pytest.raises(InputError, match="--url holds a name or a password") as told:
         await replayed("http://me:hush@127.0.0.1:1")
     assert "hush" not in str(told.value)
-    with pytest.raises(BenchProblem, match="'ftp://x' is no address"):
+    with pytest.raises(InputError, match="--url ftp://x is not a URL"):
         await replayed("ftp://x")
 
 
@@ -294,7 +294,21 @@ async def test_the_command_runs_writes_and_compares(tmp_path: Path, gate: Gate) 
     assert await asyncio.to_thread(main, argv) == 0
     run = files.read(out)
     assert run.about["name"] == "one" and not [one for one in run.outcomes if one.error]
-    assert run.outcomes == [outcome_of(one.as_json()) for one in run.outcomes]
+    assert run.outcomes == [RequestOutcome.of(one.as_json()) for one in run.outcomes]
+
+
+async def test_without_matplotlib_a_run_is_kept_without_its_picture(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "run"
+    argv = ["bench", "replay", "gamma:40:1:0.2:8:4", "--url", gate.url, "--out", str(out)]
+    assert await asyncio.to_thread(main, argv) == 0
+    told = capsys.readouterr().err
+    assert "matplotlib is not installed (pip install 'instar[bench]')" in told and "--no-plot" in told
+    assert [path.name for path in out.iterdir()] == ["run.json"]
+    assert await asyncio.to_thread(main, ["bench", "plot", str(out)]) == 2
+    assert "instar bench plot: pictures need matplotlib" in capsys.readouterr().err
 
 
 async def test_a_run_in_which_nothing_was_served_fails_and_says_why(
@@ -316,7 +330,7 @@ async def test_a_run_in_which_nothing_was_served_fails_and_says_why(
 
 async def test_what_is_not_under_an_address_leads_back_to_it() -> None:
     async with stub(lambda _: (200, events(1))) as server:
-        with pytest.raises(ServerProblem, match=r"/nope/v1/models: 404: .*; is --url right\?"):
+        with pytest.raises(ServerError, match=r"/nope/v1/models: 404: .*; is --url right\?"):
             await replayed(server.url + "/nope")
 
 
@@ -324,16 +338,16 @@ async def test_the_garbage_collector_looks_at_everything_again_after_a_run() -> 
     arrivals = [Arrival(0.0, 4, 4)]
     async with stub(lambda body: (200, events(body["max_tokens"]))) as server:
         made = bodies(arrivals, "m", Dialect(), 0)
-        generator = Generator(Server.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
+        generator = Generator(ServerAddress.at(server.url, None), arrivals, made, drain_s=5.0, name="test")
         await generator.replay()
     assert gc.get_freeze_count() == 0
 
 
 def test_settings_give_address_and_keys() -> None:
-    at = Server.at("https://host/prefix/v1/", "k")
+    at = ServerAddress.at("https://host/prefix/v1/", "k")
     assert (at.host, at.port, at.path, at.tls is not None) == ("host", 443, "/prefix", True)
     assert b"authorization: Bearer k\r\n" in at.head("GET", "/v1/models")
-    assert Server.at(f"http://[::1]:{GatewaySettings().port}", None).name == b"[::1]:8000"
+    assert ServerAddress.at(f"http://[::1]:{GatewaySettings().port}", None).name == b"[::1]:8000"
 
 
 async def test_keys_of_the_settings_go_to_their_own_service_only(monkeypatch: pytest.MonkeyPatch) -> None:

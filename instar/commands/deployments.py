@@ -1,0 +1,46 @@
+"""`instar deployments`: what is deployed, where, and why it waits."""
+
+from __future__ import annotations
+
+import argparse
+
+from instar.client import admin_client, get_json
+from instar.output.deployments import deployment_path, in_words, table
+from instar.output.tables import print_line, trimmed, write_json, write_text
+from instar.parser import CommandParser, add_client_flags
+
+DESCRIPTION = """\
+Shows deployments: their state, workers and KV, and why they wait.
+
+  instar deployments                               all that were not retired
+  instar deployments 3f2a9c0d1b7e                  one, in words
+  instar deployments --all                         the retired, too
+"""
+
+
+def add_to(parser: CommandParser) -> None:
+    parser.description = DESCRIPTION
+    add_client_flags(parser)
+    parser.add_argument("deployment", nargs="?", metavar="ID", help="[all that were not retired]")
+    parser.add_argument("--all", action="store_true", help="show the retired, too")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with admin_client(args) as client:
+        if args.deployment:
+            one = get_json(client, deployment_path(args.deployment))
+            return write_json(one) if args.json else write_text(in_words(one))
+        found = get_json(client, "/admin/deployments", "deployments")["deployments"]
+    shown = [one for one in found if args.all or one["state"] != "retired"]
+    if args.json:
+        return write_json(shown)
+    if not shown:
+        retired = f" ({len(found)} retired: --all)" if found else ""
+        return write_text(f"nothing is deployed{retired}; `instar deploy MODEL` deploys a model\n")
+    with trimmed() as console:
+        console.print(table(shown))
+        for one in shown:
+            if one["reason"]:
+                print_line(console, f"{one['id']}: {one['reason']}")
+    return 0

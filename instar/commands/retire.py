@@ -1,0 +1,43 @@
+"""`instar retire`: end a deployment."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from instar.client import Wait, admin_client, ask_json, follow
+from instar.output.deployments import deployment_path, in_words
+from instar.output.tables import write_json, write_text
+from instar.parser import CommandParser, add_client_flags, number_above_zero
+
+OVER: Final = ("retired", "failed")
+
+DESCRIPTION = """\
+Ends a deployment: it takes no new requests, finishes the running ones, and returns its memory.
+
+  instar retire 3f2a9c0d1b7e                       `instar deployments` shows the ids
+"""
+
+
+def add_to(parser: CommandParser) -> None:
+    parser.description = DESCRIPTION
+    add_client_flags(parser)
+    parser.add_argument("deployment", metavar="ID", help="as `instar deployments` shows it")
+    help_ = "seconds to wait for its requests to end [600]"
+    parser.add_argument("--wait", type=number_above_zero, default=600.0, metavar="S", help=help_)
+    parser.add_argument("--detach", action="store_true", help="return at once")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if the deployment has not ended within the wait."""
+    with admin_client(args) as client:
+        found = ask_json(client, "DELETE", deployment_path(args.deployment))  # or the one that replaced it
+        if not args.detach:
+            hint = f"it continues to retire: `instar deployments {found['id']}` shows it"
+            found = follow(client, deployment_path(found["id"]), found, Wait(OVER, args.wait, hint))
+    is_good = args.detach or found["state"] in OVER
+    if args.json:
+        return write_json(found, is_good=is_good)
+    write_text(in_words(found))
+    return int(not is_good)

@@ -1,0 +1,91 @@
+"""Which services run on this machine, and where.
+
+`instar serve` writes its URL to a file of this user's runtime folder and holds a lock on it. The kernel drops
+the lock when the process ends, however it ends, so a file without a lock names no service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bus.settings import GatewaySettings, is_loopback
+from instar.errors import InputError
+
+EVERY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+def runtime_folder() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"instar-{os.getuid()}"
+
+
+@contextmanager
+def announced(url: str) -> Iterator[None]:
+    """Let `running_services` find `url` within the block. Without a writable folder it is not found."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder = runtime_folder()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = folder / f"{urlsplit(url).port}.url"
+            file = stack.enter_context(path.open("a+"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(url)
+            file.flush()
+            stack.callback(path.unlink, missing_ok=True)
+        yield
+
+
+def running_services() -> list[str]:
+    """URLs of this user's services on this machine."""
+    found, folder = [], runtime_folder()
+    with contextlib.suppress(OSError):
+        if folder.stat().st_uid != os.getuid():
+            return []
+        for path in sorted(folder.glob("*.url")):
+            with path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found.append(file.read())
+    return found
+
+
+def url_of(gateway: GatewaySettings) -> str:
+    """Return the URL by which a client on this machine reaches the gateway."""
+    host = "127.0.0.1" if gateway.host in EVERY_ADDRESS else gateway.host.strip("[]")
+    return f"http://[{host}]:{gateway.port}" if ":" in host else f"http://{host}:{gateway.port}"
+
+
+def locate(gateway: GatewaySettings, url: str | None) -> tuple[str, bool]:
+    """Return the URL to ask and whether the keys of the settings may go there.
+
+    The URL is `url`, else that of the settings if they name a host or port, else that of the one service that
+    runs on this machine. Keys go to the service of the settings and to services of this user only. Raises
+    InputError if several services run.
+    """
+    if url is not None:
+        return url, _is_own(gateway, url)
+    if gateway.port and gateway.model_fields_set & {"host", "port"}:
+        return url_of(gateway), True
+    running = running_services()
+    if len(running) > 1:
+        raise InputError(f"{len(running)} services run here: {', '.join(running)}; choose one with --url")
+    return (running or [url_of(gateway)])[0], True
+
+
+def _is_own(gateway: GatewaySettings, url: str) -> bool:
+    own = urlsplit(url_of(gateway))
+    try:
+        at = urlsplit(url)
+        port = at.port or (443 if at.scheme == "https" else 80)
+    except ValueError:  # not a URL, as the request will say
+        return False
+    host = at.hostname or ""
+    return port == own.port and (host == own.hostname or is_loopback(host))
