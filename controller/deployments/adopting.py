@@ -1,13 +1,13 @@
-"""What workers serve although no record tells of it, or tells of it as it was. Pure.
+"""Instances without a record, or with an outdated one. Pure.
 
 ==============================================  ============================================================
-a worker lost its lease and came back with      the deployment that it was loaded for has it still: its
-what it serves                                  record gets the new epoch, nothing is loaded again
-Redis lost its data, and the controller, who    cards alone tell what was deployed: a record is made of
-would have written it again, started anew       them, and the model is registered from the folder it is in
+a worker lost its lease and came back with      its deployment gets the new epoch into its record; nothing
+what it serves                                  is loaded again
+Redis lost its data, and the controller, which  a record is made of the workers' cards, and the model is
+would have written it again, started anew       registered from the folder it is in
 ==============================================  ============================================================
 
-What was wanted of a deployment no card tells: its shape is taken for that, and is fixed.
+Cards do not show the intent of a deployment: its shape is taken for the intent, and is fixed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEPLOY = re.compile(r"(?P<deployment>[^-]+)-(?P<load>[0-9]+)-.+")  # `deploy_id
 
 
 def kept(deployment: Deployment, seen: Observation) -> Transition | None:
-    """Of one that serves. A pipeline does not outlive the lease of a stage."""
+    """Note new epochs of a serving deployment's workers. A pipeline ends with the lease of a stage."""
     if is_pipeline(deployment):
         return None
     epochs = {
@@ -39,20 +39,20 @@ def kept(deployment: Deployment, seen: Observation) -> Transition | None:
 
 
 def _still_at(deployment: Deployment, worker: str, seen: Observation) -> WorkerView | None:
-    """The worker, if it has what this deployment loaded there."""
+    """Return the worker if it has what this deployment loaded there."""
     device = seen.workers.get(worker)
     card = device.instance(instance_at(deployment, worker)) if device and device.takes_orders else None
     return device if card and card.deployed == deploy_id(deployment, worker) else None
 
 
 def folders_of_unknown(contents: Contents, seen: Observation) -> set[str]:
-    """Of models that are deployed and not registered."""
+    """Return the folders of models that are deployed and not registered."""
     cards = [card for shown in _unknown(contents, seen).values() for card in shown]
     return {card.model_path for card in cards if card.model not in contents.models}
 
 
 def adopted(contents: Contents, seen: Observation) -> Iterator[Transition]:
-    """Records of what is served and was forgotten."""
+    """Write records of deployments that are served and were lost."""
     if not seen.is_settled:
         return
     for cards in _unknown(contents, seen).values():
@@ -66,7 +66,7 @@ def adopted(contents: Contents, seen: Observation) -> Iterator[Transition]:
 
 
 def _unknown(contents: Contents, seen: Observation) -> dict[str, list[InstanceCard]]:
-    """By deployment, of its last load, the instances that lead or are alone."""
+    """Return by unknown deployment the instances of its last load that lead or are alone."""
     found: dict[tuple[str, int], list[InstanceCard]] = defaultdict(list)
     for device in seen.workers.values():
         for card in device.card.instances if device.takes_orders else ():
@@ -83,7 +83,7 @@ def _unknown(contents: Contents, seen: Observation) -> dict[str, list[InstanceCa
 
 
 def _stages_of(cards: Sequence[InstanceCard]) -> list[Stage]:
-    """Several that are alone are a group whose members lost each other."""
+    """Return the stages. Several instances that are alone are a group whose members lost each other."""
     lead, workers = cards[0], [card.workers[0] for card in cards]
     if lead.stages:
         return lead.stages
@@ -92,7 +92,7 @@ def _stages_of(cards: Sequence[InstanceCard]) -> list[Stage]:
 
 
 def _deployment_of(card: InstanceCard, stages: list[Stage], seen: Observation) -> Deployment | None:
-    """None: not all of its workers are there, or it is a pipeline that does not tell its stages."""
+    """Return the record; None without all its workers, or for a pipeline with unknown stages."""
     there = [seen.workers.get(worker) for stage in stages for worker in stage.workers]
     if len(stages) != card.pp or None in there:
         return None
@@ -115,7 +115,7 @@ def _deployment_of(card: InstanceCard, stages: list[Stage], seen: Observation) -
 
 
 def _model_of(card: InstanceCard, seen: Observation) -> ModelCard | None:
-    """None: its folder is no model any more."""
+    """Return the model's card; None if its folder is no model any more."""
     checkpoint = seen.checkpoints.get(card.model_path)
     if checkpoint is None:
         return None

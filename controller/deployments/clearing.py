@@ -1,7 +1,7 @@
-"""What must go: the instances of deployments that are not to be served there (any more). Pure.
+"""Instances of deployments that are not to be served there any more. Pure.
 
 A worker is clear when it is another incarnation, leaves, or neither shows the instance nor may still load it.
-Retiring is ordered again, after a growing pause, until the worker is clear (`tries`, `overdue`).
+Retiring is ordered again, after a growing pause, until the worker is clear (`retries`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from controller.deployments.transitions import (
     deployment_of,
     instance_at,
     transform,
-    workers_of,
 )
 
 PART_WAIT_S = 30.0
@@ -32,7 +31,7 @@ KEPT = 32  # deployments that ended are remembered
 
 
 def next_of_clearing(deployment: Deployment, seen: Observation) -> Transition | None:
-    """Of one that waits, failed or retires, and whose stages are not clear yet."""
+    """Clear a deployment that waits, failed or retires and still has stages."""
     if not seen.is_settled:
         return None
     unclear = [
@@ -77,13 +76,19 @@ def _is_clear(deployment: Deployment, device: WorkerView, seen: Observation) -> 
 
 
 def _gives_back(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:
-    """The card goes first, the pages follow. A try that met an earlier one at work says nothing."""
+    """Return True while a Retire runs: the card goes first, the pages follow.
+
+    A try that ended in conflict with an earlier one says nothing.
+    """
     told = reports_of(f"{deploy_id(deployment, device.card.id)}-retire", seen)
     return [one.state for one in told if one.state != "conflict"][-1:] == ["running"]
 
 
 def _may_load(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:
-    """A worker that is only slow finds the cancellation behind the order."""
+    """Return True if the Deploy may still be carried out.
+
+    A worker that is only slow finds the cancellation behind the order.
+    """
     command_id = deploy_id(deployment, device.card.id)
     report = seen.reports.get(command_id)
     if report is not None:
@@ -109,7 +114,7 @@ def _commands(deployment: Deployment, device: WorkerView, seen: Observation) -> 
 def _away(
     card: InstanceCard, worker: WorkerCard, base: str, seen: Observation
 ) -> Iterator[tuple[str, Command]]:
-    """A group parts before its members give up what they have; the leader of a pipeline gives up all."""
+    """Retire an instance: a group parts first, the leader of a pipeline gives up all stages."""
     if card.tp > 1 and card.pp == 1:
         if card.workers[:1] == [worker.id] and (command_id := next_try(f"{base}-apart", seen)):
             epochs = {name: one.card.epoch for name, one in seen.workers.items()}
@@ -120,8 +125,11 @@ def _away(
 
 
 def orphans(contents: Contents, seen: Observation) -> Iterator[Transition]:
-    """Instances of deployments that do not know them: loaded late, or by a worker that lost its lease and
-    came back when others had its place. Those that no record knows are adopted (`adopting`)."""
+    """Retire instances whose deployments are elsewhere.
+
+    They were loaded late, or by a worker that lost its lease and came back. `adopting` takes up instances
+    that no record knows.
+    """
     for device in seen.workers.values() if seen.is_settled else ():
         worker = device.card
         for card in worker.instances if worker.state == "serving" else ():
@@ -134,13 +142,9 @@ def orphans(contents: Contents, seen: Observation) -> Iterator[Transition]:
 
 
 def forgotten(contents: Contents) -> Iterator[Transition]:
-    """Of those that ended the oldest."""
+    """Erase the oldest deployments that ended."""
     ended = [
         one for one in contents.deployments.values() if one.state in ("retired", "failed") and not one.stages
     ]
     for deployment in sorted(ended, key=lambda one: one.since_ms)[: max(0, len(ended) - KEPT)]:
-        yield Transition(record=deployment, removed=True)
-
-
-def is_cleared(deployment: Deployment) -> bool:
-    return not workers_of(deployment)
+        yield Transition(erased=deployment)

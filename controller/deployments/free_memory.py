@@ -1,4 +1,4 @@
-"""What the last metrics tell of memory: what is free on each worker, and what every instance holds. Pure."""
+"""Memory by the last metrics: what is free on each worker, and what every instance holds. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from controller.planning.making_room import Tenant
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """`free_bytes`: of each worker, idle KV of others among them. `held`: instances of which it has
-    something, later stages of pipelines too, which no card shows."""
+    """`free_bytes`: on each worker, idle KV of others included. `held`: the instances on each worker.
+
+    Later stages of pipelines, which no card shows, are among these.
+    """
 
     free_bytes: dict[str, int]
     tenants: list[Tenant]
@@ -27,7 +29,7 @@ class FreeMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Holding:
-    """Pages of KV of an instance on a worker; of these those that it needs."""
+    """The pages of KV of an instance on a worker, and those of them that it needs."""
 
     instance: str
     deployment: str
@@ -35,43 +37,36 @@ class _Holding:
     kept_pages: float
 
 
-def room_of(metrics: Metrics | None, devices: Iterable[WorkerView], contents: Contents) -> FreeMemory:
-    """Workers without a report of their epoch have no room."""
-    told = {(one.worker, one.id, one.epoch): one for one in metrics.instances} if metrics else {}
-    hidden = _hidden(contents.deployments.values())
-    room = FreeMemory({}, [])
+Seen = Mapping[tuple[str, str, int], InstanceMetrics]  # by worker, instance and epoch
+
+
+def free_memory(metrics: Metrics | None, devices: Iterable[WorkerView], contents: Contents) -> FreeMemory:
+    """Return what is free and held; workers without a report of their epoch have nothing free."""
+    seen = {(one.worker, one.id, one.epoch): one for one in metrics.instances} if metrics else {}
+    hidden: dict[str, list[tuple[Deployment, Stage]]] = defaultdict(list)  # stages that no card shows
+    for one in contents.deployments.values():
+        for stage in one.stages:
+            for name in set(stage.workers) - set(shown_by(one)):
+                hidden[name].append((one, stage))
+    memory = FreeMemory({}, [])
     for device in devices:
         worker = device.card.id
-        later = [_later(*one, device, contents, told) for one in hidden[worker]]
-        shown = list(_shown(device, told, sum(one.kv_pages for one in later)))
-        room.held[worker] = frozenset(one.instance for one in (*shown, *later))
-        if device.pages is None:
-            continue
-        idle_pages = sum(max(0.0, one.kv_pages - one.kept_pages) for one in shown)
-        room.free_bytes[worker] = (device.pages.free + int(idle_pages)) * device.card.page_bytes
-        room.tenants.extend(_tenants([*shown, *later], device))
-    return room
-
-
-def _hidden(deployments: Iterable[Deployment]) -> Mapping[str, list[tuple[Deployment, Stage]]]:
-    """By worker, the stages that no card tells of."""
-    found: dict[str, list[tuple[Deployment, Stage]]] = defaultdict(list)
-    for one in deployments:
-        for stage in one.stages:
-            for worker in set(stage.workers) - set(shown_by(one)):
-                found[worker].append((one, stage))
-    return found
-
-
-Told = Mapping[tuple[str, str, int], InstanceMetrics]
+        later = [_later(*one, device, contents, seen) for one in hidden[worker]]
+        shown = list(_shown(device, seen, sum(one.kv_pages for one in later)))
+        memory.held[worker] = frozenset(one.instance for one in (*shown, *later))
+        if device.pages is not None:
+            idle_pages = sum(max(0.0, one.kv_pages - one.kept_pages) for one in shown)
+            memory.free_bytes[worker] = (device.pages.free + int(idle_pages)) * device.card.page_bytes
+            memory.tenants.extend(_tenants([*shown, *later], device))
+    return memory
 
 
 def _later(
-    deployment: Deployment, stage: Stage, device: WorkerView, contents: Contents, told: Told
+    deployment: Deployment, stage: Stage, device: WorkerView, contents: Contents, seen: Seen
 ) -> _Holding:
-    """It has as many blocks as its leader."""
+    """Return what a later stage holds: as many blocks as its leader."""
     lead = shown_by(deployment)[0]
-    leading = told.get((lead, instance_at(deployment, lead), deployment.epochs.get(lead, 0)))
+    leading = seen.get((lead, instance_at(deployment, lead), deployment.epochs.get(lead, 0)))
     profile = contents.profiles.get((deployment.model, device.kind))
     pages = 0
     if leading is not None and profile is not None:
@@ -85,20 +80,16 @@ def _later(
     )
 
 
-def _shown(device: WorkerView, told: Told, later_pages: float) -> Iterator[_Holding]:
-    """They share the pages of the KV as they share the blocks."""
+def _shown(device: WorkerView, seen: Seen, later_pages: float) -> Iterator[_Holding]:
+    """Yield what instances on the card hold: they share the pages of the KV as they share the blocks."""
     worker = device.card
-    lasts = {
-        card.id: one.last
-        for card in worker.instances
-        if (one := told.get((worker.id, card.id, worker.epoch)))
-    }
+    found = {card.id: seen.get((worker.id, card.id, worker.epoch)) for card in worker.instances}
     kv_pages = max(0.0, device.pages.kv - later_pages) if device.pages else 0.0
-    pages_per_block = kv_pages / (sum(last.kv_blocks for last in lasts.values()) or 1)
+    pages_per_block = kv_pages / (sum(one.last.kv_blocks for one in found.values() if one) or 1)
     for card in worker.instances:
-        last = lasts.get(card.id)
-        blocks = last.kv_blocks if last else 0
-        kept = min(blocks, max(card.min_blocks, last.kv_used)) if last else 0
+        one = found[card.id]
+        blocks = one.last.kv_blocks if one else 0
+        kept = min(blocks, max(card.min_blocks, one.last.kv_used)) if one else 0
         yield _Holding(
             instance=card.id,
             deployment=deployment_of(card.deployed),
@@ -108,7 +99,7 @@ def _shown(device: WorkerView, told: Told, later_pages: float) -> Iterator[_Hold
 
 
 def _tenants(holdings: list[_Holding], device: WorkerView) -> Iterator[Tenant]:
-    """Each is taken to hold an equal part of the weights. Idle KV counts as free already."""
+    """Yield each holding as a tenant with an equal part of the weights; idle KV counts as free already."""
     assert device.pages is not None
     page_bytes = device.card.page_bytes
     for one in holdings:

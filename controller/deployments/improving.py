@@ -1,4 +1,4 @@
-"""The intent of what serves stays its target: when is it deployed otherwise? Pure.
+"""When a serving deployment is deployed otherwise: its intent stays its target. Pure.
 
 ========  =====================================================  ========================================
 change    when                                                   where
@@ -10,200 +10,152 @@ packed    a deployment waits that would have room then, and      workers that ha
           does not rise
 ========  =====================================================  ========================================
 
-The old one serves until the new one, its heir, does: an heir is a deployment of the same intent that says
-whom it `replaces`. It gets one attempt; whatever goes wrong, the old one stays. One change at a time, and
-none of a deployment that came, or was last tried to be changed, less than a cool-down ago, which doubles with
-every heir that came to nothing. Records tell all of that, so a controller that starts again knows it. Where
-morphs are by hand (policy mode `manual`) nothing is changed.
+The old deployment serves until its replacement does: a deployment of the same intent that names it in
+`replaces`. A replacement has one attempt; if that fails, the old one stays. Deployments change one at a time,
+and none within a cool-down of its start or of its last try, which doubles with every failed try. Records show
+all of that, so a controller that starts again knows it. In policy mode `manual` nothing is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment
 from bus.messages import Cause
-from controller.deployments.observation import Observation, WorkerView
-from controller.deployments.planner import (
-    ChosenPlan,
-    Planner,
-    RefusedPlan,
-    can_take,
-    fits_when_empty,
-    question_of,
-)
+from controller.deployments.observation import Observation
+from controller.deployments.planner import Situation
 from controller.deployments.transitions import Transition, becomes, instance_at, workers_of
 from controller.deployments.waiting import load
 from controller.planning.intent import Comparison, compare, objective
+from controller.planning.plan import Plan
 
 MAX_DOUBLINGS = 6
 IDLE_LOAD = 0.05  # share of `controller.load_window_s`
 
 
-def heirs_of(deployment: Deployment, contents: Contents) -> list[Deployment]:
+def replacements_of(deployment: Deployment, contents: Contents) -> list[Deployment]:
+    """Return the deployments that are to replace this one, or were."""
     return [one for one in contents.deployments.values() if one.replaces == deployment.id]
 
 
 def taken_over(deployment: Deployment, contents: Contents, seen: Observation) -> Transition | None:
-    """Of one that serves: its heir does, too."""
-    for heir in heirs_of(deployment, contents):
-        if heir.state == "serving":
-            record = replace(deployment, heir=heir.id)
-            return becomes(record, "retiring", seen.now_ms, f"{heir.id} serves in its place")
+    """Retire a serving deployment whose replacement serves, too."""
+    for one in replacements_of(deployment, contents):
+        if one.state == "serving":
+            record = replace(deployment, heir=one.id)
+            return becomes(record, "retiring", seen.now_ms, f"{one.id} serves in its place")
     return None
 
 
 def given_up(
-    heir: Deployment, transition: Transition | None, contents: Contents, now_ms: int
+    deployment: Deployment, transition: Transition | None, contents: Contents, now_ms: int
 ) -> Transition | None:
-    """What becomes of an heir that waits or loads; of any other `transition`. It has one attempt, and only
-    while there is something to replace: what lost its workers finds its own way."""
-    if not heir.replaces or heir.state not in ("waiting", "loading"):
+    """Retire a replacement instead of a second attempt, or if what it replaces does not serve any more.
+
+    Return `transition` for other deployments. A deployment that lost its workers is placed again by itself.
+    """
+    if not deployment.replaces or deployment.state not in ("waiting", "loading"):
         return transition
-    old = contents.deployments.get(heir.replaces)
+    old = contents.deployments.get(deployment.replaces)
     serves = old is not None and old.state == "serving"
-    if heir.state == "loading" and not serves:
-        return becomes(heir, "retiring", now_ms, f"{heir.replaces}, which it was to replace, does not serve")
+    if deployment.state == "loading" and not serves:
+        why = f"{deployment.replaces}, which it was to replace, does not serve"
+        return becomes(deployment, "retiring", now_ms, why)
     record = transition.record if transition else None
     if serves and isinstance(record, Deployment) and record.state in ("waiting", "failed"):
-        return becomes(heir, "retiring", now_ms, f"{heir.replaces} serves on: {record.reason}")
-    if serves and heir.state == "waiting":
-        return becomes(heir, "retiring", now_ms, f"{heir.replaces} serves on")
+        return becomes(deployment, "retiring", now_ms, f"{deployment.replaces} serves on: {record.reason}")
+    if serves and deployment.state == "waiting":
+        return becomes(deployment, "retiring", now_ms, f"{deployment.replaces} serves on")
     return transition
 
 
-def next_of_pursuit(
-    deployment: Deployment, contents: Contents, seen: Observation, plan: Planner
-) -> Transition | None:
-    """Of one that serves."""
-    if not (seen.is_settled and seen.may_change) or _is_cooling(deployment, contents, seen):
+def next_of_improving(deployment: Deployment, now: Situation) -> Transition | None:
+    """Return the change of a serving deployment that is worth it, if any."""
+    if not (now.seen.is_settled and now.seen.may_change) or _is_cooling(deployment, now):
         return None
-    states = {one.state for one in contents.deployments.values()}
-    if states & {"loading", "retiring"}:
+    others = now.contents.deployments.values()
+    if any(one.state in ("loading", "retiring") for one in others):
         return None
-    waiting = [one for one in contents.deployments.values() if one.state == "waiting"]
-    waiting = [one for one in waiting if not _fits_nowhere(one, contents, seen, plan)]
+    waiting = [one for one in others if one.state == "waiting" and _fits_somewhere(one, now)]
     if not waiting:
-        return _bettered(deployment, contents, seen, plan)
+        return _bettered(deployment, now)
     if objective(deployment.intent) == "latency":
         return None
-    packed = (_packed(deployment, one, contents, seen, plan) for one in waiting)
+    packed = (_packed(deployment, one, now) for one in waiting)
     return next((transition for transition in packed if transition), None)
 
 
-def _fits_nowhere(deployment: Deployment, contents: Contents, seen: Observation, plan: Planner) -> bool:
-    """Whatever moves, it waits on."""
-    return isinstance(fits_when_empty(deployment, contents, seen, plan), RefusedPlan)
+def _fits_somewhere(deployment: Deployment, now: Situation) -> bool:
+    """Return False if it would wait even with nothing else deployed."""
+    plan = now.plan_when_empty(deployment)
+    return plan is None or plan.chosen is not None
 
 
-def _is_cooling(deployment: Deployment, contents: Contents, seen: Observation) -> bool:
-    """All heirs of one that serves came to nothing."""
-    heirs = heirs_of(deployment, contents)
-    last_ms = max([deployment.since_ms, *(one.since_ms for one in heirs)])
-    return seen.now_ms - last_ms < seen.cooldown_ms << min(len(heirs), MAX_DOUBLINGS)
+def _is_cooling(deployment: Deployment, now: Situation) -> bool:
+    tries = replacements_of(deployment, now.contents)  # of a deployment that serves, all failed
+    last_ms = max([deployment.since_ms, *(one.since_ms for one in tries)])
+    return now.seen.now_ms - last_ms < now.seen.cooldown_ms << min(len(tries), MAX_DOUBLINGS)
 
 
-def _bettered(
-    deployment: Deployment, contents: Contents, seen: Observation, plan: Planner
-) -> Transition | None:
-    if not seen.is_load_known:
+def _bettered(deployment: Deployment, now: Situation) -> Transition | None:
+    if not now.seen.is_load_known:
         return None
-    idle = [device for device in _free_for(deployment, contents, seen) if device.load <= IDLE_LOAD]
-    found = _alternative(deployment, idle, contents, seen, plan)
+    idle = {one.card.id for one in now.seen.workers.values() if one.load <= IDLE_LOAD}
+    found = _alternative(deployment, idle, now)
     if found is None or not found[1].is_better:
         return None
-    chosen, compared = found
-    return _heir(deployment, chosen, compared, "better", f"{_workers(chosen)} idle", contents, seen)
+    plan, compared = found
+    return _replacement(deployment, plan, compared, "better", f"{', '.join(plan.workers)} idle", now)
 
 
-def _packed(
-    deployment: Deployment, waiting: Deployment, contents: Contents, seen: Observation, plan: Planner
-) -> Transition | None:
+def _packed(deployment: Deployment, waiting: Deployment, now: Situation) -> Transition | None:
+    workers = now.seen.workers
     emptied = [
-        device
-        for worker in workers_of(deployment)
-        if (device := seen.workers.get(worker)) and len(device.card.instances) == 1
+        one for name in workers_of(deployment) if (one := workers.get(name)) and len(one.card.instances) == 1
     ]
-    shared = [device for device in _free_for(deployment, contents, seen) if device.card.instances]
-    found = _alternative(deployment, shared, contents, seen, plan) if emptied else None
+    shared = {name for name, one in workers.items() if one.card.instances}
+    found = _alternative(deployment, shared, now) if emptied else None
     if found is None or not found[1].is_no_worse:
         return None
-    chosen, compared = found
-    taken = {worker for stage in chosen.stages for worker in stage.workers}
-    left = [one for one in _free_for(waiting, contents, seen) if one.card.id not in taken]
-    there = {one.card.id: one for one in [*left, *emptied]}
-    if not _has_room(waiting, deployment, there.values(), contents, plan):
+    plan, compared = found
+    left = [one for one in now.takers(waiting.model) if one.card.id not in plan.workers]
+    question = now.question(waiting, {one.card.id: one for one in [*left, *emptied]}.values())
+    gone = frozenset(instance_at(deployment, worker) for worker in workers_of(deployment))
+    if question is None or not now.plan(replace(question, gone=gone)).chosen:
         return None
     why = f"{waiting.id} ({waiting.model}) waits for room"
-    return _heir(deployment, chosen, compared, "packed", why, contents, seen)
+    return _replacement(deployment, plan, compared, "packed", why, now)
 
 
-def _free_for(deployment: Deployment, contents: Contents, seen: Observation) -> list[WorkerView]:
-    return [
-        device
-        for device in seen.workers.values()
-        if device.takes_orders and can_take(device, deployment.model, contents)
-    ]
-
-
-def _alternative(
-    deployment: Deployment,
-    devices: list[WorkerView],
-    contents: Contents,
-    seen: Observation,
-    plan: Planner,
-) -> tuple[ChosenPlan, Comparison] | None:
-    """The best on these devices, against what serves."""
-    question = question_of(deployment, devices, contents)
-    answer = plan(question) if question and devices else None
-    if not isinstance(answer, ChosenPlan):
+def _alternative(deployment: Deployment, names: set[str], now: Situation) -> tuple[Plan, Comparison] | None:
+    """Return the best plan on workers of these `names`, compared with what serves."""
+    devices = [one for one in now.takers(deployment.model) if one.card.id in names]
+    question = now.question(deployment, devices)
+    plan = now.plan(question) if question and devices else None
+    if plan is None or plan.chosen is None:
         return None
-    first = seen.workers.get(workers_of(deployment)[0])
-    is_alike = first is not None and first.kind == seen.workers[answer.stages[0].workers[0]].kind
-    now = (answer.current if is_alike else None) or deployment.expected
-    return (answer, compare(now, answer.estimate, deployment.intent)) if now else None
+    first, other = now.seen.workers.get(workers_of(deployment)[0]), now.seen.workers[plan.workers[0]]
+    current = deployment.expected
+    if first is not None and first.kind == other.kind:  # the same profile estimates both
+        rows = (one for one in plan.estimates if one.configuration == deployment.configuration)
+        current = next(rows, current)
+    return (plan, compare(current, plan.chosen, deployment.intent)) if current else None
 
 
-def _has_room(
-    waiting: Deployment, going: Deployment, devices: Iterable[WorkerView], contents: Contents, plan: Planner
-) -> bool:
-    """When the other one has gone."""
-    question = question_of(waiting, list(devices), contents)
-    if question is None:
-        return False
-    gone = frozenset(instance_at(going, worker) for worker in workers_of(going))
-    return isinstance(plan(replace(question, gone=gone)), ChosenPlan)
-
-
-def _heir(
-    deployment: Deployment,
-    chosen: ChosenPlan,
-    compared: Comparison,
-    cause: Cause,
-    why: str,
-    contents: Contents,
-    seen: Observation,
+def _replacement(
+    deployment: Deployment, plan: Plan, compared: Comparison, cause: Cause, why: str, now: Situation
 ) -> Transition:
-    heir = replace(
+    # Seconds make an id that no forgotten deployment had: a cool-down lies between two replacements.
+    replacement = replace(
         deployment,
-        id=_id_of_heir(deployment, seen.now_ms),
+        id=f"{deployment.id.partition('.')[0]}.{now.seen.now_ms // 1000:x}",
         replaces=deployment.id,
         heir="",
         instance="",
         attempts=0,
         loads=0,
     )
-    reason = f"in place of {deployment.id} on {_workers(chosen)}: {compared.words}; {why}"
-    begun = load(heir, contents.models[deployment.model], chosen, seen, cause, reason)
+    reason = f"in place of {deployment.id} on {', '.join(plan.workers)}: {compared.words}; {why}"
+    begun = load(replacement, now.contents.models[deployment.model], plan, now.seen, cause, reason)
     return replace(begun, compared=compared.numbers)
-
-
-def _id_of_heir(deployment: Deployment, now_ms: int) -> str:
-    """Never one that was there before, whoever is forgotten by now: a cool-down lies between two heirs."""
-    return f"{deployment.id.partition('.')[0]}.{now_ms // 1000:x}"
-
-
-def _workers(chosen: ChosenPlan) -> str:
-    return ", ".join(worker for stage in chosen.stages for worker in stage.workers)

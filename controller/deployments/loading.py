@@ -1,7 +1,7 @@
-"""A deployment's way from its orders to serving, and back when what it stood on is gone. Pure.
+"""A deployment's way from its orders to serving, and back when a worker is gone. Pure.
 
-A loss is one attempt; what served for a while begins to count anew. What an attempt leaves on live workers is
-given up (`controller.deployments.clearing`) before the next one.
+A loss is one attempt; a deployment that served for a while begins to count anew. What an attempt leaves on
+live workers is given up (`clearing`) before the next one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from controller.deployments.transitions import (
 )
 
 LOAD_LIMIT_MS = 900_000
-STABLE_MS = 60_000  # what served so long was no failed attempt
+STABLE_MS = 60_000  # a deployment that served so long was no failed attempt
 
 
 def next_of_loading(deployment: Deployment, seen: Observation) -> Transition | None:
+    """Return what becomes of a loading deployment: serving, another attempt, or news."""
     if why := _why_not_loaded(deployment, seen):
         return failed_attempt(deployment, why, seen.now_ms)
     shown = [_shown(deployment, worker, seen) for worker in shown_by(deployment)]
@@ -67,22 +68,19 @@ def _progress(deployment: Deployment, worker: str, seen: Observation) -> str:
 
 
 def _loaded(deployment: Deployment, seen: Observation) -> Transition | None:
-    """Every worker has it. A group is made of them now."""
+    """Serve, or first make a group of the workers that have loaded it."""
     leader = workers_of(deployment)[0]
     tp = degree_by_transform(deployment)
     card = seen.workers[leader].instance(instance_at(deployment, leader))
     assert card is not None
     if tp > 1 and tp not in card.degrees:
-        why = f"{leader} forms no group of degree {tp}; {deployment.model} can be at {_listed(card.degrees)}"
+        degrees = ", ".join(map(str, card.degrees))
+        why = f"{leader} forms no group of degree {tp}; {deployment.model} can be at {degrees}"
         return failed_attempt(replace(deployment, is_ungrouped=True), why, seen.now_ms)
     if tp > 1 and card.tp != tp:
         return _grouping(deployment, tp, seen)
     record = replace(deployment, instance=instance_at(deployment, leader))
     return becomes(record, "serving", seen.now_ms, "")
-
-
-def _listed(degrees: list[int]) -> str:
-    return ", ".join(map(str, degrees))
 
 
 def _grouping(deployment: Deployment, tp: int, seen: Observation) -> Transition | None:
@@ -102,7 +100,7 @@ def _grouping(deployment: Deployment, tp: int, seen: Observation) -> Transition 
 
 
 def _together_again(deployment: Deployment, seen: Observation) -> Transition | None:
-    """A group whose members are alone again, all of them there, is made anew."""
+    """Make a group anew whose members are all there and alone again."""
     tp, leader = degree_by_transform(deployment), workers_of(deployment)[0]
     card = seen.workers[leader].instance(instance_at(deployment, leader))
     if tp == 1 or card is None or card.tp != 1 or not seen.may_change:
@@ -116,12 +114,14 @@ def _together_again(deployment: Deployment, seen: Observation) -> Transition | N
 
 
 def failed_attempt(deployment: Deployment, why: str, now_ms: int) -> Transition:
+    """Return to waiting, or give up after MAX_ATTEMPTS."""
     if deployment.attempts < MAX_ATTEMPTS:
         return becomes(deployment, "waiting", now_ms, f"{why}; it is tried again")
     return becomes(deployment, "failed", now_ms, f"given up after {deployment.attempts} attempts: {why}")
 
 
 def next_of_serving(deployment: Deployment, seen: Observation) -> Transition | None:
+    """Return what becomes of a serving deployment that lost a worker, or its group."""
     if not seen.is_settled:
         return None
     why = seen.gone(deployment.epochs)

@@ -1,4 +1,4 @@
-"""What is seen of the workers at one moment. Pure."""
+"""The workers, and what they reported, at one moment. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from bus.checkpoints import Checkpoint
 from bus.messages import InstanceCard, MorphReport, PageCounts, WorkerCard
 
-UNHEARD_MS = 60_000  # a command on which nobody reported for so long was not taken
+UNHEARD_MS = 60_000  # a command without a report for so long was not taken
 COOLDOWN_MS = 120_000  # as long as the load looks back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A live worker. `pages` None: no fresh report."""
+    """A live worker. `pages` is None without a fresh report."""
 
     card: WorkerCard
     pages: PageCounts | None = None
@@ -22,47 +22,47 @@ class WorkerView:
 
     @property
     def takes_orders(self) -> bool:
+        """True if it serves and does not drain."""
         return self.card.state == "serving"
 
     @property
     def kind(self) -> str:
+        """The kind of device that profiles name."""
         return self.card.kind
 
     def instance(self, name: str) -> InstanceCard | None:
+        """Return the card of its instance `name`."""
         return next((card for card in self.card.instances if card.id == name), None)
 
     def serves(self, model: str) -> bool:
+        """Return True if it has an instance of `model`."""
         return any(card.model == model for card in self.card.instances)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """`is_settled`: Redis has been there for long enough that a missing lease means death. `reports`: the
-    last of each morph. `complaints`: by the id of a Measure, why it ended without a profile. `progress`: the
-    same, how far it is; `heard`: when that was said, in ms. `sent`: when each command went out, in ms.
-    `may_change`: what serves may be deployed otherwise, `cooldown_ms` after the last change. `is_load_known`:
-    loads are of a whole window. `checkpoints`: by folder, of models that are deployed and not registered."""
+    """All that is known beside the records. Times are in ms."""
 
     now_ms: int
     workers: Mapping[str, WorkerView] = field(default_factory=dict)
-    is_settled: bool = True
-    reports: Mapping[str, MorphReport] = field(default_factory=dict)
-    complaints: Mapping[str, str] = field(default_factory=dict)
-    progress: Mapping[str, str] = field(default_factory=dict)
-    heard: Mapping[str, int] = field(default_factory=dict)
-    sent: Mapping[str, int] = field(default_factory=dict)
-    may_change: bool = False
-    is_load_known: bool = True
-    cooldown_ms: int = COOLDOWN_MS
-    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    is_settled: bool = True  # Redis has been there for long enough that a missing lease means death
+    reports: Mapping[str, MorphReport] = field(default_factory=dict)  # the last of each morph
+    complaints: Mapping[str, str] = field(default_factory=dict)  # by Measure: why it has no profile
+    progress: Mapping[str, str] = field(default_factory=dict)  # by Measure: how far it is
+    heard: Mapping[str, int] = field(default_factory=dict)  # by Measure: when its worker reported last
+    sent: Mapping[str, int] = field(default_factory=dict)  # when each command went out
+    may_change: bool = False  # serving deployments may be deployed otherwise,
+    cooldown_ms: int = COOLDOWN_MS  # so long after their last change
+    is_load_known: bool = True  # loads are of a whole window
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)  # by folder, of unregistered models
 
     def holder(self, worker: str, epoch: int) -> WorkerView | None:
-        """The worker, if it is still that incarnation."""
+        """Return the worker if it is still that incarnation."""
         device = self.workers.get(worker)
         return device if device is not None and device.card.epoch == epoch else None
 
     def gone(self, epochs: Mapping[str, int]) -> str:
-        """The first of these workers that is not there any more, or leaves, in words; "": all stay."""
+        """Return what became of the first of these workers that died or leaves; "": all stay."""
         for worker, epoch in epochs.items():
             device = self.workers.get(worker)
             if device is None:
@@ -74,15 +74,16 @@ class Observation:
         return ""
 
     def is_known(self, command_id: str) -> bool:
-        """It went out, as far as anybody remembers."""
+        """Return True if the command went out, as far as is remembered."""
         return command_id in self.sent or command_id in self.reports
 
     def is_unheard(self, command_id: str, sent_ms: int) -> bool:
+        """Return True if no worker reported on the command within UNHEARD_MS."""
         return command_id not in self.reports and self.now_ms - sent_ms > UNHEARD_MS
 
 
 def named_by_settings(workers: Iterable[WorkerView]) -> dict[str, str]:
-    """Models that workers serve by their settings, and one worker of each: they are nobody's to deploy."""
+    """Return the models that workers serve by their settings, which are not deployed, with a worker."""
     return {
         card.model: device.card.id
         for device in workers

@@ -1,7 +1,8 @@
-"""What an order changes, and its answer. Pure: what the disk says comes with it.
+"""What an order changes, and its answer. Pure: facts from the disk come with it.
 
-An order is refused whole: nothing is half-registered or half-deployed. Status as of HTTP: 201 and 202 for
-what was taken, 404 for what is not there, 409 for what stands in the way, 400 for what can never be.
+An order is refused whole: nothing is half-registered or half-deployed. Status codes are those of HTTP: 201
+and 202 for an accepted order, 404 for a missing object, 409 for an obstacle, 400 for an order that can never
+be.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ ENDED = ("retired", "failed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """`checkpoint`: what lies in the folder of the order's model, or why it is none. `by_settings`: models
-    that workers serve by their settings. `estimates`: of a model whose profiles are there, for the order's
-    intent, best first. `unmet`: why none of them can be had, on any of these workers, ever."""
+    """What an order depends on beside the records.
+
+    `checkpoint`: of the order's folder, or why it is none. `by_settings`: models that workers serve by their
+    settings. `estimates`: for the order's intent, best first. `unmet`: why no cluster could have any of them.
+    """
 
     now_ms: int
     checkpoint: Checkpoint | str = "it was not looked at"
@@ -50,14 +53,16 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderResult:
+    """An answer, and what is written, removed and sent with it."""
+
     answer: Answer
     write: tuple[Record, ...] = ()
     remove: tuple[Record, ...] = ()
-    commands: tuple[tuple[str, Command], ...] = ()  # worker and command, when all of that is done
+    commands: tuple[tuple[str, Command], ...] = ()  # worker and command, after that
 
 
 def carry_out(order: Order, contents: Contents, facts: Facts) -> OrderResult:
-    """Repeating one is harmless: a name or an id that is taken by this very order is answered as before."""
+    """Carry out an order. Repeating one is harmless: it is answered as before."""
     if isinstance(order, RegisterModel):
         return _register(order, contents, facts)
     if isinstance(order, RemoveModel):
@@ -150,7 +155,7 @@ def _plan(order: PlanModel, contents: Contents, facts: Facts) -> OrderResult:
 def _why_not_planned(
     order: PlanModel | DeployModel, card: ModelCard | None, contents: Contents, facts: Facts
 ) -> OrderResult | None:
-    """None: there is nothing against it."""
+    """Return the refusal of a plan or deployment; None if nothing is against it."""
     if card is None:
         return _no_model(order, order.name, contents)
     name = card.name
@@ -172,12 +177,12 @@ def _why_not_planned(
 
 
 def _context(checkpoint: Checkpoint, facts: Facts) -> int:
-    """0: nothing limits it."""
+    """Return the tokens that a sequence may have; 0: no limit."""
     return min((limit for limit in (checkpoint.context, facts.max_model_len) if limit), default=0)
 
 
 def _too_long(intent: Intent, name: str, context: int) -> str:
-    """Why requests of its length cannot be; "": they can."""
+    """Return why requests of the intent's length do not fit into the context; "": they do."""
     tokens = intent.prompt_tokens + intent.output_tokens
     if not context or tokens <= context:
         return ""
@@ -188,7 +193,7 @@ def _too_long(intent: Intent, name: str, context: int) -> str:
 
 
 def _uncut(intent: Intent, card: ModelCard, contents: Contents) -> str:
-    """Why the degree that it fixes cannot be, wherever it was measured; "": it can, or it is not told."""
+    """Return why the degree that the intent fixes is impossible; "": it is not, or not known to be."""
     told = [one.degrees for one in profiles_of(contents, card).values()]
     if intent.tp in (None, 1) or not all(told) or not told or any(intent.tp in degrees for degrees in told):
         return ""
@@ -229,19 +234,15 @@ def _retire(order: RetireModel, contents: Contents, now_ms: int) -> OrderResult:
 
 
 def _latest(name: str, contents: Contents) -> Deployment | None:
-    """Whoever has its place now."""
+    """Return the deployment `name`, or what has replaced it."""
     found = contents.deployments.get(name)
     while found is not None and found.heir and (heir := contents.deployments.get(found.heir)):
         found = heir
     return found
 
 
-def intent_of(order: Order) -> Intent | None:
-    return order.intent if isinstance(order, PlanModel | DeployModel) else None
-
-
 def path_of(order: Order, contents: Contents) -> str:
-    """The folder that the order is about; "": none."""
+    """Return the folder that the order is about; "": none."""
     if isinstance(order, RegisterModel):
         return order.path
     if isinstance(order, PlanModel | DeployModel) and (card := contents.models.get(order.name)):

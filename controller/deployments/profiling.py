@@ -1,7 +1,6 @@
 """A model's way to its profiles: registered, profiling on an idle worker, profiled or failed. Pure.
 
-One profile is wanted for every kind of device there is, one measured at a time. What is measured already, of
-the same checkpoint, is not measured again.
+Every kind of device gets one profile, one at a time. A checkpoint that was measured is not measured again.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from controller.deployments.transitions import (
 )
 from controller.morphing.view import Rest, Rests
 
-SILENT_MS = 900_000  # no news of a profile for so long, and it is stuck; all of it may take longer
+SILENT_MS = 900_000  # a profile without news for so long is stuck; all of it may take longer
 PROMPT_TOKENS = [32, 128, 512]
 BATCH_SIZES = [1, 4]
 
 
 def profiles_of(contents: Contents, card: ModelCard) -> dict[str, Profile]:
-    """By kind of device, those of the checkpoint as it was registered."""
+    """Return the profiles of the checkpoint as it was registered, by kind of device."""
     return {
         device: profile
         for (model, device), profile in contents.profiles.items()
@@ -41,7 +40,7 @@ def profiles_of(contents: Contents, card: ModelCard) -> dict[str, Profile]:
 
 
 def next_of_model(card: ModelCard, contents: Contents, seen: Observation) -> Transition | None:
-    """None: nothing is to be done."""
+    """Return what is to be done for a model, if anything."""
     profiles = profiles_of(contents, card)
     if card.state == "profiling":
         return _measuring(card, profiles, seen)
@@ -56,10 +55,7 @@ def _unmeasured(
     wanting = [device for device in seen.workers.values() if device.takes_orders]
     wanting = [device for device in wanting if device.kind not in profiles]
     if profiles and (not wanting or card.attempts >= MAX_ATTEMPTS):
-        if card.state == "profiled":
-            return None
-        kinds = ", ".join(sorted(profiles))
-        return model_becomes(replace(card, attempts=0), "profiled", seen.now_ms, f"measured on {kinds}")
+        return None if card.state == "profiled" else _profiled(card, profiles, seen)
     free = [device for device in wanting if not _is_taken(device, contents)]
     if not free or not seen.is_settled:
         return None
@@ -67,8 +63,13 @@ def _unmeasured(
     return _order(card, chosen, _peer_of(chosen, contents, seen), seen.now_ms)
 
 
+def _profiled(card: ModelCard, profiles: Mapping[str, Profile], seen: Observation) -> Transition:
+    kinds = ", ".join(sorted(profiles))
+    return model_becomes(replace(card, attempts=0), "profiled", seen.now_ms, f"measured on {kinds}")
+
+
 def _peer_of(chosen: WorkerView, contents: Contents, seen: Observation) -> ProbePeer | None:
-    """To measure with it what workers say to each other: one of its host, if there is one."""
+    """Return a worker to measure communication with, of the same host if there is one."""
     host = chosen.card.host
     others = [
         device
@@ -86,7 +87,7 @@ def _peer_of(chosen: WorkerView, contents: Contents, seen: Observation) -> Probe
 
 
 def _is_taken(device: WorkerView, contents: Contents) -> bool:
-    """It measures another model, or loads one: both would be measured wrong."""
+    """Return True if it measures another model or loads one: both would be measured wrong."""
     name = device.card.id
     measures = any(card.state == "profiling" and card.worker == name for card in contents.models.values())
     loads = any(one.state == "loading" and name in one.epochs for one in contents.deployments.values())
@@ -121,12 +122,11 @@ def _order(card: ModelCard, device: WorkerView, peer: ProbePeer | None, now_ms: 
 def _measuring(card: ModelCard, profiles: Mapping[str, Profile], seen: Observation) -> Transition | None:
     device = seen.workers.get(card.worker)
     if device is not None and device.kind in profiles:
-        kinds = ", ".join(sorted(profiles))
-        return model_becomes(replace(card, attempts=0), "profiled", seen.now_ms, f"measured on {kinds}")
+        return _profiled(card, profiles, seen)
     if why := _why_over(card, seen):
         return _failed(card, why, has_profile=bool(profiles), now_ms=seen.now_ms)
     if seen.now_ms - max(card.since_ms, seen.heard.get(measure_id(card), 0)) > SILENT_MS:
-        why = f"{card.worker} has told nothing of its measurement for {SILENT_MS // 60_000} minutes"
+        why = f"{card.worker} has reported nothing on its measurement for {SILENT_MS // 60_000} minutes"
         failed = _failed(card, why, has_profile=bool(profiles), now_ms=seen.now_ms)
         return replace(failed, commands=(cancel_of(card),))
     progress = seen.progress.get(measure_id(card), "")
@@ -151,20 +151,20 @@ def _failed(card: ModelCard, why: str, *, has_profile: bool, now_ms: int) -> Tra
 
 
 def cancel_of(card: ModelCard) -> tuple[str, Command]:
-    """For the worker that measures it: it would go on, and the next profile would wait behind this one."""
+    """Return the command to stop measuring: the next profile would wait behind this one."""
     name = measure_id(card)
     return card.worker, CancelMorph(id=f"{name}-cancel", epoch=card.epoch, morph_id=name)
 
 
 def unowned(contents: Contents) -> Iterator[Transition]:
-    """Profiles of models that were removed before they came."""
+    """Erase profiles of models that were removed before they came."""
     for (model, _), profile in contents.profiles.items():
         if model not in contents.models:
             yield Transition(erased=profile)
 
 
 def rests_of(contents: Contents) -> Rests:
-    """Of those that serve; what is being loaded or given up is not the policy's."""
+    """Return the shapes that serving deployments rest in: the policy leaves others alone."""
     return {
         instance_at(deployment, worker): Rest(
             precision=deployment.configuration.precision,
@@ -178,7 +178,7 @@ def rests_of(contents: Contents) -> Rests:
 
 
 def _coarsest(deployment: Deployment, chosen: Configuration, contents: Contents) -> Precision:
-    """With a floor of quality the fewest bits in which all layers keep to it; what is not known does not."""
+    """Return the fewest bits in which all layers keep within the intent's `max_loss`."""
     most = deployment.intent.max_loss
     if most is None:
         return LOWEST

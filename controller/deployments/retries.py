@@ -13,11 +13,14 @@ from controller.deployments.transitions import MAX_ATTEMPTS, Transition, becomes
 
 FIRST_PAUSE_MS, LONGEST_PAUSE_MS = 2_000, 60_000
 STUCK_MS = 180_000  # well above the time that a Retire, or a group that parts, waits for requests
+GIVING_BACK = ("apart", "retire", "cancel")  # ends of the ids of commands to give a model back
 
 
 def next_try(base: str, seen: Observation) -> str | None:
-    """The id of a command that may go out now; None: the last one has not ended, or not for long. One that
-    runs for `STUCK_MS` has as good as ended."""
+    """Return the id of a command that may go out now; None while the last try runs, or a pause after it.
+
+    A try that has run for STUCK_MS counts as ended.
+    """
     number, pause_ms = 0, FIRST_PAUSE_MS
     while seen.is_known(command_id := f"{base}-{number}"):
         report = seen.reports.get(command_id)
@@ -34,43 +37,40 @@ def next_try(base: str, seen: Observation) -> str | None:
 
 
 def known_tries(base: str, seen: Observation) -> Iterator[str]:
-    """Ids of those that went out."""
+    """Return the ids of the commands that went out."""
     return takewhile(seen.is_known, (f"{base}-{number}" for number in count()))
 
 
 def reports_of(base: str, seen: Observation) -> list[MorphReport]:
-    """The last of each try."""
+    """Return the last report of each try."""
     return [report for one in known_tries(base, seen) if (report := seen.reports.get(one))]
 
 
-HOW = ("apart", "retire", "cancel")  # the ids of what asks for it end so
-
-
 def overdue(deployment: Deployment, unclear: list[WorkerView], seen: Observation) -> Transition | None:
-    """Of one that retires longer than it should take. It has failed when `MAX_ATTEMPTS` were of no use; it is
-    asked on, and what it held is lost until then."""
+    """Report a deployment that takes longer to retire than it should.
+
+    It has failed after MAX_ATTEMPTS without use. Its workers are asked on; until then what they hold is lost.
+    """
     over_ms = seen.now_ms - deployment.since_ms
     if deployment.state != "retiring" or over_ms <= STUCK_MS:
         return None
-    num_tries, worker = max((_num_tries(deployment, one, seen), one.card.id) for one in unclear)
+    num_tries, worker = max((_num_tries(deployment, one.card.id, seen), one.card.id) for one in unclear)
     for_so_long = f"in {over_ms // 60_000} minutes, asked {num_tries} times"
-    why = f"{worker} has not given {deployment.model} back {for_so_long}{_said(deployment, worker, seen)}"
+    why = f"{worker} has not given {deployment.model} back {for_so_long}{_answered(deployment, worker, seen)}"
     if num_tries < MAX_ATTEMPTS or over_ms <= MAX_ATTEMPTS * STUCK_MS:
         return noted(deployment, why)
     lost = f"{why}; what it holds there is lost until {worker} gives it back or starts anew"
     return becomes(replace(deployment, attempts=num_tries), "failed", seen.now_ms, lost)
 
 
-def _num_tries(deployment: Deployment, device: WorkerView, seen: Observation) -> int:
-    base = deploy_id(deployment, device.card.id)
-    return max(len(list(known_tries(f"{base}-{how}", seen))) for how in HOW)
-
-
-def _said(deployment: Deployment, worker: str, seen: Observation) -> str:
-    """Its last words."""
+def _num_tries(deployment: Deployment, worker: str, seen: Observation) -> int:
     base = deploy_id(deployment, worker)
-    reports = [one for how in HOW for one in reports_of(f"{base}-{how}", seen)]
-    if not reports:
-        return ""
-    last = max(reports, key=lambda one: one.ended_ms or one.started_ms)
-    return f" ({last.state}: {last.reason})" if last.reason else f" ({last.state})"
+    return max(len(list(known_tries(f"{base}-{how}", seen))) for how in GIVING_BACK)
+
+
+def _answered(deployment: Deployment, worker: str, seen: Observation) -> str:
+    """Return the worker's last report, in brackets."""
+    base = deploy_id(deployment, worker)
+    reports = [one for how in GIVING_BACK for one in reports_of(f"{base}-{how}", seen)]
+    last = max(reports, key=lambda one: one.ended_ms or one.started_ms, default=None)
+    return "" if last is None else f" ({last.state}{': ' * bool(last.reason)}{last.reason})"

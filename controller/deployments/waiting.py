@@ -1,4 +1,4 @@
-"""A deployment's way from its order to a place: where it goes, or what it waits for at each worker. Pure."""
+"""A deployment's way from its order to a place, or what it waits for at each worker. Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bus.catalogue import Contents
 from bus.deployments import Deployment, ModelCard
 from bus.messages import Cause
 from bus.shapes import natural
 from controller.deployments.observation import Observation
-from controller.deployments.planner import (
-    ChosenPlan,
-    Planner,
-    Question,
-    RefusedPlan,
-    fits_when_empty,
-    question_of,
-    why_not_taken,
-)
+from controller.deployments.planner import Situation
 from controller.deployments.profiling import profiles_of
 from controller.deployments.transitions import Transition, because, becomes, deploys, noted
 from controller.planning.fitting import sized
+from controller.planning.plan import Plan
 
 FIRST_PAUSE_MS = 1_000  # before the second attempt; doubles
 NAMED = 8  # workers that are named one by one
@@ -32,106 +24,90 @@ ASK_FOR_LESS = (
 )
 
 
-def next_of_waiting(
-    deployment: Deployment, contents: Contents, seen: Observation, plan: Planner
-) -> Transition | None:
-    """Its stages are clear."""
-    card = contents.models.get(deployment.model)
+def next_of_waiting(deployment: Deployment, now: Situation) -> Transition | None:
+    """Return what becomes of a waiting deployment whose stages are clear."""
+    card, now_ms = now.contents.models.get(deployment.model), now.seen.now_ms
     if card is None:
-        return becomes(deployment, "failed", seen.now_ms, f"the model {deployment.model} is not registered")
-    if not profiles_of(contents, card):
+        return becomes(deployment, "failed", now_ms, f"the model {deployment.model} is not registered")
+    if not profiles_of(now.contents, card):
         if card.state == "failed":
             why = f"{card.name} could not be measured: {card.reason}"
-            return becomes(deployment, "failed", seen.now_ms, why)
+            return becomes(deployment, "failed", now_ms, why)
         return noted(
             deployment, f"{card.name} is {card.state}: {card.progress or 'no worker is free for it'}"
         )
-    if not seen.is_settled or seen.now_ms - deployment.since_ms < _pause_ms(deployment):
+    pause_ms = FIRST_PAUSE_MS << (deployment.attempts - 1) if deployment.attempts else 0
+    if not now.seen.is_settled or now_ms - deployment.since_ms < pause_ms:
         return None
-    return _place(deployment, card, contents, seen, plan)
+    return _place(deployment, card, now)
 
 
-def _pause_ms(deployment: Deployment) -> int:
-    return FIRST_PAUSE_MS << (deployment.attempts - 1) if deployment.attempts else 0
-
-
-def _place(
-    deployment: Deployment, card: ModelCard, contents: Contents, seen: Observation, plan: Planner
-) -> Transition | None:
-    why_not = {name: why_not_taken(one, card.name, contents) for name, one in seen.workers.items()}
-    free = [one for name, one in seen.workers.items() if not why_not[name]]
-    question = question_of(deployment, free, contents)
+def _place(deployment: Deployment, card: ModelCard, now: Situation) -> Transition | None:
+    workers = now.seen.workers
+    why_not = {name: now.why_not_taken(one, card.name) for name, one in workers.items()}
+    question = now.question(deployment, (one for name, one in workers.items() if not why_not[name]))
     assert question is not None
-    answer = plan(replace(question, current=None)) if free else None
-    if isinstance(answer, ChosenPlan):
-        return load(deployment, card, answer, seen)
-    are_all_asked = len(free) == sum(one.takes_orders for one in seen.workers.values())
-    if answer and answer.is_final and are_all_asked:
-        return becomes(deployment, "failed", seen.now_ms, answer.reason)
-    return _queued(deployment, answer, _obstacles(question, why_not, answer), contents, seen, plan)
+    plan = now.plan(question) if question.devices else None
+    if plan and plan.chosen:
+        return load(deployment, card, plan, now.seen)
+    are_all_asked = len(question.devices) == sum(one.takes_orders for one in workers.values())
+    if plan and plan.is_unmet and are_all_asked:
+        return becomes(deployment, "failed", now.seen.now_ms, plan.reason)
+    return _queued(deployment, plan, _obstacles(why_not, plan), now)
 
 
 def load(
     deployment: Deployment,
     card: ModelCard,
-    chosen: ChosenPlan,
+    plan: Plan,
     seen: Observation,
     cause: Cause = "deployment",
     why: str = "",
 ) -> Transition:
-    workers = [worker for stage in chosen.stages for worker in stage.workers]
+    """Order the workers of `plan`, which has a choice, to load the model."""
+    assert plan.chosen is not None
     record = replace(
         deployment,
         state="loading",
-        reason=why or f"{', '.join(workers)} load{'s' if len(workers) == 1 else ''} it",
-        configuration=chosen.estimate.configuration,
-        stages=chosen.stages,
-        expected=chosen.estimate,
+        reason=why or f"{', '.join(plan.workers)} load{'s' if len(plan.workers) == 1 else ''} it",
+        configuration=plan.chosen.configuration,
+        stages=plan.stages,
+        expected=plan.chosen,
         since_ms=seen.now_ms,
         attempts=deployment.attempts + 1,
         loads=deployment.loads + 1,
-        epochs={worker: seen.workers[worker].card.epoch for worker in workers},
+        epochs={worker: seen.workers[worker].card.epoch for worker in plan.workers},
     )
     why = why or ("to be loaded" if not deployment.loads else f"to be loaded again: {deployment.reason}")
-    transition = Transition(record=record, commands=deploys(record, card, chosen.blocks), told=True)
+    transition = Transition(record=record, commands=deploys(record, card, plan.blocks), told=True)
     return because(transition, deployment, cause, why)
 
 
-# --------------------------------------------------------------------------- why it waits
-
-
-def _queued(
-    deployment: Deployment,
-    answer: RefusedPlan | None,
-    obstacles: str,
-    contents: Contents,
-    seen: Observation,
-    plan: Planner,
-) -> Transition | None:
-    """It stays where it is. That is told once, and again when it waits for something else."""
-    if answer is None and not obstacles:
-        return _told(deployment, WORKER, "no worker is there. It stays queued until one joins")
-    empty = fits_when_empty(deployment, contents, seen, plan)
-    if isinstance(empty, RefusedPlan):
+def _queued(deployment: Deployment, plan: Plan | None, obstacles: str, now: Situation) -> Transition | None:
+    """Note what it waits for; there is an event only if that changes in kind."""
+    if plan is None and not obstacles:
+        return _note(deployment, WORKER, "no worker is there. It stays queued until one joins")
+    empty = now.plan_when_empty(deployment)
+    if empty and not empty.chosen:
         sizes = _listed({name: f"{sized(size)} at most" for name, size in empty.free_bytes.items()})
         where = f"; {sizes}" if sizes else ""
         why = f"{empty.reason}, even with nothing else deployed{where}. It stays queued: {ASK_FOR_LESS}"
-        return _told(deployment, NOWHERE, why)
-    if answer is None:
-        return _told(deployment, WORKER, f"{obstacles}. It stays queued until one of them is free")
-    help_ = f"To make room: {answer.ways}" if answer.ways else "Nothing that could go would make room"
-    return _told(deployment, ROOM, f"{answer.reason}; {obstacles}. It stays queued. {help_}")
+        return _note(deployment, NOWHERE, why)
+    if plan is None:
+        return _note(deployment, WORKER, f"{obstacles}. It stays queued until one of them is free")
+    ways = ", or ".join(map(str, plan.ways))
+    help_ = f"To make room: {ways}" if ways else "Nothing that could go would make room"
+    return _note(deployment, ROOM, f"{plan.reason}; {obstacles}. It stays queued. {help_}")
 
 
-def _told(deployment: Deployment, what: str, why: str) -> Transition | None:
+def _note(deployment: Deployment, what: str, why: str) -> Transition | None:
     transition = noted(deployment, f"{what}: {why}")
     is_news = not deployment.reason.startswith(what)
     return replace(transition, told=is_news) if transition else None
 
 
-def _obstacles(question: Question, why_not: Mapping[str, str], answer: RefusedPlan | None) -> str:
-    """Of every worker, alike ones together."""
-    free = answer.free_bytes if answer else {}
+def _obstacles(why_not: Mapping[str, str], plan: Plan | None) -> str:
+    free = plan.free_bytes if plan else {}
     return _listed(
         {
             name: why or (f"{sized(free[name])} free" if name in free else "is of a kind not measured yet")
@@ -141,7 +117,7 @@ def _obstacles(question: Question, why_not: Mapping[str, str], answer: RefusedPl
 
 
 def _listed(said: Mapping[str, str]) -> str:
-    """ "w0, w1: 4.0 MiB free; w2: drains"."""
+    """Join what is said of each worker: "w0, w1: 4.0 MiB free; w2: drains"."""
     alike: dict[str, list[str]] = defaultdict(list)
     for worker in sorted(said, key=natural):
         alike[said[worker]].append(worker)

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from bus.deployments import Estimate, Intent, Profile
 from bus.messages import Stage
 from controller.planning.estimates import estimate_all
 from controller.planning.fitting import Device, Refusal
-from controller.planning.intent import UnmetError, judge, rank, validate
+from controller.planning.intent import UnmetError, judge, name_of, rank, validate
 from controller.planning.making_room import Tenant, Way, ways_to_fit
 from controller.planning.memory import MemoryModel, kv_blocks
 from controller.planning.placement import Placing, place
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`estimates`: the whole map, what can be had first, best first; a `refusal` says why not. `chosen` on
-    `stages` with at least `blocks` of KV, if there is one. Else `reason` says why not: `best` is what the
-    intent would have if there were room, and `ways` what would make it; without `ways` and with `is_unmet`
-    no cluster helps. `free_bytes`: of the devices that were looked at, then."""
+    """The configuration that was `chosen` for an intent, with its place, or why there is none.
 
-    estimates: list[Estimate]
+    `estimates`: the whole configuration map, what can be had first, best first; `refusal` says why a row
+    cannot be had. Without `chosen`, `reason` says why, `best` is the first choice if there were room, and
+    `ways` are what would make room. `is_unmet`: no cluster would help.
+    """
+
+    estimates: list[Estimate] = field(default_factory=list)
     chosen: Estimate | None = None
     stages: list[Stage] = field(default_factory=list)
-    blocks: int = 0
+    blocks: int = 0  # of KV, at least
     reason: str = ""
     best: Estimate | None = None
     ways: list[Way] = field(default_factory=list)
     is_unmet: bool = False
-    free_bytes: dict[str, int] = field(default_factory=dict)
+    free_bytes: dict[str, int] = field(default_factory=dict)  # of the devices that were looked at
+
+    @property
+    def workers(self) -> list[str]:
+        """The workers of all stages."""
+        return [worker for stage in self.stages for worker in stage.workers]
 
 
 def plan(
@@ -44,55 +51,33 @@ def plan(
     tenants: Iterable[Tenant] = (),
     whole_first: bool = True,
 ) -> Plan:
-    """`devices`: those of the profile's kind that may be used. IntentError. `whole_first`: see
-    `MemoryModel.need`."""
+    """Plan on `devices`, all of the profile's kind. Raises IntentError.
+
+    `tenants`: what might make room. `whole_first`: see `MemoryModel.need`.
+    """
     validate(intent)
     there, memory = list(devices), MemoryModel(profile)
     estimates = estimate_all(profile, intent, degrees=degrees, max_stages=max_stages)
     try:
         allowed = rank(estimates, intent)
     except UnmetError as unmet:
-        return Plan(judge(estimates, intent), reason=str(unmet), best=unmet.best, is_unmet=True)
-    places = [
-        place(
-            memory.need(one.configuration, intent, whole_first=whole_first),
-            one.configuration,
-            profile.num_layers,
-            there,
-            placing,
-        )
-        for one in allowed
-    ]
-    refused = {
-        one.configuration: found.reason
-        for one, found in zip(allowed, places, strict=True)
-        if isinstance(found, Refusal)
+        return Plan(estimates=judge(estimates, intent), reason=str(unmet), best=unmet.best, is_unmet=True)
+    needs = [memory.need(one.configuration, intent, whole_first=whole_first) for one in allowed]
+    places = {
+        one.configuration: place(need, one.configuration, profile.num_layers, there, placing)
+        for one, need in zip(allowed, needs, strict=True)
     }
+    refused = {shape: found.reason for shape, found in places.items() if isinstance(found, Refusal)}
     judged = judge([replace(one, refusal=refused.get(one.configuration, "")) for one in estimates], intent)
-    for one, found in zip(allowed, places, strict=True):
-        if not isinstance(found, Refusal):
-            return Plan(judged, one, found, kv_blocks(profile, intent))
-    return _without_room(judged, allowed, profile, intent, there, list(tenants), memory, whole_first)
-
-
-def _without_room(
-    judged: list[Estimate],
-    allowed: Sequence[Estimate],
-    profile: Profile,
-    intent: Intent,
-    devices: Sequence[Device],
-    tenants: Sequence[Tenant],
-    memory: MemoryModel,
-    whole_first: bool,
-) -> Plan:
-    """The best configuration for which something would make room, else the best."""
-    ways: list[Way] = []
-    best = allowed[0]
     for one in allowed:
-        need = memory.need(one.configuration, intent, whole_first=whole_first)
-        if ways := ways_to_fit(need, one.configuration, profile.num_layers, devices, tenants):
-            best = one
+        stages = places[one.configuration]
+        if not isinstance(stages, Refusal):
+            return Plan(estimates=judged, chosen=one, stages=stages, blocks=kv_blocks(profile, intent))
+    best, ways, all_tenants = allowed[0], list[Way](), list(tenants)
+    for one, need in zip(allowed, needs, strict=True):
+        if ways := ways_to_fit(need, one.configuration, profile.num_layers, there, all_tenants):
+            best = one  # the first for which something would make room
             break
-    refusal = next(one.refusal for one in judged if one.configuration == best.configuration)
-    free = {one.worker: one.free_bytes for one in devices}
-    return Plan(judged, reason=refusal, best=best, ways=ways, free_bytes=free)
+    reason = f"{name_of(best)} {refused[best.configuration]}"
+    free = {one.worker: one.free_bytes for one in there}
+    return Plan(estimates=judged, reason=reason, best=best, ways=ways, free_bytes=free)

@@ -38,9 +38,10 @@ from bus.messages import (
 )
 from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.orders import Facts, carry_out
-from controller.deployments.planner import ChosenPlan, Question, RefusedPlan
+from controller.deployments.planner import Question
 from controller.deployments.reconcile import reconcile
 from controller.deployments.transitions import Command, Transition
+from controller.planning.plan import Plan
 
 NUM_LAYERS = 4
 ROOM = 2  # models that a worker holds
@@ -122,7 +123,7 @@ class World:
         self.checkpoints: dict[str, Checkpoint] = {}  # see Observation
         self.ordered: list[tuple[str, Command]] = []
         self.is_settled = True
-        self.refusal: RefusedPlan | None = None
+        self.refusal: Plan | None = None
         self.seconds: dict[str, float] = {}
         self.lonely: set[str] = set()
         self.may_change = False
@@ -232,7 +233,7 @@ class World:
             checkpoints=self.checkpoints,
         )
 
-    def plan(self, question: Question) -> ChosenPlan | RefusedPlan:
+    def plan(self, question: Question) -> Plan:
         """On the fastest workers, the first by name of those that are alike."""
         names = sorted(
             (device.card.id for device in question.devices if self._has_room(device, question)),
@@ -240,14 +241,14 @@ class World:
         )
         tp = self.tp if question.may_group else 1
         if self.refusal or len(names) < tp * self.pp:
-            return self.refusal or RefusedPlan(reason=f"there are {len(names)} workers")
+            return self.refusal or Plan(reason=f"there are {len(names)} workers")
         share = NUM_LAYERS // self.pp
         stages = [
             Stage(workers=names[i * tp : (i + 1) * tp], first=i * share, end=(i + 1) * share)
             for i in range(self.pp)
         ]
         taken = [self.seconds.get(name, 1.0) for stage in stages for name in stage.workers]
-        return ChosenPlan(estimate=estimate(max(taken), tp=tp, pp=self.pp), stages=stages, blocks=8)
+        return Plan(chosen=estimate(max(taken), tp=tp, pp=self.pp), stages=stages, blocks=8)
 
     def _has_room(self, device: WorkerView, question: Question) -> bool:
         stay = [card for card in device.card.instances if card.id not in question.gone]
@@ -261,14 +262,12 @@ class World:
         return transitions
 
     def _apply(self, transition: Transition) -> None:
-        if transition.record is not None and not transition.removed:
+        if transition.record is not None:
             self.contents = self.contents.with_record(transition.record)
-        elif isinstance(transition.record, Deployment):
-            left = {key: one for key, one in self.contents.deployments.items() if key != transition.record.id}
-            self.contents = Contents(self.contents.models, left, self.contents.profiles)
         if gone := transition.erased:
+            deployments = {key: one for key, one in self.contents.deployments.items() if one is not gone}
             profiles = {key: one for key, one in self.contents.profiles.items() if one is not gone}
-            self.contents = Contents(self.contents.models, self.contents.deployments, profiles)
+            self.contents = Contents(self.contents.models, deployments, profiles)
         for name, command in transition.commands:
             self.sent[command.id] = self.now_ms
             self._send(name, command)

@@ -9,7 +9,7 @@ import pytest
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Intent
 from bus.messages import InstanceCard, Metrics, PageCounts, Stage, WorkerCard
-from controller.deployments.free_memory import FreeMemory, room_of
+from controller.deployments.free_memory import FreeMemory, free_memory
 from controller.deployments.observation import WorkerView
 from controller.deployments.planner import Question, planned
 from controller.planning.placement import LoadWindow
@@ -55,7 +55,7 @@ def seen(*instances: tuple[str, int, int]) -> Metrics:
 
 def room(devices: list[WorkerView], metrics: Metrics, *deployments: Deployment) -> FreeMemory:
     contents = Contents({}, {one.id: one for one in deployments}, {("m", "cpu"): profile()})
-    return room_of(metrics, devices, contents)
+    return free_memory(metrics, devices, contents)
 
 
 def test_idle_kv_counts_as_free_and_what_is_used_belongs_to_its_instance() -> None:
@@ -98,8 +98,7 @@ def test_a_worker_with_a_later_stage_is_no_empty_one() -> None:
 
 
 def _is_placed(asked: Question, found: FreeMemory) -> bool:
-    plan = planned(asked, found, LoadWindow(), 0.0)
-    return plan is not None and plan.chosen is not None
+    return planned(asked, found, LoadWindow(), 0.0).chosen is not None
 
 
 @pytest.mark.parametrize("shape", [{"tp": 2, "pp": 1}, {"tp": 1, "pp": 2}])
@@ -115,6 +114,6 @@ def test_devices_of_two_kinds_are_never_in_one_configuration(shape: dict[str, in
     asked = replace(asked, devices=devices, profiles=measured)
     free = dict.fromkeys(("w0", "w1", "w2"), 4 * truth.memory(Configuration(), Intent()))
     plan = planned(asked, FreeMemory(free, []), LoadWindow(), 0.0)
-    assert plan is not None and plan.chosen is not None
+    assert plan.chosen is not None
     assert [worker for stage in plan.stages for worker in stage.workers] == ["w0", "w2"]
     assert not _is_placed(replace(asked, devices=devices[:2]), FreeMemory(free, []))

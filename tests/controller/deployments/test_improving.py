@@ -14,12 +14,13 @@ from bus.catalogue import Contents
 from bus.deployments import Answer, Configuration, Deployment, Intent, ModelCard
 from bus.messages import Stage
 from controller.deployments.free_memory import FreeMemory
-from controller.deployments.improving import next_of_pursuit
+from controller.deployments.improving import next_of_improving
 from controller.deployments.observation import COOLDOWN_MS, Observation
-from controller.deployments.planner import ChosenPlan, Question, RefusedPlan, answer_of, planned
+from controller.deployments.planner import Question, Situation, planned
 from controller.deployments.transitions import Transition
 from controller.planning.intent import compare
 from controller.planning.placement import LoadWindow
+from controller.planning.plan import Plan
 from tests.controller.deployments.test_properties import NAMES, STEPS, act, check_always, check_at_rest
 from tests.support.deployment_world import Worker, World, estimate, instance
 from tests.support.known_truths import Truth, profile_of
@@ -229,10 +230,10 @@ def test_of_idle_workers_as_estimates_tell_latency_takes_more_and_device_hours_n
     )
     room = FreeMemory(dict.fromkeys(names, 2 * truth.memory(Configuration(), intent)), [])
 
-    def plan(question: Question) -> ChosenPlan | RefusedPlan:
-        return answer_of(planned(question, room, LoadWindow(), 0.0), question.current)
+    def plan(question: Question) -> Plan:
+        return planned(question, room, LoadWindow(), 0.0)
 
-    transition = next_of_pursuit(old, contents, seen, plan)
+    transition = next_of_improving(old, Situation(contents, seen, plan))
     if not moves:
         assert transition is None
         return

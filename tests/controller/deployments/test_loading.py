@@ -7,8 +7,8 @@ from dataclasses import replace
 from bus.messages import CancelMorph, Deploy, Retire, Transform
 from controller.deployments.loading import LOAD_LIMIT_MS
 from controller.deployments.observation import UNHEARD_MS
-from controller.deployments.planner import RefusedPlan
 from controller.deployments.transitions import MAX_ATTEMPTS
+from controller.planning.plan import Plan
 from tests.support.deployment_world import World, instance, measured
 
 
@@ -221,7 +221,7 @@ def test_progress_is_told_while_a_worker_loads() -> None:
 
 def test_what_does_not_fit_waits_with_the_reason_and_loads_when_there_is_room() -> None:
     world = measured("w0")
-    world.refusal = RefusedPlan(reason="needs 5 bytes")
+    world.refusal = Plan(reason="needs 5 bytes")
     answer = world.deploy()
     world.turn()
     found = world.deployment(answer)
@@ -234,7 +234,7 @@ def test_what_does_not_fit_waits_with_the_reason_and_loads_when_there_is_room() 
 
 def test_what_can_never_be_fails_with_the_reason() -> None:
     world = measured("w0")
-    world.refusal = RefusedPlan(reason="the best there is takes 2 s", is_final=True)
+    world.refusal = Plan(reason="the best there is takes 2 s", is_unmet=True)
     answer = world.deploy()
     world.turn()
     assert (world.deployment(answer).state, world.deployment(answer).reason) == (

@@ -113,7 +113,7 @@ def test_a_profile_that_nothing_is_heard_of_is_cancelled_before_the_next_try() -
     first = measure_id(world.model())
     world.turn(SILENT_MS + 1_000)
     assert world.model().reason == (
-        "w0 has told nothing of its measurement for 15 minutes; it is measured again"
+        "w0 has reported nothing on its measurement for 15 minutes; it is measured again"
     )
     world.turn()
     kinds = [type(command) for _, command in world.ordered]

@@ -11,7 +11,7 @@ from bus.deployments import Configuration, Intent, ModelCard
 from bus.messages import WorkerCard
 from controller.deployments.free_memory import FreeMemory
 from controller.deployments.observation import WorkerView
-from controller.deployments.planner import ChosenPlan, Question, RefusedPlan, answer_of, kept_by, planned
+from controller.deployments.planner import Question, kept_by, planned
 from controller.planning.making_room import Tenant
 from controller.planning.placement import LoadWindow, Placing
 from tests.support.deployment_world import instance
@@ -58,27 +58,29 @@ def loads(**busy: float) -> LoadWindow:
 def test_the_worker_is_the_one_that_the_placement_chooses(placing: Placing | None, worker: str) -> None:
     room = FreeMemory(dict.fromkeys(("w0", "w1", "w2"), WHOLE), [])
     window = loads(w0=0.4, w1=0.9, w2=0.1)
-    found = answer_of(planned(question("w0", "w1", "w2"), room, window, NOW_S, placing))
-    assert isinstance(found, ChosenPlan)
+    found = planned(question("w0", "w1", "w2"), room, window, NOW_S, placing)
+    assert found.chosen is not None
     assert [stage.workers for stage in found.stages] == [[worker]]
     assert found.blocks == 20
 
 
 def test_a_worker_that_told_nothing_of_its_pages_gets_no_model() -> None:
-    found = answer_of(planned(question("w0"), FreeMemory({}, []), LoadWindow(), NOW_S))
-    assert isinstance(found, RefusedPlan) and not found.is_final
+    found = planned(question("w0"), FreeMemory({}, []), LoadWindow(), NOW_S)
+    assert found.chosen is None and not found.is_unmet
     assert ", 0 bytes are free on w0, which hold 0 layers" in found.reason
 
 
 def test_an_intent_that_nothing_meets_is_refused_for_good() -> None:
     impossible = question("w0", intent=Intent(max_latency_s=1e-6))
-    found = answer_of(planned(impossible, FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S))
-    assert isinstance(found, RefusedPlan) and found.is_final
+    found = planned(impossible, FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S)
+    assert found.chosen is None and found.is_unmet
 
 
 def test_a_kind_of_device_that_was_not_measured_gets_no_plan() -> None:
     there = question("w0", kind="cuda:0")
-    assert planned(there, FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S) is None
+    found = planned(there, FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S)
+    assert (found.chosen, found.estimates) == (None, [])
+    assert found.reason == "no worker of a kind that was measured takes orders"
 
 
 def test_only_precisions_that_every_worker_keeps_are_planned() -> None:
@@ -107,17 +109,17 @@ def test_what_the_intent_fixes_is_placed_whatever_else_is_cheaper(
     names = ("w0", "w1", "w2", "w3")
     asked = question(*names, intent=Intent(**fixed))
     room = FreeMemory(dict.fromkeys(names, 2 * WHOLE), [])
-    found = answer_of(planned(asked, room, LoadWindow(), NOW_S))
-    assert isinstance(found, ChosenPlan)
-    chosen = found.estimate.configuration
+    found = planned(asked, room, LoadWindow(), NOW_S)
+    assert found.chosen is not None
+    chosen = found.chosen.configuration
     assert all(getattr(chosen, name) == value for name, value in fixed.items())
     assert [stage.workers for stage in found.stages] == workers
 
 
 def test_a_fixed_number_of_stages_waits_for_workers_that_are_yet_to_come() -> None:
     asked = question("w0", "w1", intent=Intent(pp=3))
-    found = answer_of(planned(asked, FreeMemory(dict.fromkeys(("w0", "w1"), WHOLE), []), LoadWindow(), NOW_S))
-    assert isinstance(found, RefusedPlan) and not found.is_final
+    found = planned(asked, FreeMemory(dict.fromkeys(("w0", "w1"), WHOLE), []), LoadWindow(), NOW_S)
+    assert found.chosen is None and not found.is_unmet
     assert "needs 3 devices, there are 2" in found.reason
 
 
@@ -145,8 +147,8 @@ def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -
     assert "needs 2 groups of 2 devices of one host without another model, there are 1" in both
     held = [replace(one, card=replace(one.card, instances=[HELD])) for one in fast.devices[:2]]
     busy = replace(fast, devices=[*held, fast.devices[2]])
-    answer = answer_of(planned(busy, room, LoadWindow(), NOW_S))
-    assert isinstance(answer, ChosenPlan) and answer.estimate.configuration.tp == 1
+    answer = planned(busy, room, LoadWindow(), NOW_S)
+    assert answer.chosen is not None and answer.chosen.configuration.tp == 1
 
 
 @pytest.mark.parametrize(
@@ -173,24 +175,22 @@ def test_memory_of_what_goes_counts_as_free_and_its_worker_as_empty() -> None:
     asked = replace(asked, devices=[*held, asked.devices[1]])
     tenant = Tenant(instance="other@w0", workers=("w0",), weight_bytes=2 * WHOLE, kv_bytes=0)
     room = FreeMemory({"w0": 0, "w1": 2 * WHOLE}, [tenant])
-    assert isinstance(answer_of(planned(asked, room, LoadWindow(), NOW_S)), RefusedPlan)
+    assert planned(asked, room, LoadWindow(), NOW_S).chosen is None
     going = replace(asked, gone=frozenset({"other@w0"}))
-    assert isinstance(answer_of(planned(going, room, LoadWindow(), NOW_S)), ChosenPlan)
+    assert planned(going, room, LoadWindow(), NOW_S).chosen is not None
 
 
-def test_a_plan_tells_what_serves_already_too() -> None:
+def test_a_plan_estimates_what_serves_already_too() -> None:
     found = planned(question("w0"), FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S)
-    answer = answer_of(found, Configuration())
-    assert isinstance(answer, ChosenPlan)
-    assert answer.current == answer.estimate
-    other = answer_of(found, Configuration(tp=64))
-    assert isinstance(other, ChosenPlan) and other.current is None
+    rows = {one.configuration: one for one in found.estimates}
+    assert found.chosen is not None and rows[Configuration()] == found.chosen
+    assert Configuration(tp=64) not in rows
 
 
 def test_a_group_that_nobody_measured_is_taken_where_only_it_may_meet_a_limit() -> None:
     limit_s = 0.9 * TRUTH.latency(Configuration(), Intent())
     room = FreeMemory(dict.fromkeys(("w0", "w1"), 2 * WHOLE), [])
     asked = able(question("w0", "w1", intent=Intent(max_latency_s=limit_s)), 1, 2)
-    found = answer_of(planned(asked, room, LoadWindow(), NOW_S))
-    assert isinstance(found, ChosenPlan) and found.estimate.configuration.tp == 2
-    assert found.estimate.latency_s.basis == "assumed"
+    found = planned(asked, room, LoadWindow(), NOW_S)
+    assert found.chosen is not None and found.chosen.configuration.tp == 2
+    assert found.chosen.latency_s.basis == "assumed"

@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from bus.deployments import Answer, Deployment, DeployModel, Intent
-from controller.deployments.planner import ChosenPlan, Question, RefusedPlan, question_of
+from controller.deployments.planner import Question, Situation
+from controller.planning.making_room import RoomStep, Way
+from controller.planning.plan import Plan
 from tests.support.deployment_world import World, instance, measured
 
 HELD = instance("other", "w0")
+WAY = Way((RoomStep(kind="retire", target="o2", freed={"w0": 8 << 20}),))
 
 
 class Small(World):
@@ -19,13 +22,13 @@ class Small(World):
     large: frozenset[str] = frozenset()
     later: frozenset[str] = frozenset()
 
-    def plan(self, question: Question) -> ChosenPlan | RefusedPlan:
+    def plan(self, question: Question) -> Plan:
         name, free = question.card.name, dict.fromkeys((one.card.id for one in question.devices), 1 << 20)
         stay = [
             card for one in question.devices for card in one.card.instances if card.id not in question.gone
         ]
         if name in self.large or (name in self.later and stay):
-            return RefusedPlan(reason="needs 9.0 MiB", ways="retire deployment o2 (8.0 MiB)", free_bytes=free)
+            return Plan(reason="needs 9.0 MiB", ways=[WAY], free_bytes=free)
         return super().plan(question)
 
 
@@ -128,9 +131,8 @@ def test_what_never_fits_does_not_keep_others_from_what_is_better(kind: str, mov
 
 def test_a_question_is_the_same_until_workers_their_models_or_what_is_wanted_change() -> None:
     world = measured("w0", "w1")
-    question = question_of(
-        Deployment(id="d", model="m", intent=Intent(), state="waiting"), [], world.contents
-    )
+    situation = Situation(world.contents, world.picture, world.plan)
+    question = situation.question(Deployment(id="d", model="m", intent=Intent(), state="waiting"), [])
     assert question is not None
     devices = list(world.picture.workers.values())
     asked = replace(question, devices=devices)

@@ -151,7 +151,7 @@ def test_a_limit_nothing_meets_is_told_with_the_best_there_is_and_nothing_is_pla
 def test_no_worker_at_all_is_a_refusal_too() -> None:
     found = plan(PROFILE, Intent(), [])
     assert found.chosen is None
-    assert found.reason == "needs 1 devices, there are 0"
+    assert found.reason == "tp1 pp1 full needs 1 devices, there are 0"
 
 
 def test_a_bad_intent_plans_nothing() -> None:
