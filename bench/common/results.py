@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +37,11 @@ def say(text: str = "") -> None:
 def digits(value: float | None, count: int = 4) -> float | None:
     """Round to `count` significant digits; None if there is no finite value."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{count}g}")
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """Return the lower of the two neighbours of a quantile, or None if there are no values."""
+    return sorted(values)[int(share * (len(values) - 1))] if values else None
 
 
 def bar(limit: float | str, value: float | None, is_met: bool) -> Bar:

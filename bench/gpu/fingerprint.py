@@ -1,13 +1,13 @@
-"""What two layers tell of a whole model on a GPU, for `bench.gpu`: a dummy of Llama 3 8B's shape in bfloat16.
+"""Estimates from two layers of a model on a GPU, for `bench.gpu`: a dummy of Llama 3 8B's shape in bfloat16.
 
     python -m bench.gpu fingerprint [--device cpu]
 
 Its fingerprint is profiled as a worker does it, in every precision; from that the requests of
 `bench.estimate` are estimated for one device. Then the whole model runs them, in one precision after the
-other: each is made of full precision, so both lie there, and the pages of one are the next one's. What the
-device has no pages for is left out.
+other. Each precision is made from full precision, so both are in memory, and the next one gets the pages of
+the last. A precision for which the device has too few pages is left out.
 
-`--device cpu` goes the same way through a tiny model on a machine without a GPU; nothing is written.
+`--device cpu` does the same with a tiny model on a machine without a GPU; nothing is written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from bench.estimate.measure import INTENTS
 from bench.estimate.truth import Case, Found, OneDevice, Truth, limits_for
-from bench.gpu.alone import run_alone
+from bench.gpu.common import device_clock, run_alone
 from bench.gpu.suite import LLAMA_8B
 from bus.deployments import Intent, Profile
 from bus.precisions import PRECISIONS, Precision
@@ -48,7 +48,7 @@ WAIT_S = 0.01  # while kernels are compiled in another thread
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """rounds, max_rounds: of the profile; runs: of the whole model, of which the first warms up."""
+    """What is measured: rounds of the profile, and runs of the whole model, of which the first warms up."""
 
     config: Mapping[str, Any]
     dtype: torch.dtype
@@ -96,7 +96,7 @@ CPU = Sizes(
 
 
 def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """`rows` by precision and request, `errors` by precision, `left_out`: why a precision was."""
+    """Return `rows` by precision and request, `errors` by precision, and why precisions were `left_out`."""
     _give_back()  # what was measured before
     budget = sizes.pool_bytes or int(torch.cuda.mem_get_info(device)[0] * POOL_SHARE)
     config, pool = config_of(sizes), make_pool(device, budget)
@@ -125,7 +125,7 @@ def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
 
 def config_of(sizes: Sizes) -> ModelConfig:
-    """Of a folder that is gone: its weights are random."""
+    """Return the config of a model whose weights are random; its folder is deleted."""
     with tempfile.TemporaryDirectory(prefix="instar-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(sizes.config)))
         return read_config(Path(folder))
@@ -135,7 +135,7 @@ def config_of(sizes: Sizes) -> ModelConfig:
 
 
 def profiled(config: ModelConfig, pool: PagePool, sizes: Sizes) -> Profile:
-    """As a worker measures it; all pages are free afterwards."""
+    """Return the profile as a worker measures it; all pages are free afterwards."""
     points = [
         Point(precision, tokens, size)
         for precision in sizes.precisions
@@ -179,7 +179,7 @@ def _plan(
 
 
 def no_room(plan: CutPlan, pool: PagePool, sizes: Sizes) -> str:
-    """Why not; "": there is. Each layer's KV begins a page of its own."""
+    """Return why the model does not fit into the pool, or "". Each layer's KV begins on a new page."""
     config, limits = plan.config, limits_for(sizes.intents, Shape())
     blocks = limits.max_num_seqs * (1 + -(-limits.max_model_len // limits.block_tokens))
     block_bytes = config.kv_block_bytes(limits.block_tokens, plan.model.dtype) // config.num_layers
@@ -191,15 +191,8 @@ def no_room(plan: CutPlan, pool: PagePool, sizes: Sizes) -> str:
 
 
 def whole(plan: CutPlan, pool: PagePool, sizes: Sizes) -> dict[Case, Found]:
-    """plan: of all layers. All pages are free afterwards."""
-    device = pool.backend.device
-
-    def clock() -> float:
-        """When the device is done: a step that samples nothing does not wait for it."""
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
+    """Measure the whole model, of which `plan` has all layers; all pages are free afterwards."""
+    clock = device_clock(pool.backend.device)  # a step that samples nothing does not wait for the device
     model = OneDevice(plan, pool, sizes.intents, shape=Shape(), clock=clock)
     fullest = max(sizes.intents, key=lambda one: one.prompt_tokens * one.batch_size)
     truth = Truth(
@@ -219,7 +212,7 @@ def whole(plan: CutPlan, pool: PagePool, sizes: Sizes) -> dict[Case, Found]:
 
 
 def _give_back() -> None:
-    """What torch keeps for the next tensors of the same size: pages cannot be made of it."""
+    """Return what torch keeps for the next tensors of the same size, of which no pages can be made."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -231,7 +224,7 @@ def _give_back() -> None:
 def compared(
     profile: Profile, truth: Mapping[Case, Found], intents: Sequence[Intent]
 ) -> Iterator[dict[str, Any]]:
-    """Errors are shares of the truth: above 0, and it was estimated too high."""
+    """Yield errors as shares of the truth; above 0 the estimate was too high."""
     for intent in intents:
         for estimate in estimate_all(profile, intent):
             if (found := truth.get((estimate.configuration, intent))) is None:
@@ -250,7 +243,7 @@ def compared(
 
 
 def errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Mean and largest, by precision."""
+    """Return the mean and largest errors, by precision."""
     found: dict[str, dict[str, float]] = {}
     for precision in dict.fromkeys(row["precision"] for row in rows):
         of = [row for row in rows if row["precision"] == precision]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import kernels  # before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
+from bench.gpu.common import event_seconds
 from kernels import QuantizedWeight
 from kernels.packing import CODE_BITS, packed_size
 
@@ -22,16 +22,19 @@ CALLS = 20
 
 
 def quantized_rows(bandwidth: float) -> list[dict[str, float]]:
-    """Microseconds of each product; `ratio` is how many times the bfloat16 product's time it takes,
-    `floor_us` the time to read the codes at `bandwidth` bytes per second."""
+    """Return the microseconds of each product.
+
+    `ratio` is how many times the bfloat16 product's time it takes, `floor_us` the time to read the codes at
+    `bandwidth` bytes per second. Only the second-level cache keeps weights from call to call.
+    """
     rows = []
     for inputs, outputs in SHAPES:
         full = torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
         weights = {bits: _weight(inputs, outputs, bits) for bits in CODE_BITS}
         for tokens, bits in itertools.product(TOKENS, CODE_BITS):
             x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device="cuda")
-            dense = _microseconds(partial(kernels.linear, x, full))
-            ours = _microseconds(partial(kernels.quantized_linear, x, weights[bits]))
+            dense = 1e6 * event_seconds(partial(kernels.linear, x, full), CALLS)
+            ours = 1e6 * event_seconds(partial(kernels.quantized_linear, x, weights[bits]), CALLS)
             size = outputs * (packed_size(inputs, bits) + 3 * inputs / GROUP)
             row = {"inputs": inputs, "outputs": outputs, "tokens": tokens, "bits": bits, "us": ours}
             row |= {"dense_us": dense, "ratio": ours / dense, "floor_us": size / bandwidth * 1e6}
@@ -53,18 +56,3 @@ def _weight(inputs: int, outputs: int, bits: int) -> QuantizedWeight:
     scales = torch.rand(1, outputs, inputs // GROUP, device="cuda").half()
     zeros = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8, device="cuda")
     return QuantizedWeight(codes, scales, zeros, bits, GROUP)
-
-
-def _microseconds(product: Callable[[], object]) -> float:
-    """Of one of CALLS in a row, best of 5; nothing but the second-level cache holds weights over."""
-    product()
-    best = float("inf")
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(CALLS):
-            product()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) / CALLS * 1e3)
-    return best

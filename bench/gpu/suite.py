@@ -1,14 +1,16 @@
-"""A GPU's checks and numbers: kernels against oracles, pages against their tests, the engine against
-transformers, workers that share the GPU and change their tensor parallelism, decoding against memory,
-products with quantised weights against dense ones, what two layers tell of an 8B model against the whole.
+"""Checks and numbers of a GPU: kernels, pages, the engine, groups, decoding, products and estimates.
 
     python -m bench.gpu [--skip-decode]        (make gpu)
 
+Kernels are compared with oracles, pages with their tests, the engine with transformers, decoding with the
+memory's bandwidth, products with quantised weights with dense ones, and estimates from two layers of an 8B
+model with the whole model. Workers that share the GPU change their tensor parallelism.
+
 Needs Python with torch and triton on a CUDA machine, and nothing of the service around the engine: no Redis,
-no web framework. The pages are tested if pytest and hypothesis are there; the engine is checked and measured
-if transformers, safetensors and cuda-bindings are, groups if msgspec and pydantic are, too, and estimates if
-redis and psutil are as well. Prints a card, writes bench/results/gpu/{device}.json and ends in the same JSON
-on one line; exit status 1 if a check failed. Without CUDA it says so and exits 0.
+no web framework. The pages are tested if pytest and hypothesis are installed; the engine is checked and
+measured if transformers, safetensors and cuda-bindings are, groups if msgspec and pydantic are too, and
+estimates if redis and psutil are as well. Prints a card, writes bench/results/gpu/{device}.json and ends in
+the same JSON on one line; exit status 1 if a check failed. Without CUDA it says so and exits 0.
 
 The floor of a decode step is the time to read every weight but the embedding, and every cached key and value,
 at the bandwidth that copying a gigabyte reaches in the same run.
@@ -16,19 +18,17 @@ at the bandwidth that copying a gigabyte reaches in the same run.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.common.results import RESULTS, ROOT
+from bench.common.results import RESULTS, ROOT, parser, say
 
 MEMORY_TESTS = (
     "tests/worker/memory/test_memory_pool.py",
@@ -57,16 +57,11 @@ TIMED_STEPS = 32
 GIB = 1024**3
 
 
-def say(text: str = "") -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 # --------------------------------------------------------------------------- checks
 
 
 def check_kernels() -> list[str]:
-    """What failed, by name."""
+    """Return the checks that failed."""
     from bench.kernels.checks import checks, failures
 
     say(f"kernels: {sum(1 for _ in checks('cuda', 'cuda'))} checks against the oracles")
@@ -74,7 +69,7 @@ def check_kernels() -> list[str]:
 
 
 def is_there(what: str, *modules: str) -> bool:
-    """Whether these can be imported; says what is left out if not."""
+    """Return whether the modules can be imported; report what is left out if not."""
     for name in modules:
         try:
             importlib.import_module(name)
@@ -85,16 +80,15 @@ def is_there(what: str, *modules: str) -> bool:
 
 
 def check_memory() -> list[str]:
-    """The tests of pages and KV caches that need a GPU, in a process of their own: a stray access ends it."""
+    """Run the GPU tests of pages and KV caches in a process, since a stray access would end this one."""
     if not is_there("memory", "pytest", "hypothesis", "cuda.bindings"):
         return []
     say("memory: the pages' tests on the GPU")
     # Without the project's settings and fixtures: those need the service's packages.
     bare = ("--noconftest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider")
-    root = ROOT
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *bare, *MEMORY_TESTS],
-        cwd=root,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
@@ -104,7 +98,7 @@ def check_memory() -> list[str]:
 
 
 def check_engine() -> list[str]:
-    """Greedy output of tiny random models of every family, against transformers, token for token."""
+    """Compare greedy output of tiny random models of every family with transformers, token for token."""
     from bench.common.oracles import FAMILIES, make_oracle
 
     say(f"engine: greedy output of {len(FAMILIES)} tiny models against transformers")
@@ -120,11 +114,13 @@ def check_engine() -> list[str]:
 def _against(oracle: Any, folder: Path) -> Iterator[str]:
     import torch
 
+    from bench.common.engines import INSTANCE, run_prompts
+
     prompts = [[(7 * i + 3 * n) % 200 for i in range(n)] for n in (1, 5, 40, 17)]
     # A chunk of 24 tokens splits the longest prompt and mixes prefills with decodes.
-    engine = make_engine(folder, torch.float32, "safetensors", memory_bytes=GIB, max_num_batched_tokens=24)
-    outputs = run(engine, prompts, num_out=24)
-    engine.remove_instance("bench").kv.pool.close()  # now, and not whenever the garbage is collected
+    engine = make_engine(folder, torch.float32, "safetensors", 1024, max_num_batched_tokens=24)
+    _, outputs = run_prompts(engine, prompts, num_out=24)
+    engine.remove_instance(INSTANCE).kv.pool.close()  # now, not when the garbage is collected
     for i, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device="cuda")
         made = oracle.generate(
@@ -142,7 +138,7 @@ def _against(oracle: Any, folder: Path) -> Iterator[str]:
 
 
 def transform_found() -> dict[str, Any]:
-    """Empty where something is not installed."""
+    """Measure groups; return nothing if something is not installed."""
     if not is_there(
         "tensor parallelism", "transformers", "safetensors", "cuda.bindings", "msgspec", "pydantic"
     ):
@@ -156,7 +152,7 @@ def transform_found() -> dict[str, Any]:
 
 
 def fingerprint_found() -> dict[str, Any]:
-    """Empty where something is not installed; only `problems` where it failed."""
+    """Measure estimates; return nothing if something is not installed, only `problems` if it fails."""
     if not is_there("estimates", "cuda.bindings", "redis", "msgspec", "pydantic", "bench.gpu.fingerprint"):
         return {}
     import torch
@@ -167,70 +163,36 @@ def fingerprint_found() -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         return gpu_fingerprint.measure(device, gpu_fingerprint.GPU)
-    except Exception as error:  # noqa: BLE001 it comes last: what was measured before is to be kept
+    except Exception as error:  # noqa: BLE001 this comes last, and what was measured before is kept
         return {"problems": [f"estimates: {error!r}"]}
 
 
-def make_engine(folder: Path, dtype: Any, load_format: Any, memory_bytes: int, **shape: int) -> Any:
-    """An engine that serves the folder on the GPU as instance "bench"."""
+def make_engine(folder: Path, dtype: Any, load_format: Any, budget_mib: int, **shape: int) -> Any:
+    """Return an engine that serves the folder on the GPU."""
     import torch
 
-    from worker.engine.build import Shape, fill_caches, make_cache, make_instance, make_pool
-    from worker.engine.engine import Engine
-    from worker.model import load_model
+    from bench.common.engines import load_engine
+    from worker.engine.build import Shape
 
     device = torch.device("cuda", torch.cuda.current_device())
-    pool = make_pool(device, memory_bytes)
-    model = load_model(folder, pool, dtype=dtype, load_format=load_format)
-    limits = Shape(**shape).limits(model)
-    cache = make_cache(pool, model, limits, "bench")
-    fill_caches(pool, [(cache, model, limits)])
-    engine = Engine(device)
-    engine.add_instance(make_instance("bench", model, cache, limits))
-    return engine
-
-
-def submit(engine: Any, prompts: list[list[int]], num_out: int) -> None:
-    from bus.messages import SamplingParams
-    from worker.engine.sequence import Request
-
-    sampling = SamplingParams(max_tokens=num_out, seed=0, temperature=0.0)
-    for i, prompt in enumerate(prompts):
-        engine.submit("bench", Request(id=str(i), prompt_token_ids=prompt, sampling=sampling))
-
-
-def run(engine: Any, prompts: list[list[int]], num_out: int) -> list[list[int]]:
-    """Output tokens of each prompt."""
-    outputs: list[list[int]] = [[] for _ in prompts]
-    submit(engine, prompts, num_out)
-    while engine.has_work:
-        for result in engine.step():
-            for output in result.outputs:
-                outputs[int(output.request.id)] += output.delta.token_ids
-    return outputs
+    return load_engine(folder, Shape(**shape), budget_mib, device, dtype, load_format)
 
 
 # --------------------------------------------------------------------------- decoding
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read plus written, of copying 1 GiB; best of 10."""
+    """Return the bytes per second, read plus written, of copying 1 GiB, in the best of 10."""
     import torch
 
+    from bench.gpu.common import event_seconds
+
     source, target = (torch.empty(GIB, dtype=torch.uint8, device="cuda") for _ in range(2))
-    best = 0.0
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        best = max(best, 2 * GIB / (begin.elapsed_time(end) / 1000))
-    return best
+    return 2 * GIB / event_seconds(lambda: target.copy_(source), rounds=10)
 
 
 def bytes_of_a_step(num_seqs: int, context: float) -> float:
-    """Read by one decode step of the 8B shape in bfloat16: weights without the embedding, keys and values."""
+    """Return the bytes that a decode step of the 8B shape reads: weights but the embedding, keys, values."""
     c = LLAMA_8B
     heads = (c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"]
     attention = c["hidden_size"] * (heads + c["num_attention_heads"] * c["head_dim"])
@@ -248,30 +210,34 @@ def decode_rows(bandwidth: float) -> list[dict[str, float]]:
         say("decode: loading 16 GB of random weights")
         memory = int(torch.cuda.mem_get_info()[0] * 0.85)
         engine = make_engine(
-            Path(folder), torch.bfloat16, "dummy", memory, max_num_seqs=64, max_num_batched_tokens=8192
+            Path(folder), torch.bfloat16, "dummy", memory >> 20, max_num_seqs=64, max_num_batched_tokens=8192
         )
     rows = [_decode(engine, num_seqs, context, bandwidth) for num_seqs, context in BATCHES]
-    engine.remove_instance("bench").kv.pool.close()  # now: another model needs the memory
+    engine.remove_instance("bench").kv.pool.close()  # now, since another model needs the memory
     return rows
 
 
 def _decode(engine: Any, num_seqs: int, context: int, bandwidth: float) -> dict[str, float]:
     import torch
 
+    from bench.common.engines import INSTANCE, greedy, timed
+    from bench.gpu.common import device_clock
+
     warm = 8
-    prompts = [[(i * 31 + s) % 1000 for i in range(context)] for s in range(num_seqs)]
-    submit(engine, prompts, num_out=TIMED_STEPS + 2 * warm + num_seqs)
+    for s in range(num_seqs):
+        prompt = [(i * 31 + s) % 1000 for i in range(context)]
+        engine.submit(INSTANCE, greedy(str(s), prompt, TIMED_STEPS + 2 * warm + num_seqs))
     begun: set[str] = set()
     while len(begun) < num_seqs:
         begun |= {o.request.id for result in engine.step() for o in result.outputs if o.delta.token_ids}
     for _ in range(warm):
         engine.step()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(TIMED_STEPS):
-        engine.step()
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - began) / TIMED_STEPS
+
+    def run_steps() -> None:
+        for _ in range(TIMED_STEPS):
+            engine.step()
+
+    seconds = timed(run_steps, device_clock(torch.device("cuda"))) / TIMED_STEPS
     engine.cancel([str(i) for i in range(num_seqs)])
     floor = bytes_of_a_step(num_seqs, context + warm + TIMED_STEPS / 2) / bandwidth
     return {
@@ -316,9 +282,9 @@ def report(card: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--skip-decode", action="store_true", help="without the 8B model, which needs 20 GB")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--skip-decode", action="store_true", help="without the 8B model, which needs 20 GB")
+    args = options.parse_args()
     try:
         import torch
     except ImportError:

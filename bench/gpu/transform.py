@@ -8,14 +8,13 @@ exchange   keys and values between ranks, a process each: gloo by way of host me
 workers    four of them decode while they go from TP1 over TP2 to TP4 and back, against a transformers model
 NCCL       the exchange again with a GPU for each rank, where there are two
 
-`--device cpu` goes the same way through small numbers on a machine without a GPU; nothing is written.
+`--device cpu` does the same with small numbers on a machine without a GPU; nothing is written.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +23,9 @@ import kernels  # before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
+from bench.common.engines import timed
 from bench.gpu import transform_workers as gpu_transform_workers
-from bench.gpu.alone import run_alone
+from bench.gpu.common import device_clock, run_alone
 from bench.gpu.transform_workers import Workers
 from bench.kernels.checks import AttentionCase, assert_close, plan_of
 from bench.transform import kv as transform_kv
@@ -99,7 +99,7 @@ CPU = Sizes(
 
 
 def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """`problems`: what failed, by name; the rest as in the rows' functions."""
+    """Return the rows of each part, and `problems`: what failed."""
     problems: list[str] = []
     found: dict[str, Any] = {"device": str(device), "pages": list(page_rows(device, sizes))}
     found["attention"] = list(attention_rows(device, sizes, problems))
@@ -117,8 +117,11 @@ def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
 
 def page_rows(device: torch.device, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Microseconds a page: mapped for the first time (the driver makes it), again, again without zeros (what
-    a copy fills), and unmapped; of one page, and of those that a layer gives back from TP1 to TP4."""
+    """Yield microseconds a page, for one page and for those that a layer frees from TP1 to TP4.
+
+    A page is mapped for the first time (the driver makes it), again, again without zeros (for what a copy
+    fills), and unmapped.
+    """
     layer = sizes.layer_pages * 3 // 4
     for pages in (1, layer):
         # A pool of its own: a page is made once.
@@ -131,9 +134,11 @@ def page_rows(device: torch.device, sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def _mapping_seconds(device: torch.device, space: VirtualRange, pages: int) -> dict[str, float]:
+    clock = device_clock(device)
+
     def turn(*, zeroed: bool) -> tuple[float, float]:
-        mapping = _seconds(device, lambda: space.map(0, pages, zeroed=zeroed))
-        return mapping, _seconds(device, lambda: space.unmap(0, pages))
+        mapping = timed(lambda: space.map(0, pages, zeroed=zeroed), clock)
+        return mapping, timed(lambda: space.unmap(0, pages), clock)
 
     made, _ = turn(zeroed=True)
     zeroed = [turn(zeroed=True) for _ in range(ROUNDS)]
@@ -150,7 +155,7 @@ def _mapping_seconds(device: torch.device, space: VirtualRange, pages: int) -> d
 
 
 def attention_rows(device: torch.device, sizes: Sizes, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Microseconds of a call at each degree: a rank's heads of the tokens of as many sequences."""
+    """Yield microseconds of a call at each degree: a rank's heads of the tokens of as many sequences."""
     for dtype in (torch.float32, torch.bfloat16):
         for degree in DEGREES:
             try:
@@ -164,7 +169,10 @@ def attention_rows(device: torch.device, sizes: Sizes, problems: list[str]) -> I
 
 
 def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype, degree: int) -> float:
-    """Over a cache in pages, seen at the degree. Raises AssertionError where the oracle says otherwise."""
+    """Time attention over a cache in pages at the degree.
+
+    Raises AssertionError if it differs from the oracle.
+    """
     whole = sizes.attention
     case = replace(whole, num_heads=whole.num_heads // degree, num_kv_heads=whole.num_kv_heads // degree)
     generator = torch.Generator().manual_seed(degree)
@@ -184,7 +192,7 @@ def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype, degree: i
 
     calls(1)
     assert_close(out, reference.paged_attention(q, there, plan, scale))
-    seconds = min(_seconds(device, lambda: calls(CALLS)) for _ in range(ROUNDS))
+    seconds = min(timed(lambda: calls(CALLS), device_clock(device)) for _ in range(ROUNDS))
     cache.release()
     pool.close()
     return 1e6 * seconds / CALLS
@@ -213,8 +221,10 @@ def _cache(device: torch.device, sizes: Sizes, dtype: torch.dtype, blocks: int) 
 
 
 def exchange_row(ranks: int, sizes: Sizes, devices: list[str]) -> dict[str, Any]:
-    """One layer at 90 % use, up and down in turn: of the best turn, the milliseconds of the slowest rank and
-    the bytes that one sends."""
+    """Exchange one layer at 90 % use, up and down in turn.
+
+    Returns the milliseconds of the slowest rank in the best turn, and the bytes that a rank sends.
+    """
     took = run_ranks(ranks, _exchange, sizes, devices, devices=devices)
     turns = [(max(s for s, _ in turn), max(n for _, n in turn)) for turn in zip(*took, strict=True)]
     seconds, nbytes = min(turns)
@@ -222,8 +232,10 @@ def exchange_row(ranks: int, sizes: Sizes, devices: list[str]) -> dict[str, Any]
 
 
 def _exchange(group: Communicator, sizes: Sizes, devices: list[str]) -> list[tuple[float, int]]:
-    """(seconds, bytes sent) on one rank, which finds its heads in their places after every turn, or raises
-    RuntimeError."""
+    """Return seconds and bytes sent of each turn on one rank.
+
+    Raises RuntimeError if a head is not in its place after a turn.
+    """
     blocks, page_bytes = sizes.kv.blocks, sizes.page_bytes
     pool = make_pool(
         torch.device(devices[group.rank]), blocks * sizes.kv.block_bytes + page_bytes, page_bytes
@@ -239,7 +251,7 @@ def _exchange(group: Communicator, sizes: Sizes, devices: list[str]) -> list[tup
 
 
 def nccl_row(device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """The exchange with a GPU for each rank, or why it was left out."""
+    """Return the exchange with a GPU for each rank, or why it was left out."""
     if device.type != "cuda":
         return {"skipped": "no GPU"}
     gpus = torch.cuda.device_count()
@@ -266,16 +278,6 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"NCCL: {nccl.get('skipped') or str(round(nccl['gbps'], 2)) + ' GB/s a rank'}"
     for row in found["workers"]:
         yield from gpu_transform_workers.lines(row)
-
-
-def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Until the device is done with it."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - began
 
 
 def main() -> int:

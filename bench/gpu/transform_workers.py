@@ -1,9 +1,8 @@
 """Four workers on one device that decode while their tensor parallelism changes: 1, 2, 4, 2, 1.
 
-What they say is held against a transformers model in float32 that reads their own tokens: each must be that
-model's choice, and its log-probability the same, within what rounding makes of it. In float32 that leaves
-only candidates that are as good as equal. Tokens of every degree, and of steps with layers at two of them,
-are told apart.
+Their output is compared with a transformers model in float32 that reads their tokens: each token must be that
+model's choice, and its log-probability the same within rounding. In float32 that leaves only candidates that
+are equally likely. Tokens of every degree, and of steps with layers at two degrees, are reported separately.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """`sequences` of each worker, anew for every change."""
+    """The model and the load; every change begins with `sequences` new ones on each worker."""
 
     model: dict[str, int]
     megabytes: int
@@ -50,8 +49,10 @@ class Workers:
 
 
 def measure(sizes: Workers, device: str, dtype: str) -> dict[str, Any]:
-    """`changes` with their costs, `off` by kind of step: the largest and the mean difference of a token's
-    log-probability from the oracle's; `problems`."""
+    """Return `changes` with their costs, `off` by kind of step, and `problems`.
+
+    `off` has the largest and the mean difference of a token's log-probability from the oracle's.
+    """
     length = sizes.prompt_tokens + sizes.max_tokens
     oracle = make_oracle("llama", **sizes.model, max_position_embeddings=length)
     requests: list[tuple[list[int], list[Made]]] = []

@@ -12,27 +12,23 @@ devices.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.common.results import RESULTS
+from bench.common.results import RESULTS, conclude, parser, quantile, say
 from bench.placement.model import INTENT, LEVELS, MODELS, NUM_DEVICES, SECONDS, Cluster, trace_of
 from controller.planning.placement import POLICIES, THRESHOLD, WINDOW_S, Placing
 
-RESULT = RESULTS / "placement.json"
 SWEEP = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
-HEAVY = 2.0  # times the load, where devices on which four models lie cannot keep up
+HEAVY = 2.0  # times the load, at which devices that hold four models cannot keep up
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one trace. Seconds; devices in the mean over the time from the first deployment to the end."""
+    """The numbers of one trace: seconds, and devices in the mean from the first deployment to the end."""
 
     devices: float
     devices_after_four: float
@@ -46,11 +42,6 @@ class Outcome:
     num_refused: float
 
 
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def model(placing: Placing, seed: int, load: float = 1.0) -> Cluster:
     cluster = Cluster(placing)
     cluster.run(trace_of(seed, load))
@@ -58,8 +49,8 @@ def model(placing: Placing, seed: int, load: float = 1.0) -> Cluster:
 
 
 def outcome_of(cluster: Cluster) -> Outcome:
-    latencies = sorted(one.latency_s for one in cluster.finished)
-    slowdowns = sorted(one.latency_s / one.alone_s for one in cluster.finished)
+    latencies = [one.latency_s for one in cluster.finished]
+    slowdowns = [one.latency_s / one.alone_s for one in cluster.finished]
     ends = [at_s for at_s, _ in cluster.in_use[1:]] + [SECONDS]
     device_s = sum(count * (end_s - at_s) for (at_s, count), end_s in zip(cluster.in_use, ends, strict=True))
     at_end = cluster.in_use[-1][1]
@@ -67,18 +58,14 @@ def outcome_of(cluster: Cluster) -> Outcome:
         devices=device_s / SECONDS,
         devices_after_four=cluster.in_use[3][1],
         devices_at_end=at_end,
-        median_s=_quantile(latencies, 0.5),
-        p95_s=_quantile(latencies, 0.95),
-        median_slowdown=_quantile(slowdowns, 0.5),
-        p95_slowdown=_quantile(slowdowns, 0.95),
+        median_s=quantile(latencies, 0.5) or 0.0,
+        p95_s=quantile(latencies, 0.95) or 0.0,
+        median_slowdown=quantile(slowdowns, 0.5) or 0.0,
+        p95_slowdown=quantile(slowdowns, 0.95) or 0.0,
         busy=sum(cluster.busy_s.values()) / (at_end * SECONDS),
         num_requests=len(latencies),
         num_refused=len(cluster.refused),
     )
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[int(share * (len(ordered) - 1))]
 
 
 def mean_of(clusters: Sequence[Cluster]) -> dict[str, float]:
@@ -95,17 +82,15 @@ def say_row(name: str, row: dict[str, float]) -> None:
 
 
 def _middle(clusters: Sequence[Cluster]) -> int:
-    """The trace in which the median of devices is used."""
+    """Return the number of the trace in which the median of devices is used."""
     uses = [outcome_of(cluster).devices for cluster in clusters]
     return uses.index(statistics.median_high(uses))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one trace in place of ten")
-    quick = parser.parse_args().quick
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="one trace in place of ten")
+    quick = options.parse_args().quick
     seeds, began_s = range(1 if quick else 10), time.perf_counter()
     minutes = SECONDS / 60
     say(f"{NUM_DEVICES} GPUs (modelled), {len(MODELS)} models in {minutes:.0f} minutes, traces: {len(seeds)}")
@@ -133,6 +118,7 @@ def main() -> int:
         hybrid["p95_s"] <= found["packing"]["p95_s"]
     )
     result: dict[str, Any] = {
+        "bench": "placement",
         "model": "event-driven, 8 RTX A6000, latency and memory by arithmetic; nothing is measured",
         "seconds": SECONDS,
         "traces": len(seeds),
@@ -150,9 +136,8 @@ def main() -> int:
     if not quick:
         from bench.placement.plot import draw
 
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
         shown = _middle(clusters["hybrid"])
         drawn: dict[str, Cluster] = {policy: runs[shown] for policy, runs in clusters.items()}
-        draw(trace_of(seeds[shown]), drawn, RESULT.with_suffix(".png"))
-    say(json.dumps({key: result[key] for key in ("ratios", "took_s")}))
+        draw(trace_of(seeds[shown]), drawn, RESULTS / "placement.png")
+    conclude(result, is_kept=not quick)
     return 0 if is_between else 1

@@ -5,7 +5,7 @@
 The papers' setting (Gyges §6.2.4): 60 short requests of 1K a minute, at random; one long one of 50K a
 minute; 8 instances of one GPU at first. What work costs is stated in `bench.scheduler.costs`. How long
 answers are, the papers do not say: a short one is 118 tokens (10.3 % of the whole, §5), a long one 4096, so
-that it runs for a minute and the next one meets it, as in their Figure 13; other lengths are swept.
+that it runs for a minute and the next one overlaps it, as in their Figure 13; other lengths are swept.
 
 Throughput is tokens got through, prompts and outputs, after a warm-up. Two more numbers, since what arrives
 bounds it and a queue hides in it: what comes within the limits of §3.1 (short: TTFT under 10 s, TPOT under
@@ -14,23 +14,19 @@ bounds it and a queue hides in it: what comes within the limits of §3.1 (short:
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.common.results import RESULTS
+from bench.common.results import RESULTS, conclude, parser, quantile, say
 from bench.scheduler import costs
 from bench.scheduler.model import Cluster, Request, Scheduler
 from bench.scheduler.policies import LeastLoad, Ours, RoundRobin
 from bus.policy import Policy
 
-RESULT = RESULTS / "scheduler.json"
 BAR = 1.26
 TTFT_LIMIT_S, TPOT_LIMIT_S = 10.0, 0.1
 WARM_UP_S = 300.0
@@ -49,8 +45,10 @@ SETUPS: dict[str, Setup] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds and tokens a second; of requests that came after the warm-up. One that has no first token at
-    the end counts with the time it has waited."""
+    """Seconds, and tokens per second, of requests that came after the warm-up.
+
+    A request without a first token at the end counts with the time it has waited.
+    """
 
     tokens_per_s: float
     goodput: float  # tokens a second of short requests within the limits, and of long ones that ended
@@ -63,11 +61,6 @@ class Outcome:
     num_refused: int
     num_ended: int
     num_requests: int
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def arrivals(
@@ -106,10 +99,10 @@ def outcome_of(cluster: Cluster, seconds: float) -> Outcome:
     return Outcome(
         tokens_per_s=(cluster.num_tokens - before) / measured_s,
         goodput=sum(one.num_tokens for one in served) / measured_s,
-        short_ttft_p95=_p95([_ttft(one, seconds) for one in short]) or 0.0,
-        long_ttft_p95=_p95([_ttft(one, seconds) for one in long if not one.is_refused]),
-        short_tpot_p95=_p95([_tpot(one) for one in short if one.end_s is not None]) or 0.0,
-        long_tpot_p95=_p95([_tpot(one) for one in long if one.end_s is not None]),
+        short_ttft_p95=quantile([_ttft(one, seconds) for one in short], 0.95) or 0.0,
+        long_ttft_p95=quantile([_ttft(one, seconds) for one in long if not one.is_refused], 0.95),
+        short_tpot_p95=quantile([_tpot(one) for one in short if one.end_s is not None], 0.95) or 0.0,
+        long_tpot_p95=quantile([_tpot(one) for one in long if one.end_s is not None], 0.95),
         num_up=cluster.num_transforms["up"],
         num_down=cluster.num_transforms["down"],
         num_refused=sum(one.is_refused for one in cluster.requests),
@@ -129,10 +122,6 @@ def _tpot(one: Request) -> float:
 
 def _is_in_time(one: Request) -> bool:
     return one.end_s is not None and _ttft(one, 0.0) < TTFT_LIMIT_S and _tpot(one) < TPOT_LIMIT_S
-
-
-def _p95(values: Sequence[float]) -> float | None:
-    return sorted(values)[int(0.95 * (len(values) - 1))] if values else None
 
 
 # ------------------------------------------------------------------------------------- what is run
@@ -177,8 +166,10 @@ def sweep(lengths: Sequence[int], seconds: float) -> list[dict[str, Any]]:
 
 
 def four_workers(seconds: float) -> list[dict[str, Any]]:
-    """One group needs them all: what comes in a minute is more than it gets done, and less than four alone
-    do. Long answers are of 512 tokens, so that a long request is over before the next."""
+    """Compare where a group needs all workers: it gets less done than comes in, four workers alone more.
+
+    Long answers have 512 tokens, so that a long request ends before the next comes.
+    """
     say("\nfour workers, all of which a long request needs: tokens/s, TTFT P95 short, long, up/down:")
     rows = []
     for every_s in (180, 300):
@@ -193,7 +184,7 @@ def four_workers(seconds: float) -> list[dict[str, Any]]:
 
 
 def sustained(name: str, seconds: float, step: int = 5) -> tuple[int, float]:
-    """The most short requests a minute within the limits at P95, and the tokens a second then. By halves."""
+    """Return the most short requests per minute within the limits at P95, and the tokens per second."""
     low, high, tokens_per_s = 0, 32, 0.0
     while high - low > 1:
         middle = (low + high) // 2
@@ -206,11 +197,9 @@ def sustained(name: str, seconds: float, step: int = 5) -> tuple[int, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one seed and a quarter of an hour")
-    quick = parser.parse_args().quick
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="one seed and a quarter of an hour")
+    quick = options.parse_args().quick
     seconds, seeds = (900.0, [0]) if quick else (2100.0, [0, 1, 2])
     began_s = time.perf_counter()
     found, clusters = compare(seeds, seconds)
@@ -232,6 +221,7 @@ def main() -> int:
     for name, (rate, tokens) in most.items():
         say(f"  {name:22} {rate:4}  ({tokens:.0f} tokens/s, ours {most[OURS][1] / max(tokens, 1):.2f}x)")
     result = {
+        "bench": "scheduler",
         "bar": BAR,
         "model": "event-driven, 8 GPUs, Qwen2.5-32B on H20 by Table 1 of Gyges; nothing is measured",
         "seconds": seconds,
@@ -251,9 +241,8 @@ def main() -> int:
     if not quick:
         from bench.scheduler.plot import draw
 
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        draw(clusters, RESULT.with_suffix(".png"))
-    say(json.dumps({key: result[key] for key in ("bar", "ratios", "short_per_minute_within_limits")}))
+        draw(clusters, RESULTS / "scheduler.png")
+    conclude(result, is_kept=not quick)
     return 0 if min(ratios[name]["tokens_per_s"] for name in (ROUND_ROBIN, LEAST_LOAD)) >= BAR else 1
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from bench.common.results import Bar, bar, bar_lines, busy_lines, digits
+from bench.common.results import Bar, bar, bar_lines, busy_lines, digits, quantile
 from bench.serving.load import Load, Served
 from bus.messages import MorphReport
 
@@ -85,10 +85,10 @@ def outcome(run: Run, load: Load) -> Outcome:
     return Outcome(
         tokens_per_s=_sum(run.served, begin_s, end_s) / (end_s - begin_s),
         in_time_tokens_per_s=_sum(in_time, begin_s, end_s) / (end_s - begin_s),
-        short_ttft_p95_s=p95([one.ttft_s(last_s) for one in short]),
-        long_ttft_p95_s=p95([one.ttft_s(last_s) for one in taken]),
-        short_tpot_p95_s=p95([one.tpot_s for one in short if one.is_whole]),
-        long_tpot_p95_s=p95([one.tpot_s for one in long if one.is_whole]),
+        short_ttft_p95_s=quantile([one.ttft_s(last_s) for one in short], 0.95),
+        long_ttft_p95_s=quantile([one.ttft_s(last_s) for one in taken], 0.95),
+        short_tpot_p95_s=quantile([one.tpot_s for one in short if one.is_whole], 0.95),
+        long_tpot_p95_s=quantile([one.tpot_s for one in long if one.is_whole], 0.95),
         num_up=sum(is_up for is_up in _directions(run)),
         num_down=sum(not is_up for is_up in _directions(run)),
         num_unapplied=len(run.unapplied),
@@ -110,10 +110,6 @@ def is_in_time(one: Served) -> bool:
     if not one.is_whole:
         return False
     return one.arrival.is_long or (one.ttft_s(0.0) <= TTFT_LIMIT_S and one.tpot_s <= TPOT_LIMIT_S)
-
-
-def p95(values: Sequence[float]) -> float | None:
-    return sorted(values)[int(0.95 * (len(values) - 1))] if values else None
 
 
 def _sum(served: Sequence[Served], begin_s: float, end_s: float) -> float:
