@@ -1,9 +1,9 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}` and a status.
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}` and a status.
 
-Every refusal of the gateway is an ApiError made by one of the functions here, so that status, type and code
-of a case are written once. openai-python maps the status to its exception classes and retries 408, 409,
-429 and 5xx by itself, honouring Retry-After: hence a Retry-After on whatever passes, and
-`x-should-retry: false` on what will not.
+Every refusal of the gateway is an ApiError made by one of these functions, so that the status, type and code
+of a case are written once. openai-python maps the status to its exception classes and retries 408, 409, 429
+and 5xx by itself, honouring Retry-After: so errors that pass have a Retry-After, and those that do not have
+`x-should-retry: false`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ JSON = (b"content-type", b"application/json")
 
 
 class ApiError(Exception):
-    """`headers` go out with the answer; `param` names the field of the request that is at fault."""
+    """A refusal. `param` names the field at fault; `retry_after_s` and `headers` go with the answer."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -38,6 +39,8 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        if retry_after_s is not None:  # whole seconds; clients take 0 for "at once"
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
     def body(self) -> bytes:
         fields = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
@@ -59,8 +62,10 @@ def unsupported(param: str, message: str) -> ApiError:
 def too_long(
     num_prompt_tokens: int, limit: int, num_output_tokens: int = 0, at_least: bool = False
 ) -> ApiError:
-    """The prompt, or the prompt with the tokens asked for, does not fit a context of `limit` tokens. The
-    advice is what can help: one token of output must fit, so from `limit` on only a shorter prompt does."""
+    """The prompt, or the prompt with the tokens asked for, does not fit a context of `limit` tokens.
+
+    One token of output must fit, so a prompt of `limit` tokens or more must become shorter.
+    """
     has = f"at least {num_prompt_tokens}" if at_least else f"{num_prompt_tokens}"
     asked = f"the prompt has {has} tokens"
     if num_output_tokens:
@@ -73,7 +78,7 @@ def too_long(
 
 
 def refused_capacity(reason: str, limit: int) -> ApiError:
-    """Workers refuse it, though `limit` tokens should fit somewhere."""
+    """Every worker refuses the request, though `limit` tokens should fit somewhere."""
     message = f"no worker could hold it: {reason}. The longest that this cluster holds is {limit} tokens"
     return ApiError(400, message, code="context_length_exceeded", param="prompt")
 
@@ -115,50 +120,41 @@ def bad_key(message: str) -> ApiError:
 
 
 def too_many(message: str, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
-    """This client is over its own limit."""
-    return ApiError(
-        429,
-        message,
-        kind="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={**headers, "retry-after": _seconds(retry_after_s)},
-    )
+    """The client is over its own limit."""
+    kind, code = "rate_limit_error", "rate_limit_exceeded"
+    return ApiError(429, message, kind=kind, code=code, retry_after_s=retry_after_s, headers=headers)
 
 
 def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
-    """The server is full, whoever asks."""
-    headers = {"retry-after": _seconds(retry_after_s)}
-    return ApiError(503, message, kind="overloaded", code="server_overloaded", headers=headers)
+    """The server is full, for every client."""
+    return ApiError(503, message, kind="overloaded", code="server_overloaded", retry_after_s=retry_after_s)
 
 
 def unavailable(message: str, retry_after_s: float = 1.0) -> ApiError:
-    """Nobody can serve this now: draining, no worker, no bus."""
-    headers = {"retry-after": _seconds(retry_after_s)}
-    return ApiError(503, message, kind="server_error", code="service_unavailable", headers=headers)
+    """The server cannot serve this now: it drains, or has no worker or no bus."""
+    code = "service_unavailable"
+    return ApiError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
 
 
 def below_floor(model: str, floor: str) -> ApiError:
-    """The client would not wait for the precision it asks for."""
+    """No instance keeps the precision asked for, and the client does not wait for one."""
     message = (
         f"no instance of {model!r} has every layer at {floor!r} or better at the moment; "
         "lower min_precision, or leave min_precision_wait out to wait for one"
     )
-    headers = {"retry-after": "1"}
-    return ApiError(
-        503, message, kind="overloaded", code="precision_unavailable", param="min_precision", headers=headers
-    )
+    code = "precision_unavailable"
+    return ApiError(503, message, kind="overloaded", code=code, param="min_precision", retry_after_s=1.0)
 
 
-def deadline_exceeded(waited_s: float, held_up: str = "") -> ApiError:
-    """`held_up`: by what, if that is known."""
-    why = f" ({held_up})" if held_up else ""
+def deadline_exceeded(waited_s: float, unmet_wish: str = "") -> ApiError:
+    """`unmet_wish`: what the request waited for, if that is known."""
+    why = f" ({unmet_wish})" if unmet_wish else ""
     message = f"no worker began this request within {waited_s:.1f} s{why}; try again later"
-    headers = {"retry-after": "1"}
-    return ApiError(504, message, kind="timeout", code="deadline_exceeded", headers=headers)
+    return ApiError(504, message, kind="timeout", code="deadline_exceeded", retry_after_s=1.0)
 
 
 def worker_lost(message: str) -> ApiError:
-    return ApiError(503, message, kind="server_error", code="worker_lost", headers={"retry-after": "1"})
+    return ApiError(503, message, kind="server_error", code="worker_lost", retry_after_s=1.0)
 
 
 def engine_error(message: str) -> ApiError:
@@ -172,15 +168,11 @@ def slow_reader(limit: int) -> ApiError:
 
 
 def internal() -> ApiError:
-    return ApiError(500, "the gateway failed; its log says how", kind="server_error", code="internal_error")
+    message = "the gateway failed; its log says how"
+    return ApiError(500, message, kind="server_error", code="internal_error")
 
 
 def from_status(status: int, headers: Mapping[str, str] | None = None, detail: str = "") -> ApiError:
-    """Whatever else the framework refuses."""
+    """The framework refused the request for another reason."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return ApiError(status, detail or HTTPStatus(status).phrase, kind=kind, headers=headers)
-
-
-def _seconds(value: float) -> str:
-    """Whole seconds, rounded up; never 0, which clients take for "at once"."""
-    return str(max(1, math.ceil(value)))

@@ -1,4 +1,4 @@
-"""What the gateway does beside answering requests: read streams, poll leases, renew its own, keep time."""
+"""The gateway's background tasks: read streams, poll leases, renew its own lease, check deadlines."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ log = logging.getLogger("gateway")
 
 LEASE_S = 5.0
 POLL_S = 2.0  # the controller's events tell of most changes at once
-POLL_BUSY_S = 0.4  # while requests are in flight: a dead worker's are replayed the sooner
+POLL_BUSY_S = 0.4  # with requests in flight: those of a dead worker are sent again sooner
 TICK_S = 0.25
 DEMAND_S = 0.5
 TRIM_S = 1.0
 HISTORY_BATCH = 1000
-SLICE = 32  # deltas: half a millisecond
+SLICE = 32  # deltas, which take half a millisecond
 
 
 class Loops:
-    """`run` until cancelled. An error of one ends all: the process is then started again by its supervisor,
-    which is safer than to serve without, say, a lease."""
+    """The tasks. An error in one ends all: the supervisor then starts the process again, which is safer than
+    to serve without, for example, a lease."""
 
     def __init__(self, gateway: Gateway, feeds: Feeds) -> None:
         self._gateway = gateway
@@ -43,16 +43,17 @@ class Loops:
         self._losses = gateway.losses
         self._poll_now = gateway.poll_now
         self._had_lease = False
-        self._is_data_lost = False  # and what we know is not written again yet
+        self._is_data_lost = False  # and what this gateway knows is not written again yet
 
     async def start(self) -> None:
-        """Lease and first look at the registry. Raises BusUnavailable, BusFull."""
+        """Take the lease and poll the registry once. Raises BusUnavailable, BusFull."""
         self._bus.on_restart(self._on_restart)
-        await self._bus.drop_gateway(self._gateway.id)  # what an earlier process of this name left
+        await self._bus.drop_gateway(self._gateway.id)  # left by an earlier process of this name
         await self._bus.renew_gateway(self._gateway.id, LEASE_S)
         await self._poll()
 
     async def run(self) -> None:
+        """Run until cancelled."""
         work: list[Coroutine[Any, Any, None]] = [
             self._read_tokens(),
             self._read_metrics(),
@@ -72,14 +73,14 @@ class Loops:
                 tasks.create_task(coroutine)
 
     async def _warm_up(self) -> None:
-        """Only a head start: the first chat tells the client what is wrong."""
+        """Import ahead what chats need; if that fails, the first chat says so to its client."""
         try:
             await asyncio.to_thread(tokenizer.warm_up)
         except Exception:
             log.exception("chat templates cannot be rendered")
 
     async def stop(self) -> None:
-        """Gives the lease up: workers drop what they still run for this gateway."""
+        """Give up the lease: workers drop what they still run for this gateway."""
         self._gateway.models.close()
         with contextlib.suppress(BusUnavailable, BusFull):
             await self._bus.drop_gateway(self._gateway.id)
@@ -93,7 +94,7 @@ class Loops:
             async for batch in reader:
                 if len(batch) == 1:
                     await self._deliver(batch[0][1])
-                else:  # we are behind: one write per stream for all of it
+                else:  # this gateway is behind: one write per stream for all steps
                     for _, step in batch:
                         self._delivery.on_step(step, step.deltas)
                     self._delivery.flush()
@@ -103,8 +104,8 @@ class Loops:
                         await self._bus.trim(stream, before=reader.position)
 
     async def _deliver(self, step: StepOutput) -> None:
-        """In slices, so that the first streams' tokens are at their sockets while the last are decoded
-        (the event loop writes between its rounds)."""
+        """Deliver a step in slices: the event loop writes the tokens of the first streams to their sockets
+        while the last are decoded."""
         for start in range(0, len(step.deltas), SLICE):
             if start:
                 await asyncio.sleep(0)
@@ -117,7 +118,7 @@ class Loops:
                 self._gateway.cluster.add_metrics(batch[-1][1], time.monotonic())
                 self._delivery.table.on_metrics()
                 self._feeds.live.changed()
-                if self._delivery.table.waiting:  # for a precision, perhaps
+                if self._delivery.table.waiting:  # some may wait for a precision
                     self._delivery.attempts.place_waiting()
                     self._delivery.flush()
 
@@ -125,39 +126,39 @@ class Loops:
         async with self._bus.reader(self._bus.names.events, Event, MorphReport) as reader:
             with contextlib.suppress(BusUnavailable):
                 await reader.open()
-                await self._recall(until=reader.position)
+                await self._read_history(until=reader.position)
             async for batch in reader:
-                for _, told in batch:
-                    if isinstance(told, Event):
-                        self._on_event(told)
-                    self._note(told)
+                for _, message in batch:
+                    if isinstance(message, Event):
+                        self._on_event(message)
+                    self._show(message)
 
-    async def _recall(self, until: str) -> None:
-        """What was told before this process: it is shown, not acted upon."""
+    async def _read_history(self, until: str) -> None:
+        """Show the events from before this process started, without acting on them."""
         stream = self._bus.names.events
         async with self._bus.reader(stream, Event, MorphReport, start="0-0", count=HISTORY_BATCH) as reader:
             while reader.position != until and (batch := await reader.read()):
-                for entry_id, told in batch:
+                for entry_id, message in batch:
                     if as_numbers(entry_id) <= as_numbers(until):
-                        self._note(told, is_history=True)
+                        self._show(message, is_history=True)
 
-    def _note(self, told: Event | MorphReport, *, is_history: bool = False) -> None:
-        """For those who ask and those who listen."""
-        if isinstance(told, Event):
-            self._gateway.morphs.on_event(told)
-            self._feeds.events.publish(told)
-            self._feeds.live.tell(told, is_history=is_history)
+    def _show(self, message: Event | MorphReport, *, is_history: bool = False) -> None:
+        """Show an event or a report in the admin API and its streams."""
+        if isinstance(message, Event):
+            self._gateway.morphs.on_event(message)
+            self._feeds.events.publish(message)
+            self._feeds.live.tell(message, is_history=is_history)
         else:
-            if told.telemetry and not is_history:
-                self._gateway.cluster.add_report(told.telemetry)
-            entry = self._gateway.morphs.on_report(told, is_history=is_history)
+            if message.telemetry and not is_history:
+                self._gateway.cluster.add_report(message.telemetry)
+            entry = self._gateway.morphs.on_report(message, is_history=is_history)
             self._feeds.events.publish_morph(entry)
             self._feeds.live.tell_morph(entry)
-            if told.kind == "transform" and told.state != "running":
-                self._poll_now.set()  # the cards tell of another shape
+            if message.kind == "transform" and message.state != "running":
+                self._poll_now.set()  # the cards show another shape
 
     def _on_event(self, event: Event) -> None:
-        """Of a changed epoch the poll knows more: whether the process died."""
+        """Act on an event. For a changed epoch the poll does: it knows whether the process died."""
         epoch = event.numbers.get("epoch")
         if event.kind in ("worker_lost", "worker_left") and epoch is not None:
             self._losses.on_worker_gone(event.subject, int(epoch), RetryReason(event.kind))
@@ -168,12 +169,12 @@ class Loops:
             self._poll_now.set()
 
     async def _publish_events(self) -> None:
-        told = self._gateway.told
+        events = self._gateway.events
         while True:
-            await self._gateway.has_told.wait()
-            self._gateway.has_told.clear()
-            while told:
-                kind, subject, reason, numbers = told.popleft()
+            await self._gateway.has_events.wait()
+            self._gateway.has_events.clear()
+            while events:
+                kind, subject, reason, numbers = events.popleft()
                 try:
                     await self._bus.event(kind, subject, reason, **numbers)
                 except (BusUnavailable, BusFull) as error:
@@ -181,24 +182,24 @@ class Loops:
                     await self._bus.wait_up()
 
     async def _publish_demand(self) -> None:
-        """While requests wait for a group: at once, and again and again, since a controller may be new."""
+        """Publish what waits for a group at once, and repeat it: the controller may have restarted."""
         while True:
             await self._gateway.has_demand.wait()
             self._gateway.has_demand.clear()
-            while told := self._delivery.demands(self._gateway.id):
+            while demands := self._delivery.demands(self._gateway.id):
                 try:
-                    await self._bus.publish(self._bus.names.demand, *told)
+                    await self._bus.publish(self._bus.names.demand, *demands)
                 except BusUnavailable:
                     await self._bus.wait_up()
                 except BusFull as error:
-                    log.debug("a demand waits: %s", error)
+                    log.debug("a demand is not published yet: %s", error)
                 await asyncio.sleep(DEMAND_S)
 
     # ------------------------------------------------------------------------------------- registry
 
     def _on_restart(self, restart: Restart) -> None:
         self._losses.on_restart(restart)
-        self._had_lease = self._had_lease and not restart.data_lost  # its loss is dealt with hereby
+        self._had_lease = self._had_lease and not restart.data_lost  # handled here
         self._is_data_lost |= restart.data_lost
         self._poll_now.set()
 
@@ -226,14 +227,14 @@ class Loops:
         self._feeds.live.changed()
 
     async def _poll_policy(self) -> None:
-        """What Redis lost is written again: a policy that was set to manual must not become the default."""
+        """Read the policy. One that Redis lost is written again: manual must not become the default."""
         stored, known = await self._bus.read_policy(), self._gateway.policy
         if self._is_data_lost and stored.revision == 0 < known.revision:
             again = replace(known, revision=1)
             with contextlib.suppress(BusFull):
                 if await self._bus.write_policy(again):
                     why = "written again: Redis had lost it"
-                    self._gateway.tell("policy_changed", "policy", why, {"revision": 1.0})
+                    self._gateway.publish("policy_changed", "policy", why, {"revision": 1.0})
                     stored = again
         self._is_data_lost = False
         self._gateway.policy = stored
@@ -246,20 +247,20 @@ class Loops:
             try:
                 was_held = await self._bus.renew_gateway(self._gateway.id, LEASE_S)
                 if self._had_lease and not was_held:
-                    log.warning("the lease had run out; what is in flight is submitted again")
+                    log.warning("the lease had run out; all requests in flight are sent again")
                     self._losses.on_own_lease_lost()
                 self._had_lease = True
             except BusUnavailable:
                 await self._bus.wait_up()
                 continue
             except BusFull as error:
-                log.warning("the lease cannot be made: %s", error)
+                log.warning("the lease cannot be renewed: %s", error)
             await asyncio.sleep(LEASE_S / 3)
 
     # ------------------------------------------------------------------------------------- time
 
     async def _tick(self) -> None:
-        """Deadlines while there is something in flight; the counts are checked when there is nothing."""
+        """Check deadlines while requests are in flight, and the counts when the last has ended."""
         was_busy = False
         while True:
             is_busy = len(self._delivery.table) > 0

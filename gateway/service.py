@@ -1,4 +1,4 @@
-"""One gateway process: bind, serve, drain, leave."""
+"""The gateway process: bind, serve, drain, end."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ log = logging.getLogger("gateway")
 
 CONFIGURATION_ERROR = 2  # the same settings will fail again
 FAILED = 1
-LEFTOVERS_S = 3  # for connections that are still open after the drain
+LEFTOVERS_S = 3  # for connections still open after the drain
 
 
-class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: SIGTERM means drain first, and then exit status 0."""
+class GatewayServer(uvicorn.Server):
+    """uvicorn without its signal handlers: SIGTERM means drain first, then exit with status 0."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._leave = asyncio.Event()
 
     def leave(self) -> None:
-        """Ends `serve`."""
+        """End `serve`."""
         self.should_exit = True
         self._leave.set()
 
     async def main_loop(self) -> None:
-        """uvicorn looks ten times a second whether to leave; told, it can rest. The date header is renewed
-        once a second."""
+        """Run uvicorn's tick once a second, for the date header, and end as soon as `leave` is called.
+
+        uvicorn itself polls ten times a second.
+        """
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -58,8 +60,10 @@ class Server(uvicorn.Server):
 
 
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
-    """Serves until `stop`, then drains. Ends the process with status 2 where a setting forbids to serve, 1
-    where a background task failed."""
+    """Serve until `stop`, then drain.
+
+    Exits with status 2 if a setting forbids to serve, 1 if a background task failed.
+    """
     section = settings.gateway
     _refuse_open_door(section)
     listener = _bind(section)
@@ -74,7 +78,7 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
         _fail(str(error))
     feeds = Feeds(gateway)
     died = asyncio.Event()
-    server = Server(_config(create_app(gateway, feeds, died.set)))
+    server = GatewayServer(_config(create_app(gateway, feeds, died.set)))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await _first_of(serving, stop, died)
     if stop.is_set() and not died.is_set():
@@ -139,7 +143,7 @@ def _address(listener: socket.socket) -> str:
 
 
 def _raise_file_limit() -> None:
-    """A connection is a file: take as many as the system lets us."""
+    """Allow as many open files, and so connections, as the system permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,4 +1,4 @@
-"""The gateway's parts, put together. Handlers find them as `app.state.gateway`."""
+"""The serving state of a gateway. Handlers find it as `app.state.gateway`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from bus.catalogue import Contents
 from bus.client import Bus
 from bus.policy import Policy
 from bus.settings import Settings
+from gateway.delivery.attempts import Attempts
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.delivery import Delivery
-from gateway.delivery.endings import SloCounter
+from gateway.delivery.endings import Endings, SloCounter
 from gateway.delivery.loss import LossDetector
 from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Placement
@@ -22,7 +23,7 @@ from gateway.delivery.table import RequestTable
 from gateway.errors import unavailable
 from gateway.http.auth import ADMIN_HINT, API_HINT, Keys
 from gateway.http.limits import Admission, RateLimiter
-from gateway.http.streams import Streams
+from gateway.http.sse import Streams
 from gateway.morphs import Morphs
 from gateway.openai.intake import RequestBuilder
 from gateway.openai.models import Models
@@ -30,14 +31,16 @@ from gateway.stats import GatewayStats
 from gateway.tracing import tracer_of
 
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
-MAX_TOLD = 1000
+MAX_EVENTS = 1000  # that wait to be published; more are dropped
 
-Told = tuple[str, str, str, dict[str, float]]
+QueuedEvent = tuple[str, str, str, dict[str, float]]
 
 
 class Gateway:
-    """State of one gateway process. `told` are events that wait to be published; `tracer` is None where
-    traces are off. Raises SettingsError where what a setting asks for is not installed."""
+    """One gateway process. `tracer` is None if traces are off.
+
+    Raises SettingsError if a setting needs a package that is not installed.
+    """
 
     def __init__(self, settings: Settings, bus: Bus) -> None:
         section = settings.gateway
@@ -52,43 +55,42 @@ class Gateway:
         self.streams = Streams(section.keepalive_s)
         self.morphs = Morphs()
         self.policy = Policy()  # as last read
-        self.catalogue = Contents()  # the same
-        self.poll_now = asyncio.Event()  # the registry and the catalogue have news
+        self.catalogue = Contents()  # as last read
+        self.poll_now = asyncio.Event()  # the registry or the catalogue has news
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)
         self.request_builder = RequestBuilder(
             self.cluster, max_n_tokens=section.max_n_tokens, default_max_tokens=section.default_max_tokens
         )
-        self.outbox = Outbox(bus, self.id)
         self.has_demand = asyncio.Event()
+        self.events: deque[QueuedEvent] = deque()  # to be published
+        self.has_events = asyncio.Event()
+        self.outbox = Outbox(bus, self.id)
         table = RequestTable()
-        self.delivery = Delivery(
-            table,
+        self.placement = Placement(self.cluster, table, self.outbox, max_attempts=section.max_attempts)
+        endings = Endings(table, self.outbox, self.stats)
+        endings.on_ended.append(SloCounter(settings.slo, self.stats).count)
+        attempts = Attempts(
+            endings,
             self.cluster,
-            self.outbox,
-            Placement(self.cluster, table, self.outbox, max_attempts=section.max_attempts),
-            self.stats,
-            queue_timeout_s=section.queue_timeout_s,
-            max_attempts=section.max_attempts,
-            replay=section.replay,
-            on_event=self.tell,
+            self.placement,
+            section,
+            on_event=self.publish,
             on_demand=self.has_demand.set,
         )
+        self.delivery = Delivery(endings, attempts, section.queue_timeout_s)
         self.losses = LossDetector(
             self.delivery,
             self.cluster,
             lease_s=settings.worker.lease_s,
             queue_timeout_s=section.queue_timeout_s,
         )
-        self.delivery.endings.on_ended.append(SloCounter(settings.slo, self.stats).count)
         self.tracer = tracer_of(settings.tracing, self.id, self.morphs, self.cluster)
-        self.told: deque[Told] = deque()
-        self.has_told = asyncio.Event()
         self.is_draining = False
         self._bus_away_since: float | None = None
 
     def refuse_if_closed(self) -> None:
-        """Raises ApiError 503 while draining, and while Redis is away for long."""
+        """Raise ApiError 503 while draining, and if Redis has been away for BUS_PATIENCE_S."""
         if self.is_draining:
             raise unavailable(
                 "this gateway is shutting down; ask another one, or this one when it is back", 1.0
@@ -97,7 +99,7 @@ class Gateway:
             raise unavailable("the message bus (Redis) is away; try again", 2.0)
 
     def bus_away_s(self) -> float:
-        """Seconds for which Redis has not answered, since somebody first asked here."""
+        """Return for how many seconds Redis has not answered, counted from the first call that saw it."""
         if self.bus.up:
             self._bus_away_since = None
             return 0.0
@@ -107,28 +109,27 @@ class Gateway:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be served now."""
+        """True if a request would be served now."""
         ready = self.cluster.ready_models().values()
         return not self.is_draining and self.bus.up and any(self.models.is_loaded(one.card) for one in ready)
 
-    def tell(self, kind: str, subject: str, reason: str, numbers: dict[str, float]) -> None:
-        """Puts an event where the publisher finds it; beyond a bound they are not kept."""
-        if len(self.told) < MAX_TOLD:
-            self.told.append((kind, subject, reason, numbers))
-            self.has_told.set()
+    def publish(self, kind: str, subject: str, reason: str, numbers: dict[str, float]) -> None:
+        """Queue an event for the audit stream; drop it if MAX_EVENTS wait."""
+        if len(self.events) < MAX_EVENTS:
+            self.events.append((kind, subject, reason, numbers))
+            self.has_events.set()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
+        """Raise AssertionError if the table or the admission counts contradict themselves."""
         self.delivery.table.check_integrity()
         self.admission.check_integrity()
 
     async def drain(self, within_s: float) -> None:
-        """New requests get a 503; returns when the last one ended, at the latest after `within_s`, when
-        those left are told so."""
+        """Refuse new requests and wait for the last to end; after `within_s`, fail those that are left."""
         self.is_draining = True
         try:
             async with asyncio.timeout(within_s):
                 await self.admission.is_empty.wait()
         except TimeoutError:
             self.delivery.fail_all(unavailable("this gateway is shutting down and its drain time is over"))
-            await asyncio.sleep(0.3)  # the endings reach their sockets, the cancellations the bus
+            await asyncio.sleep(0.3)  # for the endings to reach their sockets, the Cancels the bus

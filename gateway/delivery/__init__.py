@@ -1,1 +1,1 @@
-"""The promise: every accepted request gets its tokens once, in order, and one end, whatever dies."""
+"""Delivery: every accepted request gets its tokens once, in order, and one end, whatever dies."""

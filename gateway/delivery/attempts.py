@@ -12,16 +12,14 @@ import time
 from collections.abc import Callable
 
 from bus.messages import Delta, FinishReason, RejectReason
+from bus.settings import GatewaySettings
 from gateway import errors
 from gateway.delivery.cluster import JOIN_GRACE_S, Cluster
 from gateway.delivery.dispatch import Candidate, NeedsGroup, WaitForSplit, YieldToLong
 from gateway.delivery.endings import Endings
-from gateway.delivery.outbox import Outbox
 from gateway.delivery.placement import Found, Placement
 from gateway.delivery.request import InstanceAddress, RequestState, RetryReason
-from gateway.delivery.table import RequestTable
 from gateway.errors import ApiError
-from gateway.stats import GatewayStats
 
 log = logging.getLogger("gateway")
 
@@ -34,32 +32,22 @@ class Attempts:
 
     def __init__(
         self,
-        table: RequestTable,
-        cluster: Cluster,
-        outbox: Outbox,
-        placement: Placement,
         endings: Endings,
-        stats: GatewayStats,
+        cluster: Cluster,
+        placement: Placement,
+        settings: GatewaySettings,
         *,
-        queue_timeout_s: float,
-        max_attempts: int,
-        replay: bool,
         on_event: OnEvent,
         on_demand: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._table = table
-        self._cluster = cluster
-        self._outbox = outbox
-        self._placement = placement
+        self._table, self._outbox, self._stats = endings.table, endings.outbox, endings.stats
         self._endings = endings
-        self._stats = stats
-        self._queue_timeout_s = queue_timeout_s
-        self._max_attempts = max_attempts
-        self._may_replay = replay
+        self._cluster = cluster
+        self._placement = placement
+        self._settings = settings
         self._on_event = on_event
         self._on_demand = on_demand
-        self._clock = clock
+        self._clock = time.monotonic
 
     # ------------------------------------------------------------------------------------- placing
 
@@ -121,7 +109,7 @@ class Attempts:
         self._carry_out(state, found)
         is_queued = found is None or isinstance(found, WaitForSplit | YieldToLong)
         if is_queued and state.was_admitted and self._cluster.ready(state.request.model):
-            state.deadline = self._clock() + self._queue_timeout_s
+            state.deadline = self._clock() + self._settings.queue_timeout_s
 
     # ------------------------------------------------------------------------------------- rejections
 
@@ -149,7 +137,7 @@ class Attempts:
         """
         state.num_misfits += 1
         self._end_attempt(state, RetryReason.KV_CAPACITY)
-        if state.num_misfits >= self._max_attempts:
+        if state.num_misfits >= self._settings.max_attempts:
             limit = self._cluster.longest_tokens(state.request.model, self._clock())
             log.warning("sent back %d times: %s", state.num_misfits, detail, extra=state.log_ids)
             self._endings.fail(state, errors.refused_capacity(detail, limit))
@@ -186,10 +174,10 @@ class Attempts:
         log.info("attempt %d is void (%s): %s", state.attempt, reason, detail, extra=state.log_ids)
         if (finish := state.missed_finish()) is not None:
             self._finish(state, finish)
-        elif is_strike and not self._may_replay:
+        elif is_strike and not self._settings.replay:
             message = f"the worker was lost ({reason}) and gateway.replay is off"
             self._endings.fail(state, errors.worker_lost(message))
-        elif state.strikes >= self._max_attempts:
+        elif state.strikes >= self._settings.max_attempts:
             self._give_up(state, detail)
         else:
             numbers = {"attempt": float(state.attempt), "received": float(len(state.received))}
@@ -206,7 +194,7 @@ class Attempts:
         """Let a request wait again, for as long as a new one if it had begun."""
         self._table.unassign(state)
         if state.was_admitted:
-            state.deadline = self._clock() + self._queue_timeout_s
+            state.deadline = self._clock() + self._settings.queue_timeout_s
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         """End a request that has all its tokens and missed only the message that says so."""

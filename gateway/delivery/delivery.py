@@ -8,20 +8,15 @@ a request must be sent again, `gateway.delivery.attempts` does so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from bus.messages import Delta, Demand, StepOutput
 from gateway import errors
-from gateway.delivery.attempts import Attempts, OnEvent
+from gateway.delivery.attempts import Attempts
 from gateway.delivery.candidates import lowest_named
-from gateway.delivery.cluster import Cluster
 from gateway.delivery.endings import Endings
-from gateway.delivery.outbox import Outbox
-from gateway.delivery.placement import Placement
 from gateway.delivery.request import GenerationRequest, RequestState, RetryReason, Sink
-from gateway.delivery.table import RequestTable
 from gateway.errors import ApiError
-from gateway.stats import GatewayStats
 
 STRAY_CANCEL_S = 1.0
 
@@ -29,44 +24,16 @@ STRAY_CANCEL_S = 1.0
 class Delivery:
     """The owner of the table of requests."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        cluster: Cluster,
-        outbox: Outbox,
-        placement: Placement,
-        stats: GatewayStats,
-        *,
-        queue_timeout_s: float,
-        max_attempts: int,
-        replay: bool,
-        on_event: OnEvent,
-        on_demand: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.table = table
-        self.outbox = outbox
-        self.placement = placement
-        self.stats = stats
-        self.endings = Endings(table, outbox, stats, clock)
-        self.attempts = Attempts(
-            table,
-            cluster,
-            outbox,
-            placement,
-            self.endings,
-            stats,
-            queue_timeout_s=queue_timeout_s,
-            max_attempts=max_attempts,
-            replay=replay,
-            on_event=on_event,
-            on_demand=on_demand,
-            clock=clock,
-        )
+    def __init__(self, endings: Endings, attempts: Attempts, queue_timeout_s: float) -> None:
+        self.table, self.outbox, self.stats = endings.table, endings.outbox, endings.stats
+        self.endings = endings
+        self.attempts = attempts
         self._queue_timeout_s = queue_timeout_s
-        self._clock = clock
+        self._clock = time.monotonic
         self._strays: dict[str, float] = {}  # request id -> when its worker got a Cancel for it
-        outbox.on_sent, outbox.on_full, outbox.on_unsendable = self.on_sent, self.on_full, self.on_unsendable
+        self.outbox.on_sent = self.on_sent
+        self.outbox.on_full = self.on_full
+        self.outbox.on_unsendable = self.on_unsendable
 
     # ------------------------------------------------------------------------------------- from the API
 

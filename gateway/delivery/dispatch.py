@@ -90,10 +90,10 @@ class QueuesAhead:
     long_tokens: int = 0  # of the first long request that waits for a group, ahead or not
     reserved_tokens: int = 0  # of the longest one ahead
     has_long: bool = False  # there is one ahead
-    short_floors: Sequence[Floor] = ()  # of the short requests ahead that wait for a split or a seat
+    short_floors: Iterable[Floor] = ()  # of the short requests ahead that wait for a split or a seat
     now: float = 0.0  # seconds of any clock
     waits_since: float = 0.0  # when this request arrived, or a short one last got a place
-    cluster_tokens: int = 0  # what the largest shape that the cluster can take holds
+    cluster_tokens: int = 0  # of the largest shape that the cluster can take
 
 
 @dataclass(frozen=True, slots=True)

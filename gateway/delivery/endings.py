@@ -20,17 +20,11 @@ ABORTED: Final = "abort"
 class Endings:
     """Ends requests. Sinks that were called are flushed together, after the batch that called them."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        outbox: Outbox,
-        stats: GatewayStats,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._table = table
-        self._outbox = outbox
-        self._stats = stats
-        self._clock = clock
+    def __init__(self, table: RequestTable, outbox: Outbox, stats: GatewayStats) -> None:
+        self.table = table
+        self.outbox = outbox
+        self.stats = stats
+        self._clock = time.monotonic
         # Called with how the request ended: stop, length, abort or the code of an error.
         self.on_ended: list[Callable[[RequestState, str], None]] = []
         self._touched: dict[Sink, None] = {}
@@ -46,35 +40,35 @@ class Endings:
 
     def cancel_at_worker(self, state: RequestState) -> None:
         if state.target is not None:
-            self._outbox.cancel(state.target.worker, state.target.epoch, [state.id])
+            self.outbox.cancel(state.target.worker, state.target.epoch, [state.id])
 
     def cancel(self, state: RequestState) -> None:
         """End a request whose client left."""
-        if self._table.has(state):
+        if self.table.has(state):
             self.cancel_at_worker(state)
             self._remove(state, ABORTED)
-            self._stats.of(state.request.model).finished[ABORTED] += 1
+            self.stats.of(state.request.model).finished[ABORTED] += 1
 
     def end(self, state: RequestState, reason: str) -> None:
         """End a request that has all its tokens."""
         self._remove(state, reason)
-        self._stats.of(state.request.model).finished[reason] += 1
+        self.stats.of(state.request.model).finished[reason] += 1
         state.sink.on_end()
 
     def fail(self, state: RequestState, error: ApiError) -> None:
         """End a request that no worker runs any more."""
         code = error.code or "other"
         self._remove(state, code)
-        self._stats.of(state.request.model).failures[code] += 1
+        self.stats.of(state.request.model).failures[code] += 1
         self.touch(state.sink)
         state.sink.on_error(error)
 
     def _remove(self, state: RequestState, how: str) -> None:
-        self._table.remove(state)
+        self.table.remove(state)
         state.ended = how
         if state.journey is not None:
             state.journey.end(self._clock())
-        self._stats.of(state.request.model).ended(
+        self.stats.of(state.request.model).ended(
             num_prompt_tokens=len(state.request.prompt_token_ids),
             num_generated_tokens=len(state.received),
             max_tokens=state.request.sampling.max_tokens,

@@ -9,7 +9,7 @@ itself notices a missing token.)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from bus.client import Restart
 from gateway.delivery.cluster import Cluster
@@ -27,20 +27,14 @@ class LossDetector:
     """`lease_s` is the workers'. A worker whose lease is missing for twice that counts as dead."""
 
     def __init__(
-        self,
-        delivery: Delivery,
-        cluster: Cluster,
-        *,
-        lease_s: float,
-        queue_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, delivery: Delivery, cluster: Cluster, *, lease_s: float, queue_timeout_s: float
     ) -> None:
         self._delivery = delivery
         self._table = delivery.table
         self._cluster = cluster
         self._lease_s = lease_s
         self._queue_timeout_s = queue_timeout_s
-        self._clock = clock
+        self._clock = time.monotonic
 
     def on_worker_gone(self, worker: str, epoch: int, reason: RetryReason) -> None:
         """Send the requests of this epoch, and of earlier ones, again: it runs nothing any more."""

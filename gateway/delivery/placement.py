@@ -8,7 +8,7 @@ instance until it has ended. Of all that suffered together, only the culprit the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from gateway.delivery.candidates import Candidates
 from gateway.delivery.cluster import Cluster
@@ -38,20 +38,12 @@ Found = Candidate | BelowFloor | NeedsGroup | WaitForSplit | YieldToLong
 class Placement:
     """Asks `dispatch.choose` for an instance; assigns the request in the table and submits it."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        table: RequestTable,
-        outbox: Outbox,
-        *,
-        max_attempts: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, cluster: Cluster, table: RequestTable, outbox: Outbox, *, max_attempts: int) -> None:
         self._last_strike = max_attempts - 1
         self._cluster = cluster
         self._table = table
         self._outbox = outbox
-        self._clock = clock
+        self._clock = time.monotonic
         self._placed_s: dict[str, float] = {}  # model -> when a short request last got a place
 
     def find(self, state: RequestState) -> Found | None:
@@ -61,7 +53,8 @@ class Placement:
         and has not begun.
         """
         request = state.request
-        candidates, ahead = self._candidates(state), self._queues_ahead(state)
+        candidates = self._candidates(state)
+        ahead = self._queues_ahead(state, candidates)
         found = choose(candidates, request.num_tokens, request.min_precision, ahead)
         if isinstance(found, TooLong):
             raise too_long(len(request.prompt_token_ids), found.limit, request.sampling.max_tokens)
@@ -69,8 +62,9 @@ class Placement:
             raise below_floor(request.model, request.min_precision)
         if isinstance(found, WaitForSplit) and found.is_overdue:
             return found.candidate
-        is_next = isinstance(found, Candidate) and found.can_split and not ahead.short_floors
-        if is_next and not is_long(candidates, request.num_tokens):
+        is_next = not _is_behind(state, self._table.for_parts.of(request.model))
+        is_seated = isinstance(found, Candidate) and found.can_split
+        if is_seated and is_next and not is_long(candidates, request.num_tokens):
             self._placed_s[request.model] = self._clock()
         return found
 
@@ -107,19 +101,20 @@ class Placement:
             return [one for one in found if not any(map(self._has_last_chance, self._requests_at(one)))]
         return found
 
-    def _queues_ahead(self, state: RequestState) -> QueuesAhead:
+    def _queues_ahead(self, state: RequestState, candidates: Sequence[Candidate]) -> QueuesAhead:
         model, arrived, now = state.request.model, state.request.arrived, self._clock()
         long = self._table.for_room.of(model)
         short = _ahead_of(state, self._table.for_parts.of(model))
         earlier = (one.request.num_tokens for one in long if one.request.arrived < arrived)
+        fits_now = any(one.max_tokens >= state.request.num_tokens for one in candidates)
         return QueuesAhead(
             long_tokens=self._long_tokens(model),
             reserved_tokens=max(earlier, default=0),
-            has_long=any(True for _ in _ahead_of(state, long)),
-            short_floors=[one.request.min_precision for one in short],
+            has_long=_is_behind(state, long),
+            short_floors=(one.request.min_precision for one in short),
             now=now,
             waits_since=max(arrived, self._placed_s.get(model, arrived)),
-            cluster_tokens=self._cluster.longest_tokens(model, now),
+            cluster_tokens=0 if fits_now else self._cluster.longest_tokens(model, now),
         )
 
     def _long_tokens(self, model: str) -> int:
@@ -139,6 +134,10 @@ def _ahead_of(state: RequestState, queue: Iterable[RequestState]) -> Iterator[Re
         if other is state or other.request.arrived > state.request.arrived:
             return
         yield other
+
+
+def _is_behind(state: RequestState, queue: Iterable[RequestState]) -> bool:
+    return next(_ahead_of(state, queue), None) is not None
 
 
 def _address(place: Candidate | Seat) -> InstanceAddress:

@@ -1,1 +1,1 @@
-"""The HTTP side, whatever is asked: sockets, bodies, event streams, and who may come in."""
+"""HTTP without the API: sockets, bodies, event streams, keys and limits."""

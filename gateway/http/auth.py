@@ -1,7 +1,7 @@
 """API keys: one set for /v1, one for /admin.
 
-Every configured key is compared, in constant time, so that neither the place of a key in the list nor its
-first wrong letter can be told from the time an answer takes.
+Every configured key is compared, in constant time, so that the time of an answer shows neither the position
+of a key in the list nor its first wrong letter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ ADMIN_HINT = "; /admin has keys of its own (gateway.admin_keys), and those of /v
 
 
 class Keys:
-    """Holds digests, so that compared values have one length and no key lies about in memory. `hint`: which
-    keys these are, for whoever sent another; the same for every wrong key, so that it tells nothing of it."""
+    """A set of keys, held as digests: all have one length, and memory holds no key.
+
+    `hint`: says in a refusal which keys these are, the same for every wrong key.
+    """
 
     def __init__(self, keys: Iterable[str], hint: str = "") -> None:
         self._hint = hint
@@ -32,8 +34,7 @@ class Keys:
         return bool(self._digests)
 
     def check(self, headers: Headers) -> str:
-        """A name for the caller, the same for each call with the same key ("" when no keys are asked for).
-        Raises ApiError 401."""
+        """Return a name for the caller's key; "" if no keys are configured. Raises ApiError 401."""
         if not self._digests:
             return ""
         given = _bearer(headers)
@@ -47,16 +48,19 @@ class Keys:
 
 
 def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool) -> None:
-    """Without admin keys only this machine may administer; `loopback_only`: nobody else can reach us. A page
-    of another site, open in a browser here, is not this machine. Raises ApiError 401 or 403."""
+    """Check a call of /admin. Without admin keys only this machine may make one, and no page of another site
+    that is open in a browser here. `loopback_only`: no other machine can connect.
+
+    Raises ApiError 401 or 403.
+    """
     if keys:
         keys.check(headers)
         return
     if not loopback_only and not _is_this_machine(host):
-        raise _forbidden("answers this machine only; set a key to use it from afar")
+        raise _forbidden("answers this machine only; set a key to use it from another")
     given = dict(headers)
     own, origin = given.get(b"host"), given.get(b"origin")
-    if own is not None and not is_loopback(_name_of(own)):  # DNS rebinding: a name of theirs, our address
+    if own is not None and not is_loopback(_name_of(own)):  # DNS rebinding: another name with our address
         raise _forbidden(
             f"is not answered under the host {own.decode('latin-1')!r}, only localhost; set a key"
         )
@@ -70,13 +74,13 @@ def _forbidden(why: str) -> ApiError:
 
 
 def _name_of(host: bytes) -> str:
-    """Of a Host header, without the port: localhost:8000 -> localhost, [::1]:8000 -> [::1]."""
+    """Return the name in a Host header: localhost:8000 -> localhost, [::1]:8000 -> [::1]."""
     text = host.decode("latin-1")
     return text[: text.find("]") + 1] if text.startswith("[") else text.partition(":")[0]
 
 
 def _is_this_machine(host: str) -> bool:
-    """Also for an IPv4 address that came in over an IPv6 socket."""
+    """Return True for loopback, also for an IPv4 address on an IPv6 socket."""
     return is_loopback(host.removeprefix("::ffff:"))
 
 

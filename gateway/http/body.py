@@ -15,14 +15,16 @@ Scope = MutableMapping[str, Any]
 
 
 class ClientLeft(Exception):
-    """Before its request was complete: there is nobody to answer."""
+    """The client left before its request was complete: no answer is possible."""
 
 
 async def read_body(
     headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, max_bytes: int, timeout_s: float
 ) -> bytes:
-    """The whole body, within `timeout_s`: it holds a place in the queue meanwhile. Raises ApiError 413 (as
-    soon as the length is known, or counted), 408; ClientLeft."""
+    """Return the whole body. It must come within `timeout_s`, since it holds a place in the queue.
+
+    Raises ClientLeft, and ApiError: 413 as soon as the length is known to be too large, 408 on timeout.
+    """
     for name, value in headers:
         if name == b"content-length" and int(value) > max_bytes:
             raise _too_large(int(value), max_bytes)
@@ -48,7 +50,7 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
 
 
 def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """JSON, or unsaid, and as it is: a small compressed body can be a huge one. Raises ApiError 415."""
+    """Refuse other types than JSON, and compressed bodies, which may be huge. Raises ApiError 415."""
     for name, value in headers:
         if name == b"content-type":
             kind = value.partition(b";")[0].strip().lower()

@@ -1,8 +1,8 @@
-"""The socket side: uvicorn's HTTP protocol with limits, and a direct line to a stream's socket.
+"""uvicorn's HTTP protocol with limits, and direct access to a stream's socket.
 
 uvicorn closes a connection that idles *between* requests. One that never sends a request, or sends its
-headers letter by letter, it keeps for ever; here both are closed after `header_timeout_s`, and when all
-places are taken the connection that has been silent longest makes room.
+headers letter by letter, it keeps without limit. Here both are closed after `header_timeout_s`; when the
+connections are at their limit, the one that has been silent longest is closed for the next.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ def _nothing() -> None:
 
 
 class ClientSocket:
-    """What a stream needs of its socket, in `scope["extensions"]["instar.link"]`: write without a task
-    wake-up per token, see back-pressure, learn at once that the client left. The owner of the current
-    request sets the callbacks and calls `release` at the end."""
+    """The socket of a request, in `scope["extensions"]["instar.link"]`.
+
+    A stream writes to it without a task wake-up per token, sees back-pressure and learns at once that the
+    client left. The owner of the current request sets the callbacks and calls `release` at the end.
+    """
 
     __slots__ = ("is_lost", "is_paused", "on_lost", "on_writable", "transport")
 
@@ -40,13 +42,15 @@ class ClientSocket:
         self.on_writable: Callable[[], None] = _nothing
 
     def write_chunk(self, body: bytes) -> None:
-        """One chunk of a chunked HTTP/1.1 body."""
+        """Write one chunk of a chunked HTTP/1.1 body."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class Protocol(HttpToolsProtocol):
-    """Class attributes are settings: uvicorn makes the instances. `silent` holds the connections that have
-    not sent a whole request head yet, the oldest first."""
+    """One connection. Class attributes are settings, since uvicorn makes the instances.
+
+    `silent`: the connections that have not sent a whole request head yet, the oldest first.
+    """
 
     header_timeout_s: ClassVar[float] = 10.0
     max_connections: ClassVar[int] = 4096
@@ -54,7 +58,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.link = ClientSocket(transport)
+        self.socket = ClientSocket(transport)
         self._head_timer: asyncio.TimerHandle | None = None
         if len(self.connections) > self.max_connections and not self._make_room():
             error = overloaded(f"{self.max_connections} connections are open (gateway.max_connections)")
@@ -65,8 +69,8 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
         super().connection_lost(exc)
-        self.link.is_lost = True
-        self.link.on_lost()
+        self.socket.is_lost = True
+        self.socket.on_lost()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -76,28 +80,30 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_arrived()
         scope: Any = self.scope
-        scope["extensions"] = {EXTENSION: self.link}
+        scope["extensions"] = {EXTENSION: self.socket}
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        """A refusal may be out before the body is in. What still comes of it is dropped, since closing now
-        would take the answer from a client that is still sending; but not for ever. (With requests in the
-        pipeline `cycle` is the last of those, and its turn only comes.)"""
+        """Drop, for a limited time, the rest of a body that was refused before it had come.
+
+        Closing now would take the answer from a client that is still sending. (With pipelined requests
+        `cycle` is the last of them and has not begun.)
+        """
         if not self.pipeline and self.cycle.more_body:
             self._expect_head()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.link.is_paused = True
+        self.socket.is_paused = True
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.link.is_paused = False
-        self.link.on_writable()
+        self.socket.is_paused = False
+        self.socket.on_writable()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP at all."""
+        """Refuse what is not HTTP."""
         self._refuse(b"400 Bad Request", bad_json(msg).body())
 
     def _expect_head(self) -> None:
@@ -111,7 +117,7 @@ class Protocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _make_room(self) -> bool:
-        """Closes the connection that has been silent longest; False if all are at work."""
+        """Close the connection that has been silent longest; return False if none is silent."""
         oldest = next(iter(self.silent), None)
         if oldest is None:
             return False

@@ -1,7 +1,7 @@
-"""Who may come in: bounded queue and in-flight counts (503), and limits per key (429).
+"""Admission: bounds of the queue and of all requests (503), and limits per key (429).
 
-A slot is reserved before a prompt is tokenised, so that a burst costs a refusal each and not a tokenisation
-each (the order is what bounds the time to a refusal).
+A call reserves its slot before its prompt is tokenised, so that in a burst each refused call costs a refusal
+and not a tokenisation: this order bounds the time to a refusal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.errors import ApiError, invalid, overloaded, too_many
 
 
 class Slot:
-    """One call's share of the gateway: `size` sequences, of which `started` run on a worker."""
+    """One call's share of the gateway: `size` requests, of which a worker began `started`."""
 
     __slots__ = ("_admission", "_is_open", "size", "started")
 
@@ -27,20 +27,19 @@ class Slot:
         self.started = 0
 
     def grow(self, size: int) -> None:
-        """To `size` sequences in all, once the request's body told how many. Raises ApiError 503, or 400 for
-        more than could ever be taken."""
+        """Take room for `size` requests in all. Raises ApiError: 503, or 400 if that many can never fit."""
         self._admission.refuse_if_never(size)
         self._admission.take(size - self.size)
         self.size = size
 
     def start_one(self) -> None:
-        """A worker began one sequence: it queues no longer."""
+        """Note that a worker began one request: it is not queued any more."""
         if self._is_open and self.started < self.size:
             self.started += 1
             self._admission.queued -= 1
 
     def release(self) -> None:
-        """Gives everything back; the second call does nothing."""
+        """Give everything back; a second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._admission.give_back(self.size, self.size - self.started)
@@ -58,14 +57,14 @@ class Admission:
         self.is_empty.set()
 
     def reserve(self) -> Slot:
-        """Room for one sequence. Raises ApiError 503."""
+        """Take room for one request. Raises ApiError 503."""
         self.take(1)
         return Slot(self, 1)
 
     def refuse_if_never(self, size: int) -> None:
         limit = min(self.max_queue, self.max_inflight)
         if size > limit:
-            raise invalid(f"{size} sequences (prompts times n) are asked for; one call may have {limit}", "n")
+            raise invalid(f"this call has {size} sequences (prompts times n); the limit is {limit}", "n")
 
     def take(self, size: int) -> None:
         if self.queued + size > self.max_queue:
@@ -95,8 +94,10 @@ class _Bucket:
 
 
 class RateLimiter:
-    """Requests per minute and at once, per key. A bucket of `rpm` calls refills evenly over a minute;
-    0 switches a limit off."""
+    """Limits of calls per minute and at once, for each key; 0 switches a limit off.
+
+    A bucket of `rpm` calls refills evenly over a minute.
+    """
 
     def __init__(self, rpm: int, concurrent: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rpm = rpm
@@ -106,7 +107,7 @@ class RateLimiter:
 
     @contextmanager
     def enter(self, key: str) -> Iterator[dict[str, str]]:
-        """Counts one call in; gives the x-ratelimit headers of its answer. Raises ApiError 429."""
+        """Count one call and yield the x-ratelimit headers of its answer. Raises ApiError 429."""
         if not self.rpm and not self.concurrent:
             yield {}
             return

@@ -1,5 +1,5 @@
-"""The dashboard's files: read once, served from memory. What was not read at the start is not there, so no
-path leads out of the folder."""
+"""The dashboard's files, read once at the start and served from memory, so that no path leads out of the
+folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 PLAIN: Final = "text/plain; charset=utf-8"
-# The page loads and calls nothing but this gateway, and stands in no other page's frame. `no-cache`: asked
-# again each time, answered 304 while nothing changed, so that no page mixes two versions.
+# The page loads and calls nothing but this gateway, and no other page may frame it. `no-cache`: browsers ask
+# each time and get 304 while nothing changed, so that no page mixes two versions.
 HEADERS: Final = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'; object-src 'none'",
@@ -38,14 +38,14 @@ class Page:
 
 
 class Pages:
-    """`get` by the path below the folder: "index.html", "vendor/uplot/LICENSE"."""
+    """The files by their path below the folder: "index.html", "vendor/uplot/LICENSE"."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         self._pages = {path.relative_to(folder).as_posix(): _read(path) for path in files}
 
     def answer(self, request: Request, name: str) -> Response | None:
-        """200 or 304, without a body to HEAD; None for what is not there."""
+        """Return a file (200) or that it has not changed (304), without a body for HEAD; None if absent."""
         page = self._pages.get(name)
         if page is None:
             return None

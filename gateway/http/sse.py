@@ -1,13 +1,15 @@
-"""Server-sent events of one call, written straight to its socket.
+"""Server-sent events, written straight to a call's socket.
 
 The reader of the tokens stream pushes events and flushes once per batch: no task wakes up per token. While
-the client does not read, events pile up here to a bound, and the other streams never notice.
+a client does not read, its events wait here up to a bound; other streams are not affected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from gateway.errors import ApiError
@@ -19,18 +21,20 @@ HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
-    (b"transfer-encoding", b"chunked"),  # without it a lost connection looks like a proper end to clients
+    (b"transfer-encoding", b"chunked"),  # without it clients take a lost connection for the end
 ]
 
 
 def error_event(error: ApiError) -> bytes:
-    """The only form of failure in a stream that clients notice: an object with a message under `error`."""
+    """Return the one event that clients take for a failure: an object with a message under `error`."""
     return b"data: %b\n\n" % error.body()
 
 
 class EventStream:
-    """`max_pending`: events that may wait for the client; `is_over_limit` tells its owner that it is time
-    to give up. Nothing is written before `open`, when the status line and headers are out."""
+    """The events of one call. Nothing is written before `open`, when the headers are sent.
+
+    `max_pending`: events that may wait for the client; beyond it `is_over_limit` is True.
+    """
 
     __slots__ = ("_is_open", "_moved", "_pending", "_socket", "max_pending", "written_at")
 
@@ -39,7 +43,7 @@ class EventStream:
         self.max_pending = max_pending
         self._pending: list[bytes] = []
         self._is_open = False
-        self._moved = asyncio.Event()  # set when the client took something, or left
+        self._moved = asyncio.Event()  # the client took something, or left
         self.written_at = 0.0
 
     @property
@@ -56,7 +60,7 @@ class EventStream:
         self._pending.append(event)
 
     def flush(self) -> None:
-        """All that waits, in one chunk, unless the client is behind."""
+        """Write all that waits in one chunk, unless the client is behind."""
         if not self._pending or not self._is_open or self._socket.is_paused or self._socket.is_lost:
             return
         self._socket.write_chunk(b"".join(self._pending))
@@ -64,7 +68,7 @@ class EventStream:
         self.written_at = time.monotonic()
 
     def on_lost(self) -> None:
-        """The client left: nobody takes the rest."""
+        """Stop waiting for a client that left."""
         self._moved.set()
 
     def _on_writable(self) -> None:
@@ -72,7 +76,7 @@ class EventStream:
         self._moved.set()
 
     def keep_alive(self, now: float, after_s: float) -> None:
-        """A comment, if nothing went out for a while: proxies cut silent streams."""
+        """Write a comment if nothing was written for `after_s`: proxies cut silent streams."""
         if (
             now - self.written_at >= after_s
             and self._is_open
@@ -83,7 +87,7 @@ class EventStream:
             self.written_at = now
 
     async def drained(self, within_s: float) -> bool:
-        """Whether the client took the rest in time, but for what the socket buffers hold."""
+        """Return True if the client took the rest in time, apart from what the socket buffers hold."""
         self.flush()
         try:
             async with asyncio.timeout(within_s):
@@ -93,3 +97,35 @@ class EventStream:
         except TimeoutError:
             return False
         return not self._socket.is_lost
+
+
+class Streams:
+    """The open streams, kept alive by one task for all of them."""
+
+    def __init__(self, keepalive_s: float) -> None:
+        self._keepalive_s = keepalive_s
+        self._open: dict[EventStream, None] = {}
+        self._any = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextmanager
+    def kept_alive(self, stream: EventStream) -> Iterator[None]:
+        self._open[stream] = None
+        self._any.set()
+        try:
+            yield
+        finally:
+            del self._open[stream]
+            if not self._open:
+                self._any.clear()
+
+    async def run(self) -> None:
+        """Keep streams alive until cancelled; sleep while none is open."""
+        while True:
+            await self._any.wait()
+            await asyncio.sleep(min(1.0, self._keepalive_s / 4))
+            now = time.monotonic()
+            for stream in self._open:
+                stream.keep_alive(now, self._keepalive_s)

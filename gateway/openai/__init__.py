@@ -1,1 +1,1 @@
-"""The OpenAI API: from a body to sequences for workers, and from their tokens to its answers."""
+"""The OpenAI API: from a body to requests, and from their tokens to the answer."""

@@ -1,8 +1,7 @@
-"""A request's bytes as a JSON object, and what is wrong with those that are none.
+"""The bytes of a body as a JSON object, and precise errors for what is none.
 
-A body may be of megabytes and hold the event loop for as long as it takes to look at it. So what makes it
-dear is counted before it is decoded: 1.4 million empty lists in 4 MB took 0.3 s to decode, and take 5 ms to
-refuse.
+A body may have megabytes and holds the event loop while it is decoded. So what makes that expensive is
+counted first: 1.4 million empty lists in 4 MB take 0.3 s to decode and 5 ms to refuse.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ MAX_FIELDS = 2048  # of one object
 MAX_OBJECTS = 8192  # in one body: more take the event loop away from the others
 MAX_DEPTH = 16
 
-# Possessive throughout, so that no body makes it look at a byte twice. "[" and "{" in texts do not count.
+# Possessive throughout, so that it reads no byte twice. "[" and "{" in texts do not count.
 _TOO_MANY: Final = re.compile(
     rb'(?:(?:[^"\[{]++|"(?:[^"\\]++|\\.)*+(?:"|\\?\Z))*+[\[{]){%d}' % (MAX_OBJECTS + 1), re.DOTALL
 )
-# All up to the first half of a surrogate pair that is alone.
+# Everything before the first half of a surrogate pair without the other half.
 _PAIRED: Final = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+", re.DOTALL
 )
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """The object without its nulls. Raises ApiError 400."""
+    """Return the object without its nulls. Raises ApiError 400."""
     if not data:
         raise bad_json("the body is empty; a JSON object is needed")
     if data.count(b"[") + data.count(b"{") > MAX_OBJECTS and _TOO_MANY.match(data):
@@ -40,7 +39,7 @@ def json_object(data: bytes) -> dict[str, Any]:
         )
     try:
         value = msgspec.json.decode(data)
-    except msgspec.ValidationError:  # without a type there is one that can fail: a number's range
+    except msgspec.ValidationError:  # without a type only one can fail: the range of a number
         raise _number_out_of_range(data) from None
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         raise bad_json(_why_undecodable(data, error)) from None
@@ -53,14 +52,16 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 
 class _Cleaner:
-    """Takes the nulls out: clients dump whole message objects, with `null` for all they do not use. Refuses
-    bodies of a size or depth that only an attack has."""
+    """Removes nulls, which clients send for all fields of a message object that they do not use.
+
+    Refuses bodies of a size or depth that only an attack has.
+    """
 
     def __init__(self) -> None:
         self._num_objects = 0
 
     def clean(self, value: Any, name: str, depth: int = 1) -> Any:
-        """`name`: of the field of the body it is in. Raises ApiError 400."""
+        """Return `value` without nulls. `name`: the field of the body it is in. Raises ApiError 400."""
         if isinstance(value, dict):
             self._count(1, name, depth)
             if len(value) > MAX_FIELDS:
@@ -82,7 +83,7 @@ class _Cleaner:
 
 
 def _number_out_of_range(data: bytes) -> ApiError:
-    """Names the field; with its value where that is the number itself."""
+    """Return an error that names the field, and its value if that is the number itself."""
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw]) if data.lstrip()[:1] == b"{" else {}
     wrong = next((name for name, raw in fields.items() if not _is_in_range(raw)), None)
     if wrong is None:
@@ -119,8 +120,10 @@ def _why_undecodable(data: bytes, error: Exception) -> str:
 
 
 def _lone_surrogate(data: bytes, error: Exception) -> int | None:
-    """Where it is, if that was the error. At the end of a text the decoder takes it for a cut body; in a cut
-    body no quote follows."""
+    """Return the position of half a surrogate pair, if that was the error.
+
+    At the end of a text the decoder reports a truncated body; in a truncated body no quote follows.
+    """
     if not any(hint in str(error) for hint in ("surrogate", "truncated")):
         return None
     matched = _PAIRED.match(data)

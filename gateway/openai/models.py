@@ -1,4 +1,4 @@
-"""The models that are served, with their tokenizers: loaded when a card first names them."""
+"""The served models and their tokenizers, which are loaded when a card first names them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ log = logging.getLogger("gateway")
 
 
 class Models:
-    """Tokenizers by folder. One that cannot be loaded is tried again at the next request, since the folder
-    may only just be mounted."""
+    """Tokenizers by folder. One that failed to load is tried again at the next request: its folder may just
+    be being mounted."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._loads: dict[str, asyncio.Task[Tokenizer]] = {}
 
     def preload(self) -> None:
-        """Starts loading what the cards name, so that the first request need not wait."""
+        """Start to load what the cards name, so that the first request does not wait."""
         for card in self._cluster.cards.values():
             if card.model_path not in self._loads:
                 self._start(card)
 
     def card(self, model: str) -> InstanceCard:
-        """Raises ApiError: 404 for a model nobody serves, 503 while a worker may still bring it."""
+        """Return the card of a served model. Raises ApiError: 404, or 503 while a worker may load it."""
         card = self._cluster.cards.get(model)
         if card is not None:
             return card
@@ -53,7 +53,7 @@ class Models:
         return load is not None and load.done() and not load.cancelled() and load.exception() is None
 
     async def tokenizer(self, card: InstanceCard) -> Tokenizer:
-        """Waits for it to be loaded. Raises ApiError 503 where that fails."""
+        """Return the tokenizer of a model once it is loaded. Raises ApiError 503 if that fails."""
         load = self._loads.get(card.model_path) or self._start(card)
         try:
             return await asyncio.shield(load)

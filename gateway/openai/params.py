@@ -1,6 +1,6 @@
-"""What a client may ask for: the fields of /v1/completions and /v1/chat/completions, their types and ranges.
+"""The fields of /v1/completions and /v1/chat/completions, with their types and ranges.
 
-`gateway.openai.parsing` makes these of a request's bytes, and its errors of what does not fit.
+`gateway.openai.parsing` makes these from the bytes of a body, and errors from what does not fit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from bus.precisions import Precision
 
 MAX_STOPS = 4
-MAX_STOP_CHARS = 512  # each is looked for in every token's text
+MAX_STOP_CHARS = 512  # each is searched in every token's text
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -21,12 +21,14 @@ MAX_METADATA = 16
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # of one message
 
-MAX_COUNT = 2**31 - 1  # engines and the bus keep counts and ids in fixed widths
+MAX_COUNT = 2**31 - 1  # engines and the bus have counts and ids of fixed width
 
 
 def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
-    """Both ends are allowed; `above`: all but the lower one. Field(ge=, le=) would do the same and name only
-    the end that was passed."""
+    """Return a check that `low` <= value <= `high`; `above`: `low` < value.
+
+    Unlike Field(ge=, le=), the error names both ends.
+    """
     allowed = f"more than {low} and at most {high}" if above else f"{low} to {high}"
 
     def check(value: float) -> float:
@@ -42,7 +44,7 @@ def _to_list(value: Any) -> Any:
 
 
 def _integer_keys(value: Any) -> Any:
-    """JSON has only text as keys: "15496" -> 15496."""
+    """Turn the keys of a JSON object into integers: "15496" -> 15496."""
     if not isinstance(value, dict):
         return value
     return {int(key) if key.isascii() and key.isdecimal() else key: bias for key, bias in value.items()}
@@ -52,8 +54,10 @@ TokenId = Annotated[int, between(0, MAX_COUNT)]
 
 
 def _at_most(limit: int) -> BeforeValidator:
-    """Of an object's fields. pydantic's own max_length looks at every field first, and a wrong one among
-    half a million costs it seconds."""
+    """Return a check of the number of an object's fields.
+
+    pydantic's own max_length validates every field first, which takes seconds for half a million.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
@@ -68,7 +72,7 @@ Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), FailFast(), BeforeVal
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, between(-100, 100)]],
     BeforeValidator(_integer_keys),
-    _at_most(MAX_LOGIT_BIAS),  # the last is the first to run
+    _at_most(MAX_LOGIT_BIAS),  # validators run from the last to the first
 ]
 
 
@@ -81,7 +85,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """What both calls have in common."""
+    """The fields that both calls have."""
 
     model: Annotated[str, Field(min_length=1)]
     temperature: Annotated[float, between(0, 2)] = 1.0
@@ -97,19 +101,17 @@ class SamplingBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
-    min_precision: Precision | None = None  # of every layer, in every step that makes this answer
-    min_precision_wait: bool = True  # False: 503 at once where no instance keeps it now
-    return_precision: bool = False  # which tokens were made with how many layers below full
+    min_precision: Precision | None = None  # of every layer, in every step of this request
+    min_precision_wait: bool = True  # False: 503 at once if no instance keeps it
+    return_precision: bool = False  # with how many layers below full each token was made
     user: str | None = None
-    metadata: Annotated[dict[str, str], _at_most(MAX_METADATA)] | None = (
-        None  # only ever stored by OpenAI, and store=true is refused
-    )
+    metadata: Annotated[dict[str, str], _at_most(MAX_METADATA)] | None = None  # ignored, as user is
 
 
 class CompletionBody(SamplingBody):
-    """`max_tokens` 0 with echo scores the prompt and generates nothing."""
+    """The body of /v1/completions. `max_tokens` 0 with echo scores the prompt and generates nothing."""
 
-    prompt: Any  # text, texts, token ids or lists of them: `parsing.prompts` tells and checks
+    prompt: Any  # text, texts, token ids or lists of them: `parsing.prompts` checks it
     max_tokens: Annotated[int, between(0, MAX_COUNT)] | None = None
     logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     echo: bool = False
@@ -126,7 +128,7 @@ class Message(Body):
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates want it: plain text; `developer` is what OpenAI now calls `system`."""
+        """Return what chat templates take: plain text; `developer` is OpenAI's new name of `system`."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
@@ -140,7 +142,7 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
 
 
-# Values that ask for nothing beyond what is done anyway.
+# Values that change nothing.
 HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "function_call": ("none",),
@@ -154,7 +156,7 @@ HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "tool_choice": ("none", "auto"),  # without tools
     "tools": ([],),
 }
-# Known to others, for a better message than "unknown".
+# Parameters of OpenAI or vLLM, for a better message than "unknown".
 UNSUPPORTED: Final = frozenset(
     """
     audio best_of function_call functions modalities prediction reasoning_effort response_format

@@ -1,8 +1,8 @@
-"""From a request's bytes to checked fields, with an error that names what was wrong.
+"""From the bytes of a body to checked fields, with an error that names what was wrong.
 
-Three passes, so that nothing is ever ignored: fields that are null, or set to the value that means "do
-nothing", fall away; what is left and known to OpenAI or vLLM but not to us is refused by its name; the rest
-is validated, types and ranges, by pydantic. Each refusal is a 400 with the field in `param`.
+Three passes, so that no field is ignored: fields that are null, or have the value that means "do nothing",
+are dropped; fields of OpenAI or vLLM that are not supported here are refused by name; pydantic validates the
+types and ranges of the rest. Each refusal is a 400 with the field in `param`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ B = TypeVar("B", bound=SamplingBody)
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """The body of one call. Raises ApiError 400."""
+    """Return the body of one call. Raises ApiError 400."""
     fields = {name: value for name, value in json_object(data).items() if not _is_harmless(name, value)}
     for name in fields:
         if name not in kind.model_fields:
-            raise _not_ours(name, kind)
+            raise _unknown(name, kind)
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
@@ -38,8 +38,10 @@ def parse(kind: type[B], data: bytes) -> B:
 
 
 def prompts(value: Any, context: int) -> list[str | list[int]]:
-    """The prompts of one completion call; a text stays a text. Raises ApiError 400, for empty ones too, and
-    for more than `context` token ids in one."""
+    """Return the prompts of one completion call: texts, or lists of token ids.
+
+    Raises ApiError 400, also for an empty prompt and for more than `context` token ids in one.
+    """
     if isinstance(value, str) or (isinstance(value, list) and value and _is_integer(value[0])):
         return [_prompt(value, "prompt", context)]
     if not isinstance(value, list):
@@ -59,7 +61,7 @@ def _prompt(value: Any, where: str, context: int) -> str | list[int]:
     if isinstance(value, list):
         if len(value) > context:
             raise too_long(len(value), context)
-        if set(map(type, value)) != {int} or min(value) < 0:  # at C's speed; which one, at ours
+        if set(map(type, value)) != {int} or min(value) < 0:  # fast; the search for the culprit is not
             i = next(i for i, token in enumerate(value) if not _is_integer(token) or token < 0)
             raise _bad_prompt(f"{where}[{i}]", value[i])
     return value
@@ -75,11 +77,11 @@ def _bad_prompt(where: str, value: Any) -> ApiError:
 
 
 def _is_harmless(name: str, value: Any) -> bool:
-    # type too: in Python 1 == True == 1.0
+    # The type, too: in Python 1 == True == 1.0.
     return any(value == known and type(value) is type(known) for known in HARMLESS.get(name, ()))
 
 
-def _not_ours(name: str, kind: type[SamplingBody]) -> ApiError:
+def _unknown(name: str, kind: type[SamplingBody]) -> ApiError:
     if name in ("echo", "prompt") or name in ("messages", "max_completion_tokens", "top_logprobs"):
         other = "/v1/completions" if kind is ChatBody else "/v1/chat/completions"
         return unsupported(name, f"{name} belongs to {other}")
@@ -97,7 +99,7 @@ def _best_value(name: str) -> str:
 
 
 def _check_together(body: SamplingBody) -> None:
-    """Rules that join two fields."""
+    """Check the rules that join two fields."""
     if "stream_options" in body.model_fields_set and not body.stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")
     if "min_precision_wait" in body.model_fields_set and body.min_precision is None:

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in one sentence: the parameter, the value given, what is allowed."""
+"""pydantic's findings as one sentence: the parameter, the value given, what is allowed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from gateway.errors import ApiError, invalid, unsupported
 
-# From pydantic's error types to what is wanted; {names} are of the error's context.
+# pydantic's error type -> what is allowed; {names} come from the error's context.
 _WANTED: Final = {
     "range": "allowed is {allowed}",
     "literal_error": "allowed is {expected}",
@@ -39,7 +39,7 @@ _UNION_TAGS: Final = frozenset(["str", "int", "float", "[key]"])
 
 
 def first_problem(error: ValidationError) -> ApiError:
-    """The deepest problem: of a union's branches the one that got furthest."""
+    """Return the deepest problem: of a union's branches, the one that matched the most."""
     problem = max(
         error.errors(include_url=False), key=lambda one: (len(one["loc"]), one["type"] == "too_long")
     )
@@ -52,7 +52,7 @@ def first_problem(error: ValidationError) -> ApiError:
 
 
 def sentence(problem: ErrorDetails) -> str:
-    """`is 'maybe'; it must be true or false`: of the value that was given."""
+    """Return what is wrong with the value: `is 'maybe'; it must be true or false`."""
     kind, value, limits = problem["type"], problem["input"], problem.get("ctx", {})
     if kind in _LENGTHS:
         return _LENGTHS[kind](value, limits)
@@ -61,7 +61,7 @@ def sentence(problem: ErrorDetails) -> str:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content", "list[TextPart]", 1, "type") -> messages[0].content[1].type"""
+    """Return ("messages", 0, "content", "list[TextPart]", 1, "type") as messages[0].content[1].type."""
     path = ""
     for step in loc:
         if isinstance(step, int):
@@ -72,7 +72,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for people: short, lists and objects by their kind."""
+    """Return a short form of a value for people; lists and objects by their type."""
     if isinstance(value, dict | list):
         return f"an {json_type(value)}"
     text = str(value).lower() if isinstance(value, bool) else repr(value)

@@ -114,7 +114,7 @@ async def put_policy(request: Request, gateway: Here) -> Response:
         before, after = await policies.write(gateway.bus, body)
     gateway.policy = after
     told = policies.differences(before, after)
-    gateway.tell("policy_changed", "policy", told, {"revision": float(after.revision)})
+    gateway.publish("policy_changed", "policy", told, {"revision": float(after.revision)})
     return json_answer(asdict(after))
 
 

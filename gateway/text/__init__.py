@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizers with their chat templates, the text of tokens, stop strings."""
+"""Text and tokens: tokenizers and chat templates, the text of tokens, stop strings."""

@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: what may go out, and where it ends."""
+"""Stop strings in a stream of text: which text can go out, and where it ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Cuts a text at the stop string that is completed first, wherever tokens break it. The result does not
-    depend on the pieces the text comes in: it is that of feeding one character at a time."""
+    """Cuts a text at the stop string that is completed first.
+
+    The result does not depend on the pieces of text: it is that of feeding one character at a time.
+    """
 
     __slots__ = ("_held", "_stops")
 
@@ -16,8 +18,10 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """(text that can go out, whether a stop string was met). What could be the beginning of a stop
-        string is held back; after a stop nothing more may be fed."""
+        """Return (text that can go out, whether a stop string was found).
+
+        What could be the beginning of a stop string is held back. After a stop, feed nothing more.
+        """
         text = self._held + text
         end = self._first_stop(text)
         if end is not None:
@@ -29,18 +33,18 @@ class StopMatcher:
         return text[:cut], False
 
     def flush(self) -> str:
-        """What was held back; the text ended without a stop string."""
+        """Return what was held back: the text ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_stop(self, text: str) -> int | None:
-        """Where the stop string that ends first begins; of several that end there, the longest."""
+        """Return where the stop string that ends first begins; of several, the longest."""
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
+    """Return the length of the longest end of `text` that is a beginning, not all, of `stop`."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0:
         if stop.startswith(text[at:]):

@@ -1,8 +1,8 @@
 """A model's own tokenizer and chat template, from its folder.
 
-The `tokenizers` library is used directly: loading a folder through transformers' AutoTokenizer costs
-seconds, and imports torch where it is installed. Folders that carry only a SentencePiece file are converted
-by transformers. Chat templates are rendered by transformers' own (sandboxed) function, without its models.
+This uses the `tokenizers` library directly: transformers' AutoTokenizer takes seconds to load a folder, and
+imports torch where it is installed. transformers converts folders that have only a SentencePiece file, and
+renders chat templates with its sandboxed function, without its models.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
 
 class TokenizerError(Exception):
-    """Names the folder, what is wrong in it and what is needed."""
+    """A folder has no usable tokenizer: the message names the folder, what is wrong and what is needed."""
 
 
 class Tokenizer:
-    """`stop_token_ids`: what ends a text, from the generation, model and tokenizer configs together."""
+    """One model's tokenizer. `stop_token_ids`: from the generation, model and tokenizer configs together."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        """Reads the folder; takes up to a second for a large vocabulary. Raises TokenizerError."""
+        """Read the folder; takes up to a second for a large vocabulary. Raises TokenizerError."""
         self.folder = folder
         self._config = _read_json(folder / "tokenizer_config.json")
         self._rust = _load(folder)
@@ -47,23 +47,25 @@ class Tokenizer:
         self._bytes_per_token = self.vocabulary.longest if self._rust.normalizer is None else None
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids; `special_tokens`: with the beginning-of-text token, where the model has one."""
+        """Return token ids. `special_tokens`: with the beginning-of-text token, if the model has one."""
         if len(text) <= INLINE_CHARS:
             return list(self._rust.encode(text, add_special_tokens=special_tokens).ids)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_threads, self._encode_long, text, special_tokens)
 
     def _encode_long(self, text: str, special_tokens: bool) -> list[int]:
-        # encode() keeps the GIL for its whole run, encode_batch() gives it up (measured with 0.23.3)
+        # encode() holds the GIL throughout, encode_batch() releases it (measured with 0.23.3).
         return list(self._rust.encode_batch([text], add_special_tokens=special_tokens)[0].ids)
 
     def fewest_tokens(self, num_chars: int) -> int:
-        """A lower bound that costs nothing, so that megabytes of text for a small context are refused
-        before they are tokenised; 0 where a normaliser could shorten the text."""
+        """Return a lower bound that costs nothing; 0 if a normaliser could shorten the text.
+
+        With it, megabytes of text for a small context are refused before they are tokenised.
+        """
         return num_chars // self._bytes_per_token if self._bytes_per_token else 0
 
     async def chat_text(self, messages: list[dict[str, str]]) -> str:
-        """The conversation as the model was trained on it. Raises ApiError 400."""
+        """Return the conversation in the format that the model was trained on. Raises ApiError 400."""
         if self._template is None:
             raise invalid(
                 "this model has no chat template (tokenizer_config.json names none); use /v1/completions",
@@ -95,7 +97,7 @@ def _load(folder: Path) -> RustTokenizer:
     file = folder / "tokenizer.json"
     try:
         tokenizer = RustTokenizer.from_file(str(file)) if file.is_file() else _convert(folder)
-    except Exception as error:  # the Rust side raises nothing narrower
+    except Exception as error:  # the Rust library raises nothing narrower
         raise TokenizerError(f"{file} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -111,7 +113,7 @@ def _convert(folder: Path) -> RustTokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """{} where there is no such file. Raises TokenizerError."""
+    """Return the object in a file; {} without a file. Raises TokenizerError."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -122,7 +124,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """From a file of its own, or the tokenizer's config: one text, or several by name."""
+    """Return the chat template of its own file or the tokenizer's config (one text, or several by name)."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -133,7 +135,7 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _content(token: Any) -> str | None:
-    """Special tokens are texts or {"content": text, ...}."""
+    """Return the text of a special token, which is a text or {"content": text, ...}."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 
@@ -153,10 +155,10 @@ def _render(template: str, messages: list[dict[str, str]], special: dict[str, st
 
 
 def refused_by_template(error: Exception) -> ApiError:
-    """Templates raise on what the model was not trained on: two user turns in a row, a system message, ..."""
+    """Templates raise on what the model was not trained on, as two user turns in a row."""
     return invalid(f"the model's chat template refuses these messages: {error}", "messages", "chat_template")
 
 
 def warm_up() -> None:
-    """Imports what the first chat would wait for (0.7 s)."""
+    """Import what the first chat would wait for (0.7 s)."""
     _render("{{ messages[0].content }}", [{"role": "user", "content": ""}], {})

@@ -1,8 +1,8 @@
-"""The bytes of every token, and text made of them as they come.
+"""The bytes of every token, and text made from them as tokens come.
 
-A token is a run of bytes; a character may be spread over several. So streams are put together from bytes:
-each token's bytes are looked up, and an incremental UTF-8 decoder holds back what is no whole character yet.
-The same bytes serve `logprobs`. Both kinds of tokenizer that our model families use are known:
+A token is a run of bytes, and a character may span several tokens. So text is made from bytes: each token's
+bytes are looked up, and an incremental UTF-8 decoder holds back what is not a whole character yet. `logprobs`
+shows the same bytes. Both kinds of tokenizer that the supported model families have are known:
 
 ===============  ===========================================================  ==================
 byte-level BPE   each character of a token stands for one byte (GPT-2's map)  Llama 3, Qwen, demo
@@ -24,13 +24,15 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class UnknownTokenizer(ValueError):
-    """The tokenizer turns tokens into text in a way that is not known here."""
+    """The tokenizer turns tokens into text in a way that is not supported."""
 
 
 class Vocabulary:
-    """`data[id]`: the token's bytes in a text (none for special tokens). `texts[id]`: the same as text where
-    it is whole characters, else None. Ids that the tokenizer does not know (an embedding's padding) are
-    empty."""
+    """The bytes of each token.
+
+    `data[id]`: its bytes in a text (none for special tokens). `texts[id]`: the same as text if they are whole
+    characters, else None. Ids that the tokenizer does not know (an embedding's padding) are empty.
+    """
 
     def __init__(self, tokenizer: RustTokenizer, size: int) -> None:
         ids = tokenizer.get_vocab(with_added_tokens=True)
@@ -50,7 +52,7 @@ class Vocabulary:
         self.longest = max(map(len, self.data), default=1)
 
     def label(self, token_id: int) -> str:
-        """The token for people, unlike any other's: bytes that are no text are written out."""
+        """Return a unique name of the token for people; bytes that are no text are written out."""
         if token_id >= self.size:
             return f"<{token_id}>"
         if token_id in self.special_ids:
@@ -66,14 +68,16 @@ class Vocabulary:
         return self.names[token_id].encode() if token_id in self.special_ids else self.data[token_id]
 
     def text_of(self, token_ids: list[int]) -> str:
-        """The whole text of a sequence."""
+        """Return the whole text of a sequence."""
         stream = TextStream(self)
         return "".join(map(stream.feed, token_ids)) + stream.flush()
 
 
 class TextStream:
-    """Text of a sequence of tokens. `feed` gives the whole characters that a token completes, `flush` what
-    is left of an unfinished one, as U+FFFD. Bytes that are no UTF-8 become U+FFFD, as in `decode`."""
+    """The text of a sequence, token by token. Bytes that are not UTF-8 become U+FFFD.
+
+    `feed` returns the whole characters that a token completes, `flush` the rest of an unfinished one.
+    """
 
     __slots__ = ("_decoder", "_is_mid_character", "_vocabulary")
 
@@ -103,7 +107,7 @@ class TextStream:
 
 
 def _is_byte_level(tokenizer: RustTokenizer) -> bool:
-    """Raises UnknownTokenizer."""
+    """Return True for byte-level BPE, False for SentencePiece. Raises UnknownTokenizer."""
     decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
     parts = decoder.get("decoders", [decoder])
     kinds = {part.get("type") for part in parts}
@@ -118,8 +122,10 @@ def _is_byte_level(tokenizer: RustTokenizer) -> bool:
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """GPT-2's map from characters to bytes: printable ones stand for themselves, the other 68 follow U+0100
-    in order (openai/gpt-2, `encoder.py`, `bytes_to_unicode`)."""
+    """Return GPT-2's map from characters to bytes (openai/gpt-2, `encoder.py`, `bytes_to_unicode`).
+
+    Printable characters stand for themselves, the other 68 follow U+0100 in order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -131,7 +137,7 @@ _GPT2_BYTES: Final = _gpt2_bytes()
 def _byte_level(token: str) -> bytes:
     try:
         return bytes(_GPT2_BYTES[character] for character in token)
-    except KeyError:  # no byte-level token: taken as it stands, as the tokenizer's own decoder does
+    except KeyError:  # not a byte-level token: kept as it is, as the tokenizer's own decoder does
         return token.encode()
 
 

@@ -74,7 +74,7 @@ class Cluster(Core):
         return state
 
     def candidates(self) -> list[Candidate]:
-        return self.delivery.placement.candidates("m")
+        return self.gateway.placement.candidates("m")
 
     def told(self) -> list[tuple[int, int]]:
         return [(one.tokens, one.count) for one in self.delivery.demands("g")]

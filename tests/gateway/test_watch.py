@@ -161,4 +161,4 @@ def test_the_largest_kv_cache_bounds_what_one_request_may_ask_for() -> None:
     core.cluster.drop("w1", 1)
     core.report(metrics_of(kv_blocks=20))
     assert core.gateway.request_builder.context(card) == 320
-    assert core.delivery.placement.candidates("m")[0].max_tokens == 320
+    assert core.gateway.placement.candidates("m")[0].max_tokens == 320

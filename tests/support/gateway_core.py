@@ -99,7 +99,7 @@ class Core:
         self.gateway = Gateway(Settings(gateway=GatewaySettings(**settings)), cast(Bus, self.bus))
         self.delivery, self.losses = self.gateway.delivery, self.gateway.losses
         self.cluster = self.gateway.cluster
-        parts = (self.losses, self.delivery, self.delivery.placement)
+        parts = (self.losses, self.delivery, self.gateway.placement)
         for part in (*parts, self.delivery.attempts, self.delivery.endings):
             part._clock = lambda: self.now
         self.cards: dict[str, WorkerCard] = {}
