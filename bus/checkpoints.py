@@ -8,6 +8,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from bus.families import architecture_of
+
 WEIGHTS = "*.safetensors"
 
 
@@ -28,7 +30,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Of a folder in Hugging Face's format. Without weights it may still be served with random ones. Raises
     BadCheckpoint."""
     if not folder.is_dir():
-        raise BadCheckpoint(f"there is no folder {folder}; models are read from local folders")
+        raise BadCheckpoint(
+            f"there is no folder {folder}; models are read from local folders, nothing is downloaded"
+        )
     path = folder / "config.json"
     try:
         raw = path.read_bytes()
@@ -39,7 +43,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         ) from None
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read as JSON: {error}") from None
-    num_layers = config.get("num_hidden_layers") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        raise BadCheckpoint(f"{path} holds a {type(config).__name__}, not an object")
+    try:
+        architecture_of(config)
+    except ValueError as error:
+        raise BadCheckpoint(f"{path}: {error}") from None
+    num_layers = config.get("num_hidden_layers")
     if not isinstance(num_layers, int) or num_layers < 1:
         raise BadCheckpoint(f"{path} says num_hidden_layers = {num_layers!r}; it must be 1 or more")
     context = config.get("max_position_embeddings")

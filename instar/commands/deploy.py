@@ -47,7 +47,7 @@ def add_to(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if the model does not serve within the wait."""
+    """Return 1 if the model does not serve within the wait."""
     body = {"model": args.model, "intent": intent(args)}
     with admin_client(args) as client:
         found = ask_json(client, "POST", "/admin/deployments", body)

@@ -46,7 +46,7 @@ def add_to(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 when the worker has left or was asked to (--detach), 1 when it has not in time."""
+    """Return 0 when the worker has left or was asked to (--detach), 1 when it has not in time."""
     with admin_client(args) as client:
         force = "?force=true" if args.force else ""
         answer = ask_json(client, "POST", f"/admin/workers/{quote(args.worker, safe='')}/drain{force}")

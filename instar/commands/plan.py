@@ -36,7 +36,7 @@ def add_to(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if no configuration meets the intent."""
+    """Return 1 if no configuration meets the intent."""
     path = model_path(args.model)
     with admin_client(args) as client:
         card = until_measured(client, get_json(client, path))

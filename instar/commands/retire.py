@@ -30,7 +30,7 @@ def add_to(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if the deployment has not ended within the wait."""
+    """Return 1 if the deployment has not ended within the wait."""
     with admin_client(args) as client:
         found = ask_json(client, "DELETE", deployment_path(args.deployment))  # or the one that replaced it
         if not args.detach:

@@ -27,7 +27,7 @@ SILENCE_S: Final = 30.0  # longer than between two comments of a live stream
 
 
 def record(args: argparse.Namespace) -> int:
-    """Returns 1 if the service ended the stream."""
+    """Return 1 if the service ended the stream."""
     ends = time.monotonic() + args.seconds if args.seconds else None
     counts = _Counts()
     with admin_client(args) as client:

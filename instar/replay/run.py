@@ -37,7 +37,7 @@ def plot(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Returns 1 if no request was served, 130 after Ctrl-C."""
+    """Return 1 if no request was served, 130 after Ctrl-C."""
     settings = settings_of(args)
     others = [files.read(folder) for folder in args.compare]
     if args.trace is None:

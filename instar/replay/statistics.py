@@ -29,11 +29,11 @@ class Slo:
         return outcome.is_served and not self.misses_ttft(outcome) and not self.misses_tpot(outcome)
 
     def misses_ttft(self, outcome: RequestOutcome) -> bool:
-        """True also for a failed request."""
+        """Return True also for a failed request."""
         return not outcome.is_served or (outcome.ttft_s or 0.0) > self.ttft_s
 
     def misses_tpot(self, outcome: RequestOutcome) -> bool:
-        """True also for a failed request, False for one of a single token."""
+        """Return True also for a failed request, False for one of a single token."""
         return not outcome.is_served or (outcome.tpot_s or 0.0) > self.tpot_s
 
 

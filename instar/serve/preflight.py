@@ -7,11 +7,11 @@ shapes and memory, and may run without `instar serve`.
 from __future__ import annotations
 
 import errno
-import json
 import re
 import socket
 from pathlib import Path
 
+from bus.checkpoints import BadCheckpoint, read_checkpoint
 from bus.settings import GatewaySettings, Settings, WorkerSettings
 from instar.serve.programs import count_gpus
 
@@ -75,15 +75,10 @@ def _why_not_folder(folder: Path, load_format: str) -> str:
         is_inside = (folder.parent / "config.json").is_file()
         which = f"the one it lies in: {folder.parent}" if is_inside else "one in Hugging Face's format"
         return f"{folder} is a file; name a folder, {which}"
-    if not folder.is_dir():
-        return f"there is no folder {folder}; models are read from local folders, nothing is downloaded"
-    config = folder / "config.json"
-    if not config.is_file():
-        return f"no config.json in {folder}; a model is a folder in Hugging Face's format"
     try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        return f"{config} cannot be read as JSON: {error}"
+        read_checkpoint(folder)
+    except BadCheckpoint as error:
+        return str(error)
     if load_format == "dummy" or any((folder / name).is_file() for name in WEIGHTS):
         return ""
     others = sorted(path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern))

@@ -20,7 +20,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Write:
-    def write(*names: str, config: str = "{}") -> Path:
+    def write(*names: str, config: str = '{"model_type": "llama", "num_hidden_layers": 2}') -> Path:
         path = tmp_path / "mine"
         path.mkdir()
         for name in names:
@@ -62,6 +62,14 @@ def test_a_config_without_weights_is_offered_random_ones(folder: Write) -> None:
     assert complaint(path, load_format="dummy") == ""
     (path / "pytorch_model.bin").write_text("")
     assert "pytorch_model.bin is not read: weights must be safetensors" in complaint(path)
+
+
+def test_random_weights_are_not_offered_where_they_would_be_refused_too(folder: Write) -> None:
+    path = folder("config.json", config='{"architectures": ["GPT2LMHeadModel"]}')
+    for load_format in ("safetensors", "dummy"):
+        told = complaint(path, load_format=load_format)
+        assert "architecture GPT2LMHeadModel is not supported; these are: LlamaForCausalLM, " in told
+        assert "--load-format dummy" not in told
 
 
 def test_two_models_of_one_name_are_refused(folder: Write) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from worker.model.families import FAMILIES, BiasRule, Family
+from bus.families import FAMILIES, BiasRule, Family, architecture_of
 
 # What newer versions of transformers raise for a field of a config.
 _Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
@@ -108,14 +108,12 @@ def _read_json(folder: Path) -> dict[str, Any]:
 
 
 def _architecture(folder: Path, raw: dict[str, Any]) -> str:
-    named = raw.get("architectures") or [
-        name for name, family in FAMILIES.items() if family.model_type == raw.get("model_type")
-    ]
-    for architecture in named:
-        if architecture in FAMILIES:
-            return str(architecture)
-    shown = ", ".join(map(str, named)) or raw.get("model_type") or "none named"
-    raise ModelError(f"{folder}: architecture {shown} is not supported; these are: {', '.join(FAMILIES)}")
+    try:
+        if architecture := architecture_of(raw):
+            return architecture
+    except ValueError as error:
+        raise ModelError(f"{folder}: {error}") from error
+    raise ModelError(f"{folder}: config.json names no architecture; supported are: {', '.join(FAMILIES)}")
 
 
 def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from worker.distributed.transport import Transport
 from worker.engine.build import (
     MIB,
     Shape,
+    cache_text,
     fill_caches,
     make_cache,
     make_instance,
@@ -90,7 +91,7 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
             grouping = grouping_for(name, target, model, pool, settings, worker, site.transport)
         card = card_of(target, name, folders[name], model, order_name, settings, worker, grouping)
         site.add(Resident(card, target, model))
-        log.info("%s: %d KV blocks of %d tokens", name, cache.num_blocks, limits.block_tokens)
+        log.info("%s: %s", name, cache_text(cache, limits))
     if not parts:
         progress("compiling kernels")
         compile_ahead(device, settings)

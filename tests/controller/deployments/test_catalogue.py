@@ -137,9 +137,19 @@ def test_a_checkpoint_is_another_when_its_weights_or_its_config_change(tmp_path:
     assert folder_digest(tmp_path) not in (first.digest, second)
 
 
+GPT2 = '{"architectures": ["GPT2LMHeadModel"], "n_layer": 12}'
+UNSUPPORTED = "architecture GPT2LMHeadModel is not supported; these are: LlamaForCausalLM, .*Qwen3ForCausalLM"
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [(None, "no config.json"), ("{", "cannot be read as JSON"), ("[]", "num_hidden_layers = None")],
+    [
+        (None, "no config.json"),
+        ("{", "cannot be read as JSON"),
+        ("[]", "holds a list, not an object"),
+        ("{}", "num_hidden_layers = None"),
+        (GPT2, UNSUPPORTED),
+    ],
 )
 def test_a_folder_that_is_no_model_is_refused_by_what_it_lacks(
     tmp_path: Path, text: str | None, complaint: str

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory_backends import BACKENDS, checked_pool
+from worker.engine.build import cache_text
+from worker.engine.sequence import Limits
 from worker.memory import (
     BlockAllocator,
     BlocksInUse,
@@ -278,4 +280,25 @@ def test_the_memory_of_a_burst_goes_back_when_no_block_is_in_use(monkeypatch: py
 
         replaced, kv.allocator = kv.allocator, BlockAllocator(kv.num_blocks)
         assert replaced.on_empty is None  # it does not know the blocks in use any more
+        kv.release()
+
+
+def test_the_limit_of_a_cache_that_leaves_pages_free_is_announced() -> None:
+    with checked_pool(CpuBackend, PAGES) as pool:
+        kv = cache(pool)
+        limits = Limits(
+            max_num_seqs=2,
+            max_num_batched_tokens=64,
+            max_model_len=3 * kv.block_tokens,
+            block_tokens=kv.block_tokens,
+        )
+        kv.grow(1)
+        assert cache_text(kv, limits) == f"{kv.num_blocks} KV blocks of {kv.block_tokens} tokens"
+        kv.grow(1)
+        assert cache_text(kv, limits).endswith(
+            f": 2 sequences (max_num_seqs) of {limits.max_model_len} tokens (max_model_len) use no more; "
+            f"{kv.blocks_in(PAGES // LAYERS)} blocks would fit"
+        )
+        kv.grow(kv.growable_pages)
+        assert "would fit" not in cache_text(kv, limits)
         kv.release()

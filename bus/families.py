@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 BiasRule = Literal["never", "always", "as the config says"]
 WindowRule = Literal["never", "every layer", "layers of the config"]
@@ -36,3 +37,20 @@ FAMILIES: dict[str, Family] = {
         sliding_window="layers of the config",
     ),
 }
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the supported architecture that a config.json names, "" if it names none.
+
+    Raises ValueError with what it names and what is supported.
+    """
+    named, model_type = config.get("architectures"), config.get("model_type")
+    if not isinstance(named, list) or not named:
+        named = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+    for architecture in named:
+        if architecture in FAMILIES:
+            return str(architecture)
+    shown = ", ".join(map(str, named)) or model_type
+    if not shown:
+        return ""
+    raise ValueError(f"architecture {shown} is not supported; these are: {', '.join(FAMILIES)}")
