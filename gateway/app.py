@@ -23,7 +23,7 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from gateway.endpoint import Endpoint
+from gateway.endpoint import CompletionsEndpoint
 from gateway.errors import ApiError, from_status, internal, invalid, no_such_path, wrong_method
 from gateway.http.body import Message, Receive, Scope, Send
 from gateway.loops import Loops
@@ -77,8 +77,8 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _unforeseen)
     calls = {
-        "/v1/completions": Endpoint(gateway, COMPLETION, CompletionBody),
-        "/v1/chat/completions": Endpoint(gateway, CHAT, ChatBody),
+        "/v1/completions": CompletionsEndpoint(gateway, COMPLETION, CompletionBody),
+        "/v1/chat/completions": CompletionsEndpoint(gateway, CHAT, ChatBody),
     }
     return Front(app, {path: guarded(endpoint) for path, endpoint in calls.items()})
 

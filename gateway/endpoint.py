@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DRAIN_S = 30.0
 
 
-class Endpoint:
+class CompletionsEndpoint:
     """An ASGI app. It raises refusals as ApiError before anything was sent; `gateway.app` answers them."""
 
     def __init__(self, gateway: Gateway, form: Format, body: type[SamplingBody]) -> None:

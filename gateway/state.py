@@ -17,7 +17,7 @@ from gateway.delivery.cluster import Cluster
 from gateway.delivery.delivery import Delivery
 from gateway.delivery.endings import Endings, SloCounter
 from gateway.delivery.loss import LossDetector
-from gateway.delivery.outbox import Outbox
+from gateway.delivery.outbox import RequestOutbox
 from gateway.delivery.placement import Placement
 from gateway.delivery.table import RequestTable
 from gateway.errors import unavailable
@@ -65,7 +65,7 @@ class Gateway:
         self.has_demand = asyncio.Event()
         self.events: deque[QueuedEvent] = deque()  # to be published
         self.has_events = asyncio.Event()
-        self.outbox = Outbox(bus, self.id)
+        self.outbox = RequestOutbox(bus, self.id)
         table = RequestTable()
         self.placement = Placement(self.cluster, table, self.outbox, max_attempts=section.max_attempts)
         endings = Endings(table, self.outbox, self.stats)

@@ -46,6 +46,11 @@ class _Member:
         return self.metrics.running + self.metrics.waiting if self.metrics else None
 
     @property
+    def place(self) -> tuple[str, str, int, float | None, int, int]:
+        """The fields of a Destination."""
+        return *self.address, self.num_measured, len(self.own.requests), self.own.num_since
+
+    @property
     def block_tokens(self) -> int:
         return self.ready.card.block_tokens
 
@@ -82,10 +87,7 @@ class _Member:
 
     def as_seat(self, usual_tokens: int, home_tokens: float) -> Seat:
         return Seat(
-            *self.address,
-            num_measured=self.num_measured,
-            num_own=len(self.own.requests),
-            num_own_since=self.own.num_since,
+            *self.place,
             short_tokens=self.short_tokens(usual_tokens),
             home_tokens=home_tokens,
         )
@@ -110,11 +112,8 @@ class Candidates:
         card, member = ready.card, self._member(ready)
         max_tokens = self._cluster.tokens_of(card, member.shape_metrics)
         single = Candidate(
-            *member.address,
+            *member.place,
             max_tokens=max_tokens,
-            num_measured=member.num_measured,
-            num_own=len(member.own.requests),
-            num_own_since=member.own.num_since,
             kv_usage=member.metrics.kv_usage if member.metrics else 0.0,
             precision=lowest_half(member.metrics.last.layers) if member.metrics else None,
             has_refused=member.address in refused_by,

@@ -44,15 +44,28 @@ SPLIT_PATIENCE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A member of a group, as a place for a request. Sequences and tokens are the member's own."""
+class Destination:
+    """A place for requests, with its load in sequences."""
 
     instance: str
-    worker: str
+    worker: str  # of a group: the leading one
     epoch: int
-    num_measured: float | None
-    num_own: int
-    num_own_since: int
+    num_measured: float | None  # running + waiting, smoothed, all gateways; None: no fresh metrics
+    num_own: int  # of this gateway
+    num_own_since: int  # of those, sent after the metrics arrived
+
+    @property
+    def load(self) -> float:
+        """Sequences there, as far as known: at least this gateway's own."""
+        if self.num_measured is None:
+            return float(self.num_own)
+        return max(self.num_measured + self.num_own_since, float(self.num_own))
+
+
+@dataclass(frozen=True, slots=True)
+class Seat(Destination):
+    """A member of a group. Its load and tokens are its own."""
+
     short_tokens: float = 0.0  # KV of its short requests, those on their way included
     home_tokens: float = 0.0  # the most of these with which the group can still split
 
@@ -62,16 +75,10 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Destination):
     """A ready instance of the model. Tokens are prompt and output, or the KV of them."""
 
-    instance: str
-    worker: str  # the leading one
-    epoch: int
     max_tokens: int  # of one sequence: the context, or the whole KV cache if that is less
-    num_measured: float | None  # running + waiting, smoothed, all gateways; None: no fresh metrics
-    num_own: int  # sequences of this gateway that are there now
-    num_own_since: int  # of those, sent after the metrics arrived
     kv_usage: float = 0.0  # 0..1
     precision: Precision | None = None  # of its lowest layer; None: no fresh metrics
     has_refused: bool = False  # since the last poll: metrics may not show yet that it swapped layers
@@ -191,13 +198,6 @@ def _choose_for_short(
     return WaitForSplit(best, ahead.now >= ahead.waits_since + SPLIT_PATIENCE_S) if must_wait else best
 
 
-def load(place: Candidate | Seat) -> float:
-    """Return the sequences there, as far as known: at least this gateway's own."""
-    if place.num_measured is None:
-        return float(place.num_own)
-    return max(place.num_measured + place.num_own_since, float(place.num_own))
-
-
 def is_long(candidates: Iterable[Candidate], num_tokens: int) -> bool:
     """Return True if no instance of the lowest degree holds so many tokens."""
     return all(num_tokens > (candidate.low_tokens or candidate.max_tokens) for candidate in candidates)
@@ -212,7 +212,7 @@ def member_for(chosen: Candidate, num_tokens: int) -> Candidate | Seat:
     is_short = num_tokens <= (chosen.low_tokens or chosen.max_tokens)
     return min(
         chosen.seats,
-        key=lambda seat: (is_short and not seat.is_home(num_tokens), load(seat), natural(seat.worker)),
+        key=lambda seat: (is_short and not seat.is_home(num_tokens), seat.load, natural(seat.worker)),
         default=chosen,
     )
 
@@ -230,16 +230,8 @@ def crowded(candidates: Sequence[Candidate], long_tokens: int) -> list[Seat]:
 
 def _as_seat(one: Candidate) -> Seat:
     taken = 0.0 if one.free_tokens is None else one.max_tokens - one.free_tokens
-    return Seat(
-        one.instance,
-        one.worker,
-        one.epoch,
-        one.num_measured,
-        one.num_own,
-        one.num_own_since,
-        short_tokens=taken,
-        home_tokens=one.max_tokens,
-    )
+    place = one.instance, one.worker, one.epoch, one.num_measured, one.num_own, one.num_own_since
+    return Seat(*place, short_tokens=taken, home_tokens=one.max_tokens)
 
 
 def num_to_recall(seat: Seat, queued_tokens: Sequence[int]) -> int:
@@ -284,7 +276,7 @@ def _has_room(candidate: Candidate, num_tokens: int) -> bool:
 
 def _by_load(candidate: Candidate) -> tuple[float, float, str]:
     """Return a sort key: load per worker, KV usage, name."""
-    return load(candidate) / candidate.tp, candidate.kv_usage, candidate.instance
+    return candidate.load / candidate.tp, candidate.kv_usage, candidate.instance
 
 
 def _is_doubtful(candidate: Candidate, floor: Floor) -> bool:

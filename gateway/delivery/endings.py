@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from bus.settings import SloSettings
-from gateway.delivery.outbox import Outbox
+from gateway.delivery.outbox import RequestOutbox
 from gateway.delivery.request import RequestState, Sink
 from gateway.delivery.table import RequestTable
 from gateway.errors import ApiError
@@ -20,7 +20,7 @@ ABORTED: Final = "abort"
 class Endings:
     """Ends requests. Sinks that were called are flushed together, after the batch that called them."""
 
-    def __init__(self, table: RequestTable, outbox: Outbox, stats: GatewayStats) -> None:
+    def __init__(self, table: RequestTable, outbox: RequestOutbox, stats: GatewayStats) -> None:
         self.table = table
         self.outbox = outbox
         self.stats = stats

@@ -49,7 +49,7 @@ def _ignore(_: RequestState) -> None:
     pass
 
 
-class Outbox:
+class RequestOutbox:
     """The queue of writes. It reports each Submit that is not void by then: `on_sent` if Redis took it,
     `on_full` if Redis has no memory for it, `on_unsendable` if it cannot be encoded."""
 

@@ -27,7 +27,7 @@ from gateway.delivery.dispatch import (
     member_for,
     num_to_recall,
 )
-from gateway.delivery.outbox import Outbox
+from gateway.delivery.outbox import RequestOutbox
 from gateway.delivery.request import InstanceAddress, RequestState
 from gateway.delivery.table import RequestTable
 from gateway.errors import below_floor, too_long
@@ -38,7 +38,9 @@ Found = Candidate | BelowFloor | NeedsGroup | WaitForSplit | YieldToLong
 class Placement:
     """Asks `dispatch.choose` for an instance; assigns the request in the table and submits it."""
 
-    def __init__(self, cluster: Cluster, table: RequestTable, outbox: Outbox, *, max_attempts: int) -> None:
+    def __init__(
+        self, cluster: Cluster, table: RequestTable, outbox: RequestOutbox, *, max_attempts: int
+    ) -> None:
         self._last_strike = max_attempts - 1
         self._cluster = cluster
         self._table = table

@@ -11,7 +11,7 @@ from gateway.text.stops import StopMatcher
 from gateway.text.vocabulary import TextStream, Vocabulary
 
 
-class Piece(NamedTuple):
+class ChoicePiece(NamedTuple):
     """Text with all that may come with it. `is_cut`: a stop string ended it."""
 
     text: str
@@ -72,7 +72,7 @@ class ChoiceText:
 
     def decode(
         self, token_ids: list[int], delta: Delta, skip: int, step: StepOutput | None
-    ) -> str | Piece | None:
+    ) -> str | ChoicePiece | None:
         """Return what can go out: text alone, or with more; None for nothing.
 
         `skip`: how many tokens of `delta` came before `token_ids`.
@@ -99,7 +99,7 @@ class ChoiceText:
         if self._scores is not None:
             out = self._num_chars_out
             tokens = self._scores.release(out) if finish is None else self._scores.finish(out, is_cut)
-        return Piece(text, tokens, finish, is_cut) if text or tokens or finish is not None else None
+        return ChoicePiece(text, tokens, finish, is_cut) if text or tokens or finish is not None else None
 
     def _note_precision(self, step: StepOutput | None) -> None:
         if self.precision is not None and step is not None:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import Span, SpanKind, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -29,12 +30,12 @@ from gateway.http.body import Scope
 from gateway.morphs import KEPT, Morphs
 from gateway.openai.request_log import RequestLog
 from gateway.tracing import spans
-from gateway.tracing.exporter import Exporter
 
 log = logging.getLogger("gateway")
 
 MAX_WAITING: Final = 4096  # spans, of 1 to 2 KB; more are dropped
 SEND_MS: Final = 1000.0
+TIMEOUT_S: Final = 5.0  # of one batch, with its retries
 CLOSE_S: Final = 2.0  # to send what waits when the process ends
 MAX_SEQUENCES: Final = 8  # of one call, that have spans of their own: a span takes 0.05 ms of the event loop
 
@@ -157,3 +158,43 @@ class CallTrace:
 
     def wall_ns(self, at: float) -> int:
         return self._ahead_ns + round(at * 1e9)
+
+
+class Exporter(SpanExporter):
+    """Writes one log line when the collector takes no more spans, and one when it does again.
+
+    The library itself would write several a second. `num_sent`: spans that the collector took.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.num_sent = 0
+        self._url = url
+        self._inner = trace_exporter.OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S)
+        self._is_away = False
+        self._last = _LastMessage()
+        logging.getLogger(trace_exporter.__name__).addFilter(self._last)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._inner.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            self.num_sent += len(spans)
+            if self._is_away:
+                log.info("traces reach %s again", self._url)
+        elif not self._is_away:
+            log.warning("traces do not reach %s and are dropped: %s", self._url, self._last.message)
+        self._is_away = result is not SpanExportResult.SUCCESS
+        return result
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()  # type: ignore[no-untyped-call]
+        logging.getLogger(trace_exporter.__name__).removeFilter(self._last)
+
+
+class _LastMessage(logging.Filter):
+    """Keeps the library's last message and drops it from the log."""
+
+    message = "no reason given"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.message = record.getMessage()
+        return False

@@ -237,7 +237,7 @@ async def test_a_collector_that_is_away_costs_spans_and_one_line(
 ) -> None:
     monkeypatch.setattr("gateway.tracing.tracer.SEND_MS", 50.0)
     monkeypatch.setattr("gateway.tracing.tracer.CLOSE_S", 0.3)
-    monkeypatch.setattr("gateway.tracing.exporter.TIMEOUT_S", 0.2)  # no second try
+    monkeypatch.setattr("gateway.tracing.tracer.TIMEOUT_S", 0.2)  # no second try
     collector.is_hanging.set()
     url = collector.url if is_hanging else f"http://127.0.0.1:{free_port()}"
     async with running(redis_settings, folder, tracing=TracingSettings(endpoint=url)) as gate:
