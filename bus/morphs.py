@@ -31,7 +31,7 @@ class OrderField:
 
     label: str
     summary: str
-    type: Literal["integer", "number", "text", "precision", "layers", "parts", "workers"]
+    type: Literal["integer", "number", "text", "precision", "layers", "parts", "blocks", "workers", "degree"]
     name: str = ""
     is_required: bool = False
     minimum: int = 0
@@ -47,7 +47,7 @@ def _about(label: str, summary: str, kind: Any, **declaration: Any) -> dict[str,
 def _wait() -> Any:
     about = _about(
         "Wait",
-        "seconds that it may wait for memory before it is deferred",
+        "seconds it may wait for free memory",
         "number",
         maximum=MAX_WAIT_S,
         is_shown=False,
@@ -61,13 +61,13 @@ class SwapOrder:
 
     layers: list[int] | None = field(
         default=None,
-        metadata=_about("Layers", "the numbers of the layers", "layers", max_items=MAX_LAYERS),
+        metadata=_about("Layers", "their numbers", "layers", max_items=MAX_LAYERS),
     )
     count: int | None = field(
         default=None,
         metadata=_about(
             "Count",
-            "that many more layers in the instance's order; to full, the last swapped go first",
+            "the next N in the instance's order; to full precision, the last N that were swapped",
             "integer",
             minimum=1,
             is_shown=False,
@@ -85,7 +85,7 @@ class SwapOrder:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeOrder:
     blocks: int = field(
-        metadata=_about("KV blocks", "as many as whole pages allow", "integer", minimum=1, is_required=True)
+        metadata=_about("KV blocks", "rounded to whole pages", "blocks", minimum=1, is_required=True)
     )
     wait_s: float = _wait()
 
@@ -95,7 +95,7 @@ class TransformOrder:
     workers: list[str] = field(
         metadata=_about(
             "Workers",
-            "the workers that are to form groups",
+            "all that are to form groups of that degree",
             "workers",
             max_items=MAX_DEGREE,
             is_required=True,
@@ -103,11 +103,12 @@ class TransformOrder:
     )
     tp: int = field(
         metadata=_about(
-            "Degree", "workers in a group", "integer", minimum=1, maximum=MAX_DEGREE, is_required=True
+            "Degree", "workers of one instance", "degree", minimum=1, maximum=MAX_DEGREE, is_required=True
         )
     )
     model: str | None = field(
-        default=None, metadata=_about("Model", "where the workers serve several", "text", is_shown=False)
+        default=None,
+        metadata=_about("Model", "the model, where the workers serve several", "text", is_shown=False),
     )
     layers_per_step: int | None = field(
         default=None,
@@ -184,7 +185,7 @@ MORPHS: Final = (
         name="resize",
         command=Resize,
         label="Resize",
-        summary="give pages to the KV cache, or take them back",
+        summary="set the number of KV blocks",
         words=lambda command: f"{command.blocks} KV blocks",
         running="resizing: {blocks_before} → {blocks_after} blocks",
         applied="{blocks_before} → {blocks_after} blocks",
@@ -198,9 +199,9 @@ MORPHS: Final = (
         name="transform",
         command=Transform,
         label="Transform",
-        summary="serve on several workers as one, or part again",
+        summary="change the degree of tensor parallelism",
         words=lambda command: f"tp {command.tp} on {', '.join(command.workers)}",
-        running="tp{tp_before} → tp{tp_after}: {layers_done} of {layers} layers",
+        running="tp{tp_before} → tp{tp_after} on {workers}: {layers_done} of {layers} layers",
         applied="tp{tp_before} → tp{tp_after}",
         causes=("long_request", "no_long_request", "order", "deployment", *_AWAY),
         target="workers",
@@ -215,7 +216,7 @@ MORPHS: Final = (
         label="Deploy",
         summary="load a model",
         words=lambda command: f"serve {command.path} in {command.precision} precision",
-        running="loading",
+        running="loading: {reason}",
         applied="",
         causes=("deployment", "better", "packed"),
     ),

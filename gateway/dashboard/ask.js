@@ -1,23 +1,21 @@
 // A request, streamed. Each piece of text is tinted by the shape that made it, as its chunk says.
 
-import { Refused, request } from "./api.js";
+import { Refused, events, request } from "./api.js";
 import { $, children, h, options, say, text } from "./dom.js";
 import { field, notice, number, select } from "./form.js";
 import { count, seconds } from "./format.js";
-import { events } from "./sse.js";
 import { store } from "./store.js";
-
-const COARSEST = ["int3", "int4", "int8"];
+import { lowestIn, tables } from "./tables.js";
 
 const view = { abort: null, shapes: new Map() };
 
 export function startAsk() {
   view.model = field("Model", select());
-  view.kind = field("As", select([["completions", "text to go on"], ["chat", "a chat"]]));
+  view.kind = field("As", select([["completions", "a completion"], ["chat", "a chat"]]));
   view.prompt = field("Prompt", h("textarea", { rows: 4, value: "def read_lines(path):\n    " }), "Ctrl Enter sends");
   view.length = field("Tokens", number({ min: 1, step: 1, value: "128" }));
   view.heat = field("Temperature", number({ min: 0, max: 2, value: "0" }));
-  view.floor = field("At least", select([["", "any"], ["full", "full"], ["int8", "int8"], ["int4", "int4"]]));
+  view.floor = field("Minimum precision", select([["", "any"], ...tables.precisions.slice(0, -1).map(({ name, label }) => [name, label])]));
   view.go = h("button.primary", { type: "submit" }, "Send");
   view.stop = h("button.quiet", { type: "button", hidden: true, onclick: () => view.abort?.abort() }, "Stop");
   view.told = notice();
@@ -125,15 +123,14 @@ function write(piece, fingerprint) {
 }
 
 const tinted = (piece, fingerprint) => h("span", {
-  "data-shape": fingerprint, "data-kind": kindOf(fingerprint), "data-depth": depthOf(fingerprint), title: fingerprint,
+  "data-shape": fingerprint, "data-kind": lowestIn(fingerprint), "data-depth": depthOf(fingerprint), title: fingerprint,
 }, piece);
-
-/** The coarsest precision in a fingerprint such as tp1-int8x1-int4x2.5; "full" where there is none. */
-const kindOf = (fingerprint) => COARSEST.find((name) => fingerprint?.includes(name)) ?? "full";
 
 /** 1 to 4: how many of the layers are below full, for how deep the tint is. */
 function depthOf(fingerprint) {
-  const layers = [...(fingerprint ?? "").matchAll(/int\dx([\d.]+)/g)].reduce((sum, [, num]) => sum + Number(num), 0);
+  const names = tables.precisions.filter(({ bits }) => bits).map(({ name }) => name).join("|");
+  const counts = (fingerprint ?? "").matchAll(new RegExp(`(?:${names})x([\\d.]+)`, "g"));
+  const layers = [...counts].reduce((sum, [, num]) => sum + Number(num), 0);
   const all = store.state?.instances.find(({ model }) => model === view.model.input.value)?.num_layers ?? 1;
   return Math.max(1, Math.min(4, Math.ceil((4 * layers) / all)));
 }
@@ -143,7 +140,7 @@ function drawShapes(spans) {
   const shapes = new Map();
   for (const { start, end, fingerprint } of spans) shapes.set(fingerprint, (shapes.get(fingerprint) ?? 0) + end - start);
   children(view.legend, [...shapes].map(([name, num]) =>
-    h("li", {}, h("i.swatch", { "data-kind": kindOf(name) }), `${name}: ${num} tokens`)));
+    h("li", {}, h("i.swatch", { "data-kind": lowestIn(name) }), `${name}: ${num} tokens`)));
 }
 
 function refuse(error) {

@@ -1,6 +1,7 @@
 // From a stream of events to decisions: what was decided, on what it saw, and what became of it. Pure.
 
 import { isReport } from "./store.js";
+import { morphEntry } from "./tables.js";
 
 const FAILED = new Set(["failed", "conflict", "stale", "deferred"]);
 const TONES = {
@@ -11,7 +12,7 @@ const SAME_S = 5; // events of a kind that follow one another so closely are tol
 
 /**
  * [{id, at, kind, subject, source, reason, saw, outcome, tone, times}], the oldest first.
- * kind: swap, resize, transform, or the event's. outcome: null for what is no morph.
+ * kind: of the morph, or the event's. outcome: null for what is no morph.
  */
 export function decisionsOf(events) {
   const found = new Map();
@@ -34,7 +35,7 @@ export function decisionsOf(events) {
 
 function addReport(found, report) {
   const decision = found.get(report.id) ?? blank(report.id, report.started ?? report.at, report.target);
-  decision.kind = kindOf(report);
+  decision.kind = report.kind;
   decision.reason = report.decided || decision.reason;
   decision.workers = report.workers ?? [];
   decision.outcome = {
@@ -72,12 +73,5 @@ function told(event) {
   };
 }
 
-function kindOf(report) {
-  if (["swap", "resize", "transform", "deploy", "retire"].includes(report.kind)) return report.kind;
-  const numbers = report.numbers ?? {};
-  return "tp_before" in numbers ? "transform" : "halves" in numbers ? "swap" : "resize";
-}
-
-/** Which glyph and colour: a morph by its lever, all else by its tone. */
-export const glyphOf = (decision) =>
-  ["swap", "resize", "transform"].includes(decision.kind) ? decision.kind : decision.tone === "bad" ? "trouble" : "note";
+/** The glyph and the colour: of a morph those of its kind, of all else those of its tone. */
+export const glyphOf = ({ kind, tone }) => morphEntry(kind)?.colour ? kind : tone === "bad" ? "trouble" : "note";

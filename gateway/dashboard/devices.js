@@ -4,11 +4,12 @@ import { $, attribute, children, h, text, variable } from "./dom.js";
 import { bytes, count, seconds, share } from "./format.js";
 import { LayerStrip } from "./layers.js";
 import { PageMap } from "./pagemap.js";
-import { PRECISIONS, groups, layersOf, morphsOf, pendingLayers, progressOf, segments, stageOf } from "./shape.js";
+import { groups, layersOf, morphsOf, pendingLayers, segments, stageOf } from "./shape.js";
+import { fill, isPrecision, morphEntry, progressOf, tables } from "./tables.js";
 
+// Kinds of pages beside the precisions of weights.
 const KINDS = {
-  full: "full", int8: "int8", int4: "int4", int3: "int3", rest: "other weights",
-  "kv-used": "KV in use", "kv-free": "KV free", other: "other models", free: "free",
+  rest: "other weights", "kv-used": "KV in use", "kv-free": "KV free", other: "other models", free: "free",
 };
 
 const drawn = { groups: new Map(), devices: new Map(), changes: new Map() };
@@ -130,15 +131,9 @@ function drawMorph(group, morph) {
 
 /** What runs, and how far it is. */
 export function inWords(morph) {
-  const told = morph.numbers ?? {};
-  if (morph.kind === "transform") {
-    const way = told.tp_before ? `tp${told.tp_before} → tp${told.tp_after}` : "changing degree";
-    return `${way} on ${morph.workers.join(", ")}: ${told.layers_done ?? 0} of ${told.layers ?? "?"} layers`;
-  }
-  if (morph.kind === "swap") return `swapping: ${told.halves_applied ?? 0} of ${told.halves ?? "?"} halves`;
-  if (morph.kind === "deploy") return `loading: ${morph.reason}`;
-  if (morph.kind === "retire") return "retiring: its last requests";
-  return `resizing: ${told.blocks_before ?? "?"} → ${told.blocks_after ?? "?"} blocks`;
+  const entry = morphEntry(morph.kind);
+  const words = morph.steps ? morph.reason : fill(entry?.running, morph);
+  return words || `${entry?.label ?? morph.kind} is ordered`;
 }
 
 // ---------------------------------------------------------------------------- a device
@@ -216,11 +211,11 @@ function entry(entries, key, make) {
 function drawLegend(state) {
   const has = new Set(state.instances.flatMap((one) => one.variants));
   const several = state.workers.some((worker) => new Set((worker.ranges ?? []).map((r) => r.owner.split("@")[0])).size > 1);
-  const shown = Object.keys(KINDS).filter((kind) =>
-    PRECISIONS.includes(kind) ? has.has(kind) : kind !== "other" || several);
+  const kinds = { ...Object.fromEntries(tables.precisions.map(({ name, label }) => [name, label])), ...KINDS };
+  const shown = Object.keys(kinds).filter((kind) => isPrecision(kind) ? has.has(kind) : kind !== "other" || several);
   const legend = $("legend");
   if (legend.dataset.shown === shown.join()) return;
   legend.dataset.shown = shown.join();
-  legend.replaceChildren(...shown.map((kind) => h("li", {}, h("i.swatch", { "data-kind": kind }), KINDS[kind])));
+  legend.replaceChildren(...shown.map((kind) => h("li", {}, h("i.swatch", { "data-kind": kind }), kinds[kind])));
   attribute(legend, "aria-label", "Colours of the pages");
 }

@@ -1,7 +1,6 @@
 // GET /admin/live, for as long as the page is open: reconnects by itself, and says for how long it could not.
 
-import { Refused, isAsking, request } from "./api.js";
-import { events } from "./sse.js";
+import { Refused, events, isAsking, request } from "./api.js";
 
 const SILENCE_MS = 25_000; // the gateway says something every ten seconds
 const FIRST_PAUSE_MS = 400;

@@ -4,27 +4,22 @@ import { startAsk, drawAsk } from "./ask.js";
 import { decisionsOf } from "./decisions.js";
 import { drawDeployments, startDeployments } from "./deployments.js";
 import { drawDevices, repaintDevices } from "./devices.js";
-import { $, say, text } from "./dom.js";
+import { $, attribute, say, text } from "./dom.js";
 import { follow } from "./feed.js";
 import { drawHeader, wentGone, wentLive } from "./header.js";
 import { chooseLayers, drawOrders, startOrders } from "./orders.js";
 import { drawPolicy, startPolicy } from "./policy.js";
 import { store } from "./store.js";
-import { showTab, startTabs } from "./tabs.js";
-import { startTheme } from "./theme.js";
+import { takeTables } from "./tables.js";
 import { drawTimelines, highlight, repaintTimelines, spanNow, startTimelines } from "./timelines.js";
 import { drawWhy, pointAt, startWhy } from "./why.js";
 
+const THEMES = ["system", "light", "dark"];
+const dark = matchMedia("(prefers-color-scheme: dark)");
 const stale = { state: false, time: false }; // what must be drawn
 let frame = 0;
 
 startTabs();
-startAsk();
-startOrders();
-startDeployments();
-startPolicy();
-startWhy(highlight);
-startTimelines(pointAt, () => redraw("time"));
 startTheme(() => {
   repaintDevices();
   repaintTimelines();
@@ -35,7 +30,12 @@ setInterval(() => redraw("time"), 5000); // time passes, whether anything happen
 document.addEventListener("visibilitychange", draw);
 
 follow({
-  hello: (hello) => store.greet(hello),
+  hello(hello) {
+    const isFirst = !store.hello?.tables;
+    if (!takeTables(hello.tables)) location.reload(); // of a gateway with other tables
+    store.greet(hello);
+    if (isFirst && hello.tables) startViews();
+  },
   history(history) {
     store.recall(history);
     redraw("time");
@@ -63,6 +63,16 @@ follow({
     drawHeader();
   },
 });
+
+/** Forms and charts are made of the gateway's tables. */
+function startViews() {
+  startAsk();
+  startOrders();
+  startDeployments();
+  startPolicy();
+  startWhy(highlight);
+  startTimelines(pointAt, () => redraw("time"));
+}
 
 function redraw(what) {
   stale[what] = true;
@@ -96,4 +106,51 @@ function draw() {
 function onChoose(instanceId, layers) {
   chooseLayers(instanceId, layers);
   showTab("tab-orders");
+}
+
+// ---------------------------------------------------------------------------- tabs, as the ARIA practices have them: one tab stop, arrow keys between
+
+function startTabs() {
+  const tabs = [...$("tabs").querySelectorAll("[role=tab]")];
+  tabs.forEach((tab, index) => {
+    tab.addEventListener("click", () => showTab(tab.id));
+    tab.addEventListener("keydown", (event) => {
+      const to = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: tabs.length - 1 }[event.key];
+      if (to === undefined) return;
+      const next = tabs[(to + tabs.length) % tabs.length];
+      event.preventDefault();
+      showTab(next.id);
+      next.focus();
+    });
+  });
+}
+
+function showTab(id) {
+  for (const tab of $("tabs").querySelectorAll("[role=tab]")) {
+    const isShown = tab.id === id;
+    attribute(tab, "aria-selected", isShown);
+    tab.tabIndex = isShown ? 0 : -1;
+    $(tab.getAttribute("aria-controls")).hidden = !isShown;
+  }
+}
+
+// ---------------------------------------------------------------------------- light, dark, or as the system has it; kept for the next visit
+
+/** `onChange()`: colours are others now; canvases must be painted anew. */
+function startTheme(onChange) {
+  showTheme(localStorage.getItem("instar-theme") ?? "system");
+  $("theme").addEventListener("click", () => {
+    const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
+    localStorage.setItem("instar-theme", next);
+    showTheme(next);
+    onChange();
+  });
+  dark.addEventListener("change", onChange);
+}
+
+function showTheme(theme) {
+  const known = THEMES.includes(theme) ? theme : "system";
+  document.documentElement.dataset.theme = known;
+  text($("theme"), { system: "Auto", light: "Light", dark: "Dark" }[known]);
+  attribute($("theme"), "aria-label", `Theme: ${known}; press to change`);
 }

@@ -1,36 +1,37 @@
-// Swap, resize, transform and drain by hand, each with what became of it.
+// Morphs and drains by hand, each with what became of it. The gateway's table of morphs says which there are.
 
 import { Refused, call } from "./api.js";
 import { $, attribute, children, h, options, say, text } from "./dom.js";
 import { inWords, markChosen } from "./devices.js";
 import { field, notice, number, select } from "./form.js";
-import { bytes, count, seconds } from "./format.js";
-import { progressOf } from "./shape.js";
+import { count, seconds } from "./format.js";
 import { store } from "./store.js";
+import { fill, morphEntry, progressOf, tables } from "./tables.js";
 import { chip } from "./why.js";
 
+const WAIT_S = 5; // for memory, before a morph is deferred
 const KEPT = 2; // outcomes under each form
 const ARMED_MS = 6000; // for so long a drain that was asked for can be confirmed
 
 const view = { orders: [], rows: new Map(), forms: {}, lists: new Map() };
 
 export function startOrders() {
-  view.forms = { swap: swapForm(), resize: resizeForm(), transform: transformForm(), drain: drainForm() };
+  for (const entry of tables.morphs.filter(({ target }) => target)) view.forms[entry.name] = morphForm(entry);
+  view.forms.drain = drainForm();
   $("panel-orders").append(...Object.values(view.forms).map(({ element }) => element));
 }
 
-/** Layers that were chosen in a picture. */
+/** Layers that were chosen in a picture: for the morph that takes layers. */
 export function chooseLayers(instanceId, layers) {
-  const { instance, layers: input } = view.forms.swap;
-  instance.input.value = instanceId;
-  input.input.value = layers.join(", ");
+  const form = Object.values(view.forms).find(({ inputs }) => inputs?.layers);
+  if (!form) return;
+  form.instance.input.value = instanceId;
+  form.inputs.layers.input.value = layers.join(", ");
   markChosen(instanceId, layers);
 }
 
 export function drawOrders(state) {
-  const ids = state.instances.map((one) => [one.id, one.id]);
-  for (const { instance } of [view.forms.swap, view.forms.resize]) options(instance.input, ids);
-  for (const form of Object.values(view.forms)) form.draw?.(state);
+  for (const form of Object.values(view.forms)) form.draw(state);
   for (const order of view.orders) {
     const morph = state.morphs.find(({ id }) => id === order.morph?.id);
     if (morph) order.morph = morph;
@@ -42,30 +43,94 @@ const chosenInstance = (instance) => store.state?.instances.find(({ id }) => id 
 
 // ---------------------------------------------------------------------------- the forms
 
-function swapForm() {
-  const instance = field("Instance", select());
-  const layers = field("Layers", h("input", { type: "text", placeholder: "next 2", autocomplete: "off" }),
-    "“next 2” in the model's order, or numbers: 0, 4, 5-7. Or point at columns above.");
-  const precision = field("To", select());
-  const part = field("Part", select([["", "both halves"], ["attention", "attention"], ["ffn", "FFN"]]));
-  const form = order("Swap", "Hold layers in another precision", [instance, layers, precision, part], () => {
-    const body = { precision: precision.input.value, wait_s: 5, ...whichLayers(layers.input.value || "next 2") };
-    if (part.input.value) body.parts = [part.input.value];
-    return { path: `/admin/instances/${encodeURIComponent(instance.input.value)}/swap`, body };
-  }, { layers, count: layers, precision, parts: part, instance });
-  layers.input.addEventListener("input", () => {
-    const { layers: numbers } = whichLayers(layers.input.value);
-    markChosen(instance.input.value, numbers ?? []);
-  });
+/** The form of a kind of morph: an input for each field of its table, by the field's type. */
+function morphForm({ name, label, summary, target, fields }) {
+  const instance = target === "instance" ? field("Instance", select()) : null;
+  const shown = fields.filter((one) => one.is_shown);
+  const inputs = Object.fromEntries(shown.map((one) => [one.name, (INPUTS[one.type] ?? numberInput)(one, instance)]));
+  const all = [...(instance ? [instance] : []), ...Object.values(inputs)];
+  const form = order(label, sentence(summary), all, () => ({
+    path: instance ? `/admin/instances/${encodeURIComponent(instance.input.value)}/${name}` : `/admin/instances/${name}`,
+    body: Object.assign({ wait_s: WAIT_S }, ...Object.entries(inputs).map(([key, one]) => one.read(key))),
+  }), { ...inputs, count: inputs.layers, ...(instance && { instance }) });
   return {
-    ...form, instance, layers,
+    ...form, instance, inputs,
     draw(state) {
-      const isFirst = !precision.input.options.length;
-      options(precision.input, (chosenInstance(instance)?.variants ?? []).map((name) => [name, name]));
-      if (isFirst && precision.input.options.length) precision.input.value = state.policy.precision;
+      if (instance) options(instance.input, state.instances.map((one) => [one.id, one.id]));
+      for (const one of Object.values(inputs)) one.draw?.(state, instance && chosenInstance(instance));
     },
   };
 }
+
+const sentence = (words) => words[0].toUpperCase() + words.slice(1);
+const asNumber = (made) => ({ ...made, read: (key) => ({ [key]: made.input.valueAsNumber || 0 }) });
+
+function numberInput({ label, summary, minimum }) {
+  return asNumber(field(label, number({ min: minimum }), summary));
+}
+
+/** Starts at what the instance has, until somebody types. */
+function blocksInput({ label, minimum }) {
+  const made = asNumber(field(label, number({ min: minimum, step: 1 })));
+  made.input.addEventListener("input", () => { made.input.dataset.touched = "yes"; });
+  return { ...made, draw(_, one) {
+    if (!one) return;
+    const { blocks: now, used } = one.kv;
+    const most = one.max_blocks ? `, at most ${count(one.max_blocks)}` : "";
+    text(made.help, `now ${count(now)}, ${count(used)} in use; at least ${count(one.min_blocks)}${most}`);
+    if (document.activeElement !== made.input && !made.input.dataset.touched) made.input.value = now ?? "";
+  } };
+}
+
+function layersInput({ label }, instance) {
+  const made = field(label, h("input", { type: "text", placeholder: "next 2", autocomplete: "off" }),
+    "“next 2” in the model's order, or numbers: 0, 4, 5-7. Or point at columns above.");
+  made.input.addEventListener("input", () => markChosen(instance.input.value, whichLayers(made.input.value).layers ?? []));
+  return { ...made, read: () => whichLayers(made.input.value || "next 2") };
+}
+
+/** Starts at the policy's. */
+function precisionInput({ label }) {
+  const made = field(label, select());
+  return { ...made, read: (key) => ({ [key]: made.input.value }), draw(state, one) {
+    const isFirst = !made.input.options.length;
+    options(made.input, (one?.variants ?? []).map((name) => [name, name]));
+    if (isFirst && made.input.options.length) made.input.value = state.policy.precision;
+  } };
+}
+
+function partsInput({ label }) {
+  const made = field(label, select([["", "both halves"], ["attention", "attention"], ["ffn", "FFN"]]));
+  return { ...made, read: (key) => (made.input.value ? { [key]: [made.input.value] } : {}) };
+}
+
+function workersInput({ label, summary }) {
+  const boxes = h("div.checks", { role: "group", "aria-label": sentence(summary) });
+  const made = field(label, h("input", { type: "hidden" }));
+  made.input.before(boxes);
+  const chosen = () => [...boxes.querySelectorAll(":checked")].map(({ value }) => value);
+  return { ...made, read: (key) => ({ [key]: chosen() }), draw(state) {
+    const ids = [...new Set(state.instances.flatMap((one) => one.workers))]; // one may serve several models
+    if (boxes.dataset.ids === ids.join()) return;
+    boxes.dataset.ids = ids.join();
+    const before = new Set(chosen());
+    boxes.replaceChildren(...ids.map((id) =>
+      h("label", {}, h("input", { type: "checkbox", value: id, checked: before.size ? before.has(id) : true }), id)));
+  } };
+}
+
+function degreeInput({ label }) {
+  const made = field(label, select());
+  return { ...made, read: (key) => ({ [key]: Number(made.input.value) }), draw(state) {
+    const degrees = [...new Set(state.instances.flatMap((one) => one.degrees))].sort((a, b) => a - b);
+    options(made.input, degrees.map((degree) => [degree, `tp${degree}`]));
+  } };
+}
+
+const INPUTS = {
+  layers: layersInput, precision: precisionInput, parts: partsInput, blocks: blocksInput, workers: workersInput,
+  degree: degreeInput,
+};
 
 /** "next 3" -> {count}, "0, 4-6" -> {layers}. What is neither goes as it is: the server says what is wrong. */
 export function whichLayers(words) {
@@ -78,45 +143,6 @@ export function whichLayers(words) {
     else for (let layer = Number(first); layer <= Number(last) && layers.length < 4096; layer += 1) layers.push(layer);
   }
   return { layers };
-}
-
-function resizeForm() {
-  const instance = field("Instance", select());
-  const blocks = field("KV blocks", number({ min: 1, step: 1 }));
-  const form = order("Resize", "Give pages to the KV cache, or take them back", [instance, blocks], () => ({
-    path: `/admin/instances/${encodeURIComponent(instance.input.value)}/resize`,
-    body: { blocks: blocks.input.valueAsNumber || 0, wait_s: 5 },
-  }), { blocks, instance });
-  return { ...form, instance, draw() {
-    const one = chosenInstance(instance);
-    if (!one) return;
-    const { blocks: now, used } = one.kv;
-    text(blocks.help, `now ${count(now)}, ${count(used)} in use; at least ${count(one.min_blocks)}${one.max_blocks ? `, at most ${count(one.max_blocks)}` : ""}`);
-    if (document.activeElement !== blocks.input && !blocks.input.dataset.touched) blocks.input.value = now ?? "";
-    blocks.input.oninput = () => { blocks.input.dataset.touched = "yes"; };
-  } };
-}
-
-function transformForm() {
-  const boxes = h("div.checks", { role: "group", "aria-label": "Workers that take part" });
-  const workers = field("Workers", h("input", { type: "hidden" }));
-  workers.element.querySelector("input").before(boxes);
-  const tp = field("Degree", select());
-  const form = order("Transform", "Serve on several workers as one, or part again", [workers, tp], () => ({
-    path: "/admin/instances/transform",
-    body: { workers: [...boxes.querySelectorAll(":checked")].map(({ value }) => value), tp: Number(tp.input.value), wait_s: 5 },
-  }), { workers, tp });
-  return { ...form, draw(state) {
-    const ids = [...new Set(state.instances.flatMap((one) => one.workers))]; // one may serve several models
-    if (boxes.dataset.ids !== ids.join()) {
-      boxes.dataset.ids = ids.join();
-      const chosen = new Set([...boxes.querySelectorAll(":checked")].map(({ value }) => value));
-      boxes.replaceChildren(...ids.map((id) =>
-        h("label", {}, h("input", { type: "checkbox", value: id, checked: chosen.size ? chosen.has(id) : true }), id)));
-    }
-    const degrees = [...new Set(state.instances.flatMap((one) => one.degrees))].sort((a, b) => a - b);
-    options(tp.input, degrees.map((degree) => [degree, `tp${degree}`]));
-  } };
 }
 
 /** Asks twice: before the order, and where the gateway says what nobody would serve any more. */
@@ -221,14 +247,10 @@ function drawOutcome(made) {
   return row.element;
 }
 
-function ended({ reason, numbers, started, ended: at, kind }) {
+function ended(morph) {
+  const { reason, started, ended: at, kind } = morph;
   const took = at ? `after ${seconds(Math.max(0, at - started))}` : "";
-  const said = {
-    swap: () => `${numbers.halves_applied ?? 0} halves, ${bytes(numbers.bytes_copied ?? 0)} copied, ${numbers.pages_unmapped ?? 0} pages freed`,
-    resize: () => `${numbers.blocks_before} → ${numbers.blocks_after} blocks`,
-    transform: () => `tp${numbers.tp_before} → tp${numbers.tp_after}`,
-  };
-  return [reason || (numbers && said[kind]?.()), took].filter(Boolean).join(" · ");
+  return [reason || fill(morphEntry(kind)?.applied, morph), took].filter(Boolean).join(" · ");
 }
 
 function outcomeRow(made) {

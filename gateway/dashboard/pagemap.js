@@ -3,6 +3,7 @@
 
 import { h, isCalm } from "./dom.js";
 import { cells } from "./shape.js";
+import { tables } from "./tables.js";
 
 const CELL = 9; // CSS pixels with the gap
 const GAP = 2;
@@ -108,6 +109,6 @@ export class PageMap {
 
 function coloursOf(element) {
   const style = getComputedStyle(element);
-  const kinds = ["full", "int8", "int4", "int3", "rest", "kv-used", "kv-free", "other", "free"];
+  const kinds = [...tables.precisions.map(({ name }) => name), "rest", "kv-used", "kv-free", "other", "free"];
   return Object.fromEntries(kinds.map((kind) => [kind, style.getPropertyValue(`--${kind}`).trim()]));
 }

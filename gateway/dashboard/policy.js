@@ -3,41 +3,18 @@
 import { Refused, call } from "./api.js";
 import { $, attribute, h, say, text } from "./dom.js";
 import { field, notice, number, select } from "./form.js";
-
-const FIELDS = [
-  ["When", [
-    ["kv_usage_high", "KV use above", "share, 0 to 1: pressure"],
-    ["kv_usage_low", "KV use below", "share: at ease"],
-    ["queue_delay_high_s", "Queue delay above", "seconds: pressure"],
-    ["queue_delay_low_s", "Queue delay below", "seconds: at ease"],
-    ["windows", "Windows in a row", "that must agree"],
-    ["cooldown_s", "Cool-down", "seconds between two morphs"],
-  ]],
-  ["How far", [
-    ["step_layers", "Layers a step", "0: as the mode says"],
-    ["max_layers", "Layers at most", "0: as the mode says"],
-    ["precision", "Precision", "of swapped layers"],
-  ]],
-  ["Groups", [
-    ["max_tp", "Highest degree", "0: what workers are prepared for"],
-    ["long_patience_s", "Patience", "seconds for a full group before another one"],
-    ["scale_down_free", "Part when free", "share of the group's KV"],
-  ]],
-];
-const MODES = {
-  default: "morphs under pressure",
-  accuracy: "later, and fewer layers",
-  performance: "sooner, and more of them",
-  manual: "nothing by itself",
-};
+import { tables } from "./tables.js";
 
 const view = { policy: null, fields: new Map(), modes: null, isBusy: false };
 
 export function startPolicy() {
   view.told = notice();
-  view.modes = h("fieldset.modes", {}, h("legend", {}, "Mode"), ...Object.entries(MODES).map(([name, means]) =>
+  const { choices } = tables.policy.find(({ name }) => name === "mode");
+  view.modes = h("fieldset.modes", {}, h("legend", {}, "Mode"), ...Object.entries(choices).map(([name, means]) =>
     h("label", {}, h("input", { type: "radio", name: "mode", value: name }), h("b", {}, name), h("span.fine", {}, means))));
-  const sets = FIELDS.map(([title, rows]) => h("fieldset", {}, h("legend", {}, title), h("div.fields", {}, ...rows.map(makeField))));
+  const rows = tables.policy.filter(({ name }) => name !== "mode");
+  const sets = [...new Set(rows.map(({ group }) => group))].map((title) => h("fieldset", {}, h("legend", {}, title),
+    h("div.fields", {}, ...rows.filter(({ group }) => group === title).map(makeField))));
   view.save = h("button.primary", { type: "submit", disabled: true }, "Save");
   view.undo = h("button.quiet", { type: "button", disabled: true, onclick: () => fill() }, "Undo");
   view.revision = h("span.fine");
@@ -48,9 +25,10 @@ export function startPolicy() {
   $("panel-policy").append(form);
 }
 
-function makeField([name, label, hint]) {
-  const input = name === "precision" ? select(["int8", "int4", "int3"].map((one) => [one, one])) : number({ min: 0 });
-  const made = field(label, input, hint);
+function makeField({ name, label, unit, summary, zero, choices, type }) {
+  const input = type === "choice" ? select(Object.keys(choices).map((one) => [one, one])) : number({ min: 0 });
+  const made = field(label, input, [unit, zero && `0: ${zero}`].filter(Boolean).join("; ") || summary);
+  input.title = summary;
   view.fields.set(name, made);
   return made.element;
 }

@@ -1,6 +1,5 @@
 // What a device holds, as plain values to draw. Pure: state in, shapes out.
 
-export const PRECISIONS = ["full", "int8", "int4", "int3"]; // most bits first
 export const PARTS = ["attention", "ffn"];
 
 /** [{instance, workers: [worker]}], instances in their order, then the workers that are in none. */
@@ -37,14 +36,6 @@ export function morphsOf(state, instance) {
   );
 }
 
-/** 0..1, or null where the morph does not tell. */
-export function progressOf(morph) {
-  const told = morph.numbers ?? {};
-  if (morph.kind === "transform" && told.layers) return told.layers_done / told.layers;
-  if (morph.kind === "swap" && told.halves) return told.halves_applied / told.halves;
-  return typeof morph.progress === "number" ? morph.progress : null;
-}
-
 /**
  * Of every layer {attention, ffn, tp, fill: {attention, ffn}}: the fill is its share of a whole full half.
  * travelling: a transform under way, whose last report may be newer than the instance's picture.
@@ -69,7 +60,7 @@ export function pendingLayers(morph, instance) {
   if (morph.kind !== "swap" || morph.state !== "running" || !instance.layers) return new Set();
   const told = morph.decided ?? "";
   const by = (layer) => instance.layers[layer];
-  const named = /layers ([\d, ]+) to (full|int\d)/.exec(told);
+  const named = /layers ([\d, ]+) to (\w+)/.exec(told);
   if (named) {
     const layers = named[1].split(",").map(Number);
     return new Set(layers.filter((layer) => by(layer) && !isAll(by(layer), named[2])));
@@ -77,7 +68,7 @@ export function pendingLayers(morph, instance) {
   const order = instance.order?.length ? instance.order : instance.layers.map((_, index) => index);
   const halves = Math.ceil(((morph.numbers?.halves ?? 0) - (morph.numbers?.halves_applied ?? 0)) / 2);
   const back = /back to full|more to full/.test(told);
-  const down = /more to (int\d)/.exec(told);
+  const down = /more to (?!full)(\w+)/.exec(told);
   const left = back
     ? [...order].reverse().filter((layer) => by(layer) && !isAll(by(layer), "full"))
     : down

@@ -5,36 +5,31 @@ import { Chart } from "./chart.js";
 import { glyphOf } from "./decisions.js";
 import { count, seconds } from "./format.js";
 import { store } from "./store.js";
+import { tables } from "./tables.js";
 
 const GAP_S = 25; // moments come at least every ten seconds: between two further apart nobody looked
 const ALL = "all instances";
 
-const SPECS = [
-  { title: "Load", unit: count, floor: 4, series: [
-    { name: "running", colour: "s1", isArea: true, value: sum("running") },
-    { name: "waiting", colour: "s2", value: sum("waiting") }] },
-  { title: "Throughput", unit: (v) => `${count(v)}/s`, floor: 10, series: [
-    { name: "tokens", colour: "s1", isArea: true, value: sum("tokens_per_s") }] },
-  { title: "Queue delay", unit: seconds, floor: 0.05, series: [
-    { name: "longest", colour: "s2", value: worst("queue_delay_s") }] },
-  { title: "TTFT", unit: seconds, floor: 0.05, slo: () => store.slo.ttft_s, series: [
-    { name: "P95", colour: "s1", value: worst("ttft_p95_s") }] },
-  { title: "TPOT", unit: seconds, floor: 0.01, slo: () => store.slo.tpot_s, series: [
-    { name: "P95", colour: "s1", value: worst("tpot_p95_s") }] },
-  { title: "KV blocks", unit: count, floor: 16, series: [
-    { name: "all", colour: "kv-line", isStepped: true, value: sum("kv_blocks") },
-    { name: "used", colour: "kv-used", isArea: true, value: sum("kv_used") }] },
-  { title: "Layers below full", unit: count, floor: 4, series: [
-    { name: "layers", colour: "int4", isArea: true, isStepped: true, value: sum("layers_below_full") }] },
-  { title: "Degree", unit: (v) => (v === null || v === undefined || Number.isInteger(v) ? count(v) : ""), floor: 2, series: [
-    { name: "highest", colour: "s1", isStepped: true, value: worst("tp") }] },
-];
+const UNITS = {
+  count,
+  "count/s": (value) => `${count(value)}/s`,
+  seconds,
+  whole: (value) => (value === null || value === undefined || Number.isInteger(value) ? count(value) : ""),
+};
+
+/** A chart of the gateway's table, as Chart takes it. */
+const specOf = ({ title, unit, floor, slo, series }) => ({
+  title, floor, unit: UNITS[unit],
+  slo: slo ? () => store.slo[slo] : undefined,
+  series: series.map(({ label, field, of, colour, is_area: isArea, is_stepped: isStepped }) => (
+    { name: label, colour, isArea, isStepped, value: of === "sum" ? sum(field) : highest(field) })),
+});
 
 let charts = [];
 
 /** `onPoint(decision id or null)`: the pointer is near its mark. */
 export function startTimelines(onPoint, onSelect) {
-  charts = SPECS.map((spec) => new Chart(spec, onPoint));
+  charts = tables.charts.map((one) => new Chart(specOf(one), onPoint));
   $("charts").append(...charts.map(({ element }) => element));
   $("of-instance").addEventListener("change", onSelect);
   $("span").addEventListener("change", onSelect);
@@ -84,7 +79,7 @@ function sum(name) {
   };
 }
 
-function worst(name) {
+function highest(name) {
   return (point) => {
     const values = told(name, point);
     return values.length ? Math.max(...values) : null;

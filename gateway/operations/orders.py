@@ -27,7 +27,7 @@ def _type_of(declared: OrderField) -> Any:
     limits = between(declared.minimum, declared.maximum)
     of_list = Field(min_length=1, max_length=declared.max_items)
     types: dict[str, Any] = {
-        "integer": Annotated[int, limits],
+        **dict.fromkeys(("integer", "blocks", "degree"), Annotated[int, limits]),
         "number": Annotated[float, limits],
         "text": str,
         "precision": Precision,

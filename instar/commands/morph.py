@@ -11,6 +11,8 @@ from urllib.parse import quote
 
 import httpx
 
+from bus.messages import PARTS
+from bus.morphs import ENTRIES
 from bus.policy import FIELDS
 from bus.precisions import PRECISIONS
 from instar.client import admin_client, ask_json, get_json
@@ -33,7 +35,6 @@ from instar.parser import (
 DONE: Final = ("applied", "running")
 POLL_S: Final = 0.1
 MANUAL: Final = "manual"
-PARTS: Final = ("attention", "ffn")
 
 DESCRIPTION = """\
 Changes the shape of a running instance by hand, and the policy by which the service changes it itself.
@@ -66,15 +67,17 @@ def add_to(parser: CommandParser) -> None:
         add_client_flags(added)
         return added
 
-    swap = command("swap", "hold layers in another precision", _order(_swap))
+    swap = command("swap", ENTRIES["swap"].summary, _order(_swap))
     _add_instance(swap)
     which = swap.add_mutually_exclusive_group(required=True)
-    which.add_argument("--layers", type=layer_numbers, metavar="LIST", help="their numbers, as 0,4-6")
+    which.add_argument(
+        "--layers", type=layer_numbers, metavar="LIST", help=f"{_help('swap', 'layers')}, as 0,4-6"
+    )
     which.add_argument(
         "--count",
         type=at_least_one,
         metavar="N",
-        help="the next N in the instance's order; to full precision, the last N that were swapped",
+        help=_help("swap", "count"),
     )
     swap.add_argument(
         "--precision", required=True, type=one_of(PRECISIONS), metavar="P", help=either(PRECISIONS)
@@ -84,24 +87,27 @@ def add_to(parser: CommandParser) -> None:
     )
     _add_wait(swap)
 
-    resize = command("resize", "set the number of KV blocks", _order(_resize))
+    resize = command("resize", ENTRIES["resize"].summary, _order(_resize))
     _add_instance(resize)
-    resize.add_argument("blocks", type=_blocks, metavar="BLOCKS", help="rounded to whole pages")
+    resize.add_argument("blocks", type=_blocks, metavar="BLOCKS", help=_help("resize", "blocks"))
     _add_wait(resize)
 
-    tp = command("tp", "change the degree of tensor parallelism", _order(_transform))
-    tp.add_argument("tp", type=at_least_one, metavar="DEGREE", help="workers of one instance")
+    tp = command("tp", ENTRIES["transform"].summary, _order(_transform))
+    tp.add_argument("tp", type=at_least_one, metavar="DEGREE", help=_help("transform", "tp"))
     which = tp.add_mutually_exclusive_group()
     which.add_argument(
-        "--workers", type=_names, metavar="LIST", help="all that take part, as w0,w1 [the least loaded]"
+        "--workers",
+        type=_names,
+        metavar="LIST",
+        help=f"{_help('transform', 'workers')}, as w0,w1 [the least loaded]",
     )
     which.add_argument("--instance", metavar="INSTANCE", help="one that takes part [of the only model]")
-    tp.add_argument("--model", metavar="NAME", help="the model, where the workers serve several")
+    tp.add_argument("--model", metavar="NAME", help=_help("transform", "model"))
     tp.add_argument(
         "--layers-per-step",
         type=at_least_one,
         metavar="N",
-        help="layers that change between two steps [worker.layers_per_step]",
+        help=_help("transform", "layers_per_step"),
     )
     _add_wait(tp)
 
@@ -112,13 +118,18 @@ def add_to(parser: CommandParser) -> None:
         command(name, help_, run).add_argument("morph", metavar="ID", help="as `instar status` shows it")
 
 
+def _help(kind: str, name: str) -> str:
+    """Return the words for one field of an order."""
+    return next(one.summary for one in ENTRIES[kind].fields if one.name == name)
+
+
 def _add_instance(parser: CommandParser) -> None:
     parser.add_argument("instance", nargs="?", metavar="INSTANCE", help="[the only one]")
     parser.add_argument("--instance", dest="named", metavar="INSTANCE", help="the same as a flag")
 
 
 def _add_wait(parser: CommandParser) -> None:
-    help_ = "seconds it may wait for free memory [0]"
+    help_ = f"{_help('swap', 'wait_s')} [0]"
     parser.add_argument("--wait", type=number_from_zero, default=0.0, metavar="S", help=help_)
     parser.add_argument("--detach", action="store_true", help="return at once instead of when it has ended")
 

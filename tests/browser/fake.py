@@ -18,6 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from bench.common.service import free_port
+from gateway.operations.tables import tables
 from tests.browser.picture import NUM_LAYERS, Instance, deployment, policy, worker
 from tests.support.paths import ROOT
 
@@ -37,6 +38,7 @@ class Fake:
         self.silent: set[str] = set()
         self.morphs: dict[str, dict[str, Any]] = {}
         self.queued = self.unplaced = 0
+        self.tables = tables()
         self.policy = policy()
         self.models: list[dict[str, Any]] = []
         self.deployments: list[dict[str, Any]] = []
@@ -164,7 +166,7 @@ class Fake:
         self._listeners.add(queue)
         now = time.time()
         hello = {"version": "0.1.0", "gateway": "fake", "now": now, "slo": {"ttft_s": 2.0, "tpot_s": 0.1}}
-        yield _sse("hello", hello | {"history_s": HISTORY_S})
+        yield _sse("hello", hello | {"history_s": HISTORY_S, "tables": self.tables})
         moments = [self._moment(now - back) for back in range(HISTORY_S - 4, 0, -4)]
         yield _sse("history", {"moments": moments, "events": self.events})
         yield _sse("state", self.state())

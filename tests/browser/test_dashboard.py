@@ -10,7 +10,7 @@ import pytest
 
 from tests.browser.conftest import OpenPage
 from tests.browser.fake import Fake
-from tests.browser.picture import Instance, deployment
+from tests.browser.picture import PAGES, Instance, deployment
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
@@ -54,6 +54,39 @@ def test_a_layer_that_is_swapped_changes_its_colour_and_its_height(fake: Fake, o
     assert before is not None
     assert after is not None
     assert after["height"] < before["height"] / 2
+
+
+def test_what_only_the_gateway_knows_of_is_drawn(
+    fake: Fake, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A precision, a field of the policy and a kind of morph that the dashboard never heard of."""
+    monkeypatch.setitem(PAGES, "int6", 26)
+    swap, *_ = fake.tables["morphs"]
+    fake.tables["precisions"].insert(
+        2, {"name": "int6", "label": "six bits", "bits": 6, "colour": "#123456", "dark_colour": "#abcdef"}
+    )
+    fake.tables["policy"].append(
+        {"name": "calm_s", "label": "Calm", "group": "When", "unit": "s", "type": "number", "choices": {}}
+    )
+    fake.policy["calm_s"] = 7
+    blocks = {"name": "pages", "label": "Pages", "summary": "to lend", "type": "integer", "is_shown": True}
+    fake.tables["morphs"].append(
+        swap | {"name": "lend", "label": "Lend", "summary": "lend pages", "fields": [blocks]}
+    )
+    fake.instances[1].layers[2] = "int6"
+    page = open_page(fake.url)
+    half = page.locator(".device >> nth=1 >> .layer >> nth=2 >> .half.ffn")
+    assert half.get_attribute("data-kind") == "int6"
+    kind = half.evaluate("one => getComputedStyle(one).getPropertyValue('--kind')")
+    assert kind.strip() == "#123456"
+    wait_for_text(page, "#legend", "six bits")
+    page.get_by_role("tab", name="Policy").click()
+    assert page.get_by_label("Calm").input_value() == "7"
+    page.get_by_role("tab", name="By hand").click()
+    page.get_by_label("Pages", exact=True).fill("3")
+    page.get_by_role("button", name="Lend", exact=True).click()
+    wait_for_text(page, ".outcomes .chip", "running")
+    assert fake.orders == [("instances/demo@w0/lend", {"pages": 3, "wait_s": 5})]
 
 
 def test_the_workers_of_a_pipeline_each_have_their_own_layers(fake: Fake, open_page: OpenPage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from typing import get_args
 
@@ -13,8 +14,12 @@ from bus.precisions import PRECISIONS
 from gateway.app import ROUTERS
 from gateway.operations.tables import CHARTS, tables
 from tests.support.gateway_harness import Gate
+from tests.support.paths import ROOT
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
+
+
+DASHBOARD = sorted((ROOT / "gateway" / "dashboard").glob("*.*s"))
 
 
 def test_every_kind_of_morph_has_one_entry() -> None:
@@ -48,6 +53,18 @@ def test_how_far_a_morph_is_is_read_from_the_numbers_of_its_kind() -> None:
 def test_charts_draw_what_moments_have() -> None:
     names = {one.name for one in fields(InstanceMoment)}
     assert {series.field for chart in CHARTS for series in chart.series} <= names
+
+
+def test_the_dashboard_has_no_list_of_its_own() -> None:
+    """No precision, morph by hand or policy field is named in its scripts and style sheets."""
+    names = [*PRECISIONS[1:], *(one.name for one in FIELDS if one.name not in ("mode", "precision"))]
+    pattern = re.compile(rf"\b({'|'.join(names)})\b")
+    found = {
+        f"{path.name}: {match[0]}"
+        for path in DASHBOARD
+        for match in pattern.finditer(path.read_text("utf-8"))
+    }
+    assert not found
 
 
 async def test_programs_get_the_tables_from_the_gateway(gate: Gate) -> None:
