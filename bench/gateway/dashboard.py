@@ -1,10 +1,9 @@
-"""What the dashboard costs the gateway: CPU with 0, 1 and 8 viewers, idle and under load.
+"""The cost of the dashboard for the gateway: CPU with 0, 1 and 8 viewers, idle and under load.
 
 Starts `instar serve` as a user would, and reads the gateway's CPU time from the scheduler. In each round
-every number of viewers has its turn, and their cost is the difference to none in the same round, so that what
-else goes on in the machine is not counted as theirs; the median of the rounds is shown. Viewers read
-/admin/live as the page does. The load is an open loop: so many streams of so many tokens a second, whatever
-becomes of them.
+every number of viewers has its turn, and their cost is the difference to no viewer in the same round, so that
+other programs do not count; the median of the rounds is shown. Viewers read /admin/live as the page does. The
+load is an open loop of streams per second, whatever becomes of them.
 
 Bar: under 1 % of a core with one viewer. A card, and one JSON line, which is kept in
 bench/results/dashboard.json.
@@ -17,22 +16,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import statistics
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from bench.common.results import RESULTS
+from bench.common.results import conclude, parser, say
 from bench.gateway.idle import serving, spent_s, tree
 
 BAR_PERCENT = 1.0
 VIEWERS = (0, 1, 8)
 SETTLE_S = 1.5
-RESULT = RESULTS / "dashboard.json"
 
 
 def main() -> int:
@@ -44,26 +40,24 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every number of viewers [5]")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each turn [6]")
-    parser.add_argument("--rate", type=float, default=4.0, help="streams a second of the load [4]")
-    parser.add_argument("--tokens", type=int, default=32, help="of each stream [32]")
-    parser.add_argument("--workers", type=int, default=2, help="worker processes [2]")
-    return parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=5, help="turns of every number of viewers [5]")
+    options.add_argument("--seconds", type=float, default=6.0, help="of each turn [6]")
+    options.add_argument("--rate", type=float, default=4.0, help="streams a second of the load [4]")
+    options.add_argument("--tokens", type=int, default=32, help="of each stream [32]")
+    options.add_argument("--workers", type=int, default=2, help="worker processes [2]")
+    return options.parse_args()
 
 
 @dataclass
 class Turns:
-    """Per cent of a core, by number of viewers, a value a round; what a viewer got meanwhile."""
+    """Per cent of a core in each round, by number of viewers, and the bytes that a viewer got meanwhile."""
 
     percent: dict[int, list[float]] = field(default_factory=lambda: {num: [] for num in VIEWERS})
     bytes_per_s: list[float] = field(default_factory=list)
 
     def cost(self, num_viewers: int) -> float:
-        """More than none in the same round: the median."""
+        """Return the median of the difference to no viewer in the same round."""
         pairs = zip(self.percent[num_viewers], self.percent[0], strict=True)
         return statistics.median(with_them - without for with_them, without in pairs)
 
@@ -103,7 +97,7 @@ async def _turns(http: httpx.AsyncClient, gateway: int, args: argparse.Namespace
 
 @contextlib.asynccontextmanager
 async def _watching(http: httpx.AsyncClient, num_viewers: int) -> AsyncIterator[list[int]]:
-    """Bytes that each viewer got so far."""
+    """Let viewers read the feed; yield the bytes that each got so far."""
     got = [0] * num_viewers
 
     async def watch(viewer: int) -> None:
@@ -165,7 +159,5 @@ def report(found: dict[str, Turns], args: argparse.Namespace) -> int:
         "load": {"streams_per_s": args.rate, "tokens": args.tokens, "workers": args.workers},
         "seconds": args.seconds,
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result) + "\n")
-    sys.stdout.write("\n".join([*lines, json.dumps(result)]) + "\n")
-    return 0
+    say("\n".join(lines))
+    return conclude(result, is_kept=True)

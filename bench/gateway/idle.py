@@ -1,16 +1,15 @@
-"""Idle cost: CPU seconds a minute of the whole service doing nothing. Bar: under 2.
+"""Idle cost: CPU seconds per minute of the whole service while it does nothing. Bar: under 2.
 
     python -m bench.gateway idle [--seconds 60] [--model DIR]
 
-Starts `instar serve` on a free port, waits until it is ready and has settled, then adds up what every process
-of it, Redis and the supervisor too, spends while nobody asks for anything. The baseline beside it is the same
-minute of an embedded Redis alone: what standing still costs before any process of ours.
+Starts `instar serve` on a free port, waits until it is ready and has settled, then adds up the CPU time of
+its processes, Redis and the supervisor included, while there is no request. The baseline is the same minute
+of an embedded Redis alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -23,13 +22,12 @@ from pathlib import Path
 import httpx
 import psutil
 
-from bench.common.results import RESULTS
+from bench.common.results import conclude, parser, say
 from instar.serve.redis_server import free_port, start_redis
 
 BAR_S = 2.0
 READY_S = 180.0
 SETTLE_S = 5.0
-RESULT = RESULTS / "idle.json"
 
 
 def main() -> int:
@@ -46,19 +44,19 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to watch [60]")
-    parser.add_argument("--model", action="append", default=[], help="model folder [the demo model]")
-    return parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--seconds", type=float, default=60.0, help="how long to watch [60]")
+    options.add_argument("--model", action="append", default=[], help="model folder [the demo model]")
+    return options.parse_args()
 
 
 @contextmanager
 def serving(*words: str, **settings: str) -> Iterator[tuple[int, str]]:
-    """`instar serve` as a user starts it: its process id and address, once it is ready. `words`: models and
-    flags; `settings`: INSTAR_* variables without the prefix, the only ones that it sees. Raises RuntimeError
-    when it is not ready in time."""
+    """Run `instar serve` as a user starts it; yield its process id and address once it is ready.
+
+    `words` are models and flags; `settings` are INSTAR_* variables without the prefix, the only ones it sees.
+    Raises RuntimeError if the service is not ready in time.
+    """
     port = free_port()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR_")}
     environ |= {f"INSTAR_{name}": value for name, value in settings.items()}
@@ -73,7 +71,7 @@ def serving(*words: str, **settings: str) -> Iterator[tuple[int, str]]:
 
 
 def _wait_ready(port: int) -> None:
-    """Raises RuntimeError when the service is not ready in time."""
+    """Wait until the service is ready. Raises RuntimeError if it is not ready in time."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         try:
@@ -86,13 +84,13 @@ def _wait_ready(port: int) -> None:
 
 
 def tree(pid: int) -> dict[str, psutil.Process]:
-    """What it is -> process, for a process and all below it."""
+    """Return a process and all below it, by what each is."""
     root = psutil.Process(pid)
-    return {what(process): process for process in [root, *root.children(recursive=True)]}
+    return {name_of(process): process for process in [root, *root.children(recursive=True)]}
 
 
-def what(process: psutil.Process) -> str:
-    """`gateway` for `python -m gateway`; the program's name else."""
+def name_of(process: psutil.Process) -> str:
+    """Return `gateway` for `python -m gateway`, otherwise the name of the program."""
     words = process.cmdline()
     if "-m" in words:
         module = words[words.index("-m") + 1]
@@ -107,8 +105,10 @@ def cpu_seconds_a_minute(processes: dict[str, psutil.Process], seconds: float) -
 
 
 def spent_s(pid: int) -> float:
-    """CPU seconds of all threads, from the scheduler's nanoseconds: the usual counters may go by ticks of
-    10 ms, which a process that wakes for a moment a few times a second slips through."""
+    """Return the CPU seconds of all threads, from the scheduler's nanoseconds.
+
+    The usual counters may go by ticks of 10 ms, which miss a process that wakes for a moment now and then.
+    """
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
@@ -131,7 +131,5 @@ def report(per_process: dict[str, float], baseline: float, seconds: float) -> in
         "processes": {name.split(" ")[0]: round(cost, 3) for name, cost in per_process.items()},
         "seconds": seconds,
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result) + "\n")
-    sys.stdout.write("\n".join([*lines, json.dumps(result)]) + "\n")
-    return 0
+    say("\n".join(lines))
+    return conclude(result, is_kept=True)

@@ -1,9 +1,9 @@
-"""The road: gateway and bus with a worker that does no work. How many tokens, and how late?
+"""Throughput and latency of gateway and bus, with a worker that does no work (the road of a token).
 
-Gateway, Redis, the idle worker and the load client share the machine's cores. Printed are the tokens per
-second that reach the clients' sockets at rising loads, the CPU time each part takes per token, and, at half
-the bar, the time from a token's birth (in the worker, before it is encoded) to the client's socket. The
-baseline is a bare Starlette SSE app on the same server, sending chunks of the same size, in the same run.
+Gateway, Redis, the idle worker and the load client share the machine's cores. The card shows the tokens per
+second that reach the clients' sockets at rising loads, the CPU time of each part per token, and, at half the
+bar, the time from a token's birth (in the worker, before it is encoded) to the client's socket. The baseline
+is a bare Starlette SSE app on the same server that sends chunks of the same size, in the same run.
 
     python -m bench.gateway road [--streams 256] [--seconds 6] [--loads 10000,20000,30000]
 """
@@ -13,33 +13,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+import httpx
 import psutil
 
-from bench.common.results import RESULTS, ROOT
+from bench.common.results import DEMO, conclude, parser, say
+from bench.common.service import Service, wait_for
 from bench.gateway.road_client import Stream, run_streams
-from instar.serve.redis_server import free_port, plan_redis, wait_until_listening
+from instar.replay.statistics import percentile
 
-RESULT: Final = RESULTS / "road.json"
 BAR_TOKENS_PER_S, BAR_P99_MS = 20_000, 20.0
-WARM_S = 1.0  # at the beginning of a side and of each load: streams open, nothing is counted
+WARM_S = 1.0  # at the beginning of a side and of each load, when streams open; it does not count
 
 
 @dataclass(frozen=True)
 class Load:
-    """One load's outcome; `cpu_us` per token and part."""
+    """The outcome of one load; `cpu_us` is per token, by part."""
 
     offered: float
     received: float
@@ -48,55 +41,84 @@ class Load:
     cpu_us: dict[str, float]
 
 
-@dataclass
-class Side:
-    """A server under load: its processes by name, its port, and the log it writes at exit."""
+class Road(Service):
+    """Redis, a worker that does no work, and a gateway: no monitor and no controller."""
 
-    port: int
-    processes: dict[str, subprocess.Popen[bytes]]
-    log: Path
+    def __init__(self, model: Path) -> None:
+        settings = {"GATEWAY__MAX_QUEUE": "4096", "GATEWAY__MAX_INFLIGHT": "4096", "LOG__LEVEL": "warning"}
+        super().__init__(model=model, settings=settings | {"GATEWAY__MAX_N_TOKENS": str(1 << 20)})
 
-    def stop(self) -> dict[str, Any]:
-        for process in self.processes.values():
+    @property
+    def log(self) -> Path:
+        """The file that the maker of the tokens writes when it ends."""
+        return self.folder / "births.json"
+
+    def start(self) -> None:
+        self.start_redis()
+        self.redis_url = self.own_redis_url
+        self.add("worker", "bench.gateway.road_worker", BENCH_MODEL=str(self.model), BENCH_LOG=str(self.log))
+        self.add_gateway(0)
+        wait_for("the gateway", self.is_ready)
+
+    def is_ready(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return self.get("/ready").status_code == 200
+        return False
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU seconds of each part so far; this process is the client."""
+        pids = {name.rstrip("0"): process.pid for name, process in self.processes.items()} | {
+            "client": os.getpid()
+        }
+        times = {name: psutil.Process(pid).cpu_times() for name, pid in pids.items()}
+        return {name: spent.user + spent.system for name, spent in times.items()}
+
+    def finish(self) -> dict[str, Any]:
+        """End all processes and return the log of births."""
+        for process in reversed(list(self.processes.values())):
             process.terminate()
-        for process in self.processes.values():
-            process.wait(20)
         found: dict[str, Any] = json.loads(self.log.read_text())
         return found
 
 
+class Bare(Road):
+    """A bare Starlette app in place of the service."""
+
+    def start(self) -> None:
+        port = str(self.gateway_ports[0])
+        self.add("server", "bench.gateway.road_baseline", BENCH_PORT=port, BENCH_LOG=str(self.log))
+        wait_for("the bare app", self.is_ready)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each load")
-    parser.add_argument("--loads", default="10000,20000,30000,40000", help="tokens per second offered")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo", help="whose tokenizer to use")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--streams", type=int, default=256)
+    options.add_argument("--seconds", type=float, default=6.0, help="of each load")
+    options.add_argument("--loads", default="10000,20000,30000,40000", help="tokens per second offered")
+    options.add_argument("--model", type=Path, default=DEMO, help="whose tokenizer to use")
+    args = options.parse_args()
     loads = [int(load) for load in args.loads.split(",")]
     say(f"the road: {args.streams} streams, {os.cpu_count()} cores for all parts together")
-    ours = measure("instar", args, loads)
-    bare = measure("bare", args, loads)
+    ours = measure("instar", Road(args.model), args, loads)
+    bare = measure("bare", Bare(args.model), args, loads)
     result = summary(args.streams, ours, bare)
     print_card(result)
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(result) + "\n")
-    say(json.dumps(result))
+    conclude(result, is_kept=True)
     return 0 if result["passed"] else 1
 
 
-def measure(name: str, args: argparse.Namespace, loads: list[int]) -> dict[str, Any]:
-    """All loads against one server, and the latency at the lowest."""
-    with tempfile.TemporaryDirectory(prefix="road-") as folder, ExitStack() as stack:
-        start = instar_side if name == "instar" else bare_side
-        side = stack.enter_context(start(Path(folder), args.model))
-        run_streams(side.port, args.streams, max(1, loads[0] // args.streams), WARM_S)
+def measure(name: str, side: Road, args: argparse.Namespace, loads: list[int]) -> dict[str, Any]:
+    """Put all loads on one side, and return its rates, its CPU time and the latency at the lowest load."""
+    with side:
+        port = side.gateway_ports[0]
+        run_streams(port, args.streams, max(1, loads[0] // args.streams), WARM_S)
         found = [run_load(side, args.streams, load, args.seconds) for load in loads]
-        log = side.stop()
+        log = side.finish()
     for load in found:
         parts = ", ".join(f"{part} {us:.1f}" for part, us in load.cpu_us.items())
         rates = f"offered {load.offered:8,.0f}/s  received {load.received:8,.0f}/s"
         say(f"  {name:7} {rates}  CPU us/token: {parts}")
-    latencies = latencies_ms(found[0].streams, log)
+    latencies = sorted(latencies_ms(found[0].streams, log))
     return {
         "loads": [
             {
@@ -109,19 +131,19 @@ def measure(name: str, args: argparse.Namespace, loads: list[int]) -> dict[str, 
         ],
         "latency_ms": {
             "at": found[0].offered,
-            "p50": percentile(latencies, 0.5),
-            "p99": percentile(latencies, 0.99),
+            "p50": percentile(latencies, 50),
+            "p99": percentile(latencies, 99),
             "max": max(latencies),
         },
     }
 
 
-def run_load(side: Side, num_streams: int, offered: int, seconds: float) -> Load:
-    """`received` counts between the warm-up and the last second, in which streams end."""
+def run_load(side: Road, num_streams: int, offered: int, seconds: float) -> Load:
+    """Put one load on a side. `received` counts between the warm-up and the last second, when streams end."""
     pace = max(1, round(offered / num_streams))
-    before = cpu_seconds(side)
-    streams = run_streams(side.port, num_streams, pace, seconds)
-    used = {part: after - before[part] for part, after in cpu_seconds(side).items()}
+    before = side.cpu_seconds()
+    streams = run_streams(side.gateway_ports[0], num_streams, pace, seconds)
+    used = {part: after - before[part] for part, after in side.cpu_seconds().items()}
     num_tokens = sum(stream.num_events - 1 for stream in streams)  # [DONE] is the last event
     wanted = num_streams * max(1, round(pace * seconds))
     return Load(
@@ -134,7 +156,7 @@ def run_load(side: Side, num_streams: int, offered: int, seconds: float) -> Load
 
 
 def steady_rate(streams: list[Stream]) -> float:
-    """Tokens per second at the sockets while all streams ran."""
+    """Return the tokens per second at the sockets while all streams ran."""
     begin = max(stream.reads[0][1] for stream in streams) + WARM_S * 1e9
     end = min(stream.reads[-1][1] for stream in streams) - 0.2e9
     if end <= begin:
@@ -155,7 +177,7 @@ def _events_until(stream: Stream, moment: float) -> int:
 
 
 def latencies_ms(streams: list[Stream], log: dict[str, Any]) -> list[float]:
-    """Of every token after its stream's first second: read at the socket minus birth."""
+    """Return the time from birth to the socket of every token after its stream's first second."""
     births, first_steps = log["births_ns"], log["first_steps"]
     found: list[float] = []
     for stream in streams:
@@ -167,99 +189,6 @@ def latencies_ms(streams: list[Stream], log: dict[str, Any]) -> list[float]:
                 found += [(at - births[first + token]) / 1e6 for token in range(before, last)]
             before = last
     return found
-
-
-def percentile(values: list[float], share: float) -> float:
-    return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
-
-
-def cpu_seconds(side: Side) -> dict[str, float]:
-    parts = {name: psutil.Process(process.pid) for name, process in side.processes.items()}
-    parts["client"] = psutil.Process()
-    times = {name: part.cpu_times() for name, part in parts.items()}
-    return {name: spent.user + spent.system for name, spent in times.items()}
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-# --------------------------------------------------------------------------- the two sides
-
-
-@contextmanager
-def instar_side(folder: Path, model: Path) -> Iterator[Side]:
-    redis = plan_redis(maxmemory_mb=256)
-    port, log = free_port(), folder / "worker.json"
-    env = os.environ | {
-        "INSTAR_CONFIG": str(_empty(folder)),
-        "INSTAR_REDIS__URL": f"redis://:{redis.password}@127.0.0.1:{redis.port}/0",
-        "INSTAR_GATEWAY__PORT": str(port),
-        "INSTAR_GATEWAY__MAX_QUEUE": "4096",
-        "INSTAR_GATEWAY__MAX_INFLIGHT": "4096",
-        "INSTAR_GATEWAY__MAX_N_TOKENS": str(1 << 20),
-        "INSTAR_LOG__LEVEL": "warning",
-    }
-    with running(folder, env) as start:
-        start("redis", *redis.argv, stdin=redis.config)
-        wait_until_listening(redis.port, 10)
-        start("worker", sys.executable, "-m", "bench.gateway.road_worker", str(model), str(log))
-        processes = start("gateway", sys.executable, "-m", "gateway")
-        wait_ready(port)
-        yield Side(port, processes, log)
-
-
-@contextmanager
-def bare_side(folder: Path, _: Path) -> Iterator[Side]:
-    port, log = free_port(), folder / "bare.json"
-    with running(folder, dict(os.environ)) as start:
-        processes = start("server", sys.executable, "-m", "bench.gateway.road_baseline", str(port), str(log))
-        wait_ready(port)
-        yield Side(port, processes, log)
-
-
-@contextmanager
-def running(folder: Path, env: dict[str, str]) -> Iterator[Any]:
-    """Starts processes by name; ends what is left of them."""
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(name: str, *argv: str, stdin: bytes = b"") -> dict[str, subprocess.Popen[bytes]]:
-        with (folder / f"{name}.log").open("wb") as out:
-            process = subprocess.Popen(argv, env=env, cwd=ROOT, stdin=subprocess.PIPE, stdout=out, stderr=out)
-        assert process.stdin is not None
-        process.stdin.write(stdin)
-        process.stdin.close()
-        processes[name] = process
-        return processes
-
-    try:
-        yield start
-    except BaseException:
-        for name in processes:
-            say(f"--- {name}\n{(folder / f'{name}.log').read_text(errors='replace')[-2000:]}")
-        raise
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
-
-
-def wait_ready(port: int, within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.05)
-    raise TimeoutError(f"nothing was ready on port {port} within {within_s} s")
-
-
-def _empty(folder: Path) -> Path:
-    file = folder / "instar.toml"
-    file.touch()
-    return file
 
 
 # --------------------------------------------------------------------------- the card

@@ -1,9 +1,9 @@
-"""What the same stack does without us: a bare Starlette SSE app on uvicorn that sends the same chunks.
+"""The baseline of the road: a bare Starlette SSE app on uvicorn that sends the same chunks.
 
-One ticker puts a ready-made chunk into every stream's queue, a generator per stream yields it: how such
-an app is usually written. No bus, no tokenizer, no JSON.
+One ticker puts a ready-made chunk into every stream's queue, and a generator per stream yields it, as such an
+app is usually written. There is no bus, no tokenizer and no JSON.
 
-    python -m bench.gateway.road_baseline PORT LOG.json
+    BENCH_PORT=PORT BENCH_LOG=FILE python -m bench.gateway.road_baseline
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ CHUNK = (
 
 
 class Server(uvicorn.Server):
-    """uvicorn that returns from SIGTERM, so that the log can be written."""
+    """A server that returns from SIGTERM, so that the log can be written."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -99,4 +99,4 @@ def main(port: int, log: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(os.environ["BENCH_PORT"]), Path(os.environ["BENCH_LOG"]))

@@ -1,7 +1,7 @@
 """A load client cheap enough to share two cores with what it measures: raw sockets, one epoll loop.
 
-It parses nothing: an event ends in an empty line, so counting those counts tokens. For each read it keeps
-(stream, events so far, time); who made the tokens knows when each was born.
+It parses nothing: an event ends in an empty line, so counting those counts tokens. For each read it keeps the
+events so far and the time; the maker of the tokens knows when each was born.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ HEAD: Final = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
-# Between two looks at the sockets: a client that wakes up for each token would take more of the cores than
-# what it measures. It counts as lateness.
+# Between two looks at the sockets. It counts as lateness, but a client that wakes up for each token would use
+# more of the cores than what it measures.
 NAP_S: Final = 0.0005
 READ_BYTES: Final = 16384  # more than malloc serves without asking the kernel each time costs 10 us a read
 _ID: Final = re.compile(rb'"id":"(cmpl-[0-9a-f]+)"')
@@ -37,7 +37,7 @@ class Stream:
 
 
 def run_streams(port: int, num_streams: int, tokens_per_s: float, seconds: float) -> list[Stream]:
-    """Opens all streams and reads them to their ends. Each gets `tokens_per_s` for `seconds`."""
+    """Open all streams and read them to their ends; each gets `tokens_per_s` for `seconds`."""
     max_tokens = max(1, round(tokens_per_s * seconds))
     body = json.dumps(
         {

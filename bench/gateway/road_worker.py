@@ -1,9 +1,9 @@
-"""A worker that does no work: it speaks the real bus and makes one token per stream and step, at a pace.
+"""A worker that does no work: it uses the real bus and makes one token per stream and step, at a pace.
 
-A request's `seed` sets the pace of everything that runs: steps per second. At exit it writes the birth of
-each step and each request's first step, from which the client's log tells every token's way.
+A request's `seed` sets the pace of everything that runs, in steps per second. At exit the worker writes the
+birth of each step and each request's first step, so that the way of every token is known.
 
-    python -m bench.gateway.road_worker MODEL_FOLDER LOG.json      # the bus from INSTAR_* as every service
+    BENCH_MODEL=FOLDER BENCH_LOG=FILE python -m bench.gateway.road_worker     # the bus from INSTAR_*
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class RoadWorker:
 
 
 def some_tokens(folder: Path) -> list[int]:
-    """Tokens of real text, each of whole characters, so that one token is one event."""
+    """Return tokens of real text, each of whole characters, so that one token is one event."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = Vocabulary(tokenizer, 0)
     ids = tokenizer.encode(Path(json.__file__).read_text(encoding="utf-8"), add_special_tokens=False).ids
@@ -157,7 +157,7 @@ def some_tokens(folder: Path) -> list[int]:
 
 
 async def main(_: Settings, bus: Bus, stop: asyncio.Event) -> None:
-    await RoadWorker(bus, Path(sys.argv[1]), Path(sys.argv[2])).work(stop)
+    await RoadWorker(bus, Path(os.environ["BENCH_MODEL"]), Path(os.environ["BENCH_LOG"])).work(stop)
 
 
 if __name__ == "__main__":
