@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_oracle(family: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A transformers model in float32 with nothing left at its initial value: biases and norms are random."""
+    """Return a transformers model in float32 whose biases and norms are random too."""
     name, options = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**(TINY | options | changes))
     config._attn_implementation = "eager"

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-END = "end"  # the name of the last call
+END = ""  # the name of the last call; no method has it
 END_S = 20.0
 
 

@@ -1,4 +1,4 @@
-"""Where benchmarks find their inputs, how they report, and where they write their results.
+"""Paths, reports and results of benchmarks.
 
 Uses the standard library only: `make gpu` runs where little else is installed.
 """

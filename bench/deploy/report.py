@@ -25,7 +25,7 @@ SLO: Final = "latency SLO"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the service chooses for an intent, and its estimate as JSON."""
+    """The service's choice for an intent, and its estimate as JSON."""
 
     model: str
     name: str

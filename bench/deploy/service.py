@@ -45,7 +45,7 @@ class DeployService(EmptyService):
     """A service on which nothing is deployed at first. The policy may morph, as by default."""
 
     def __init__(self, num_workers: int, host_dir: str) -> None:
-        """`host_dir` is for the variants of the models."""
+        """Configure the service; `host_dir` holds the variants of the models."""
         super().__init__(num_workers=num_workers, settings=SETTINGS | {"WORKER__HOST_DIR": host_dir})
 
     # ------------------------------------------------------------------------------------- orders

@@ -50,7 +50,7 @@ PIPELINE, TIMEOUT_S, START_S = "bench@w0", 60.0, 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """How a model is staged: stage i has layers [bounds[i], bounds[i + 1]), in full and in `precisions`."""
+    """The stages of a model: stage i has layers [bounds[i], bounds[i + 1]), in full and in `precisions`."""
 
     folder: Path
     bounds: Sequence[int]

@@ -38,7 +38,7 @@ class Group:
     shape = Configuration(tp=TP)
 
     def __init__(self, folder: Path, num_layers: int, limits: Limits, **settings: Any) -> None:
-        """`settings` are those of the workers. Raises RuntimeError if no group is formed."""
+        """Form the group; `settings` are those of the workers. Raises RuntimeError if no group is formed."""
         self._num_layers = num_layers
         self._ids = itertools.count()
         self._precision: Precision = "full"

@@ -1,4 +1,4 @@
-"""How well one and two layers tell the memory and latency of a whole model, on the CPU in float32.
+"""Accuracy of estimates of a whole model's memory and latency from one and two layers, on the CPU in float32.
 
     python -m bench.estimate [--quick] [--threads 1] [--minutes 3] [--cpu-time]
 
@@ -7,9 +7,9 @@ in a group of two, and in two and four stages. Their fingerprints are profiled a
 model is registered; from that the controller estimates requests of sizes beyond those measured, and chooses.
 The whole models then really run these requests: on one device in this process, elsewhere in processes of
 their own, a core each, with the sockets between them that workers have. Fingerprints and the whole in every
-shape take turns of a second and less: what others leave of memory's bandwidth changes by a third from one
-minute to the next, and so it changes for all. On a machine that others use a clock tells nothing:
---cpu-time takes the process's time on one core instead, and then there is one device only.
+shape take turns of a second and less: the memory bandwidth that other programs leave changes by a third from
+one minute to the next, and then it changes for all. On a busy machine the clock is useless: --cpu-time takes
+the process's CPU time instead, and then there is one device only.
 
 A case is left out where the devices that work at once are more than this machine has cores (`fits`).
 

@@ -1,4 +1,4 @@
-"""What `bench.estimate` compares its estimates with: the whole model, run in every precision and one shape.
+"""The truth that `bench.estimate` compares with: the whole model, run in every precision and one shape.
 
 The shape is one device (`OneDevice` here), a group (`bench.estimate.group`) or stages
 (`bench.estimate.stages`).
@@ -30,7 +30,7 @@ Running = Generator[None, None, float]  # yields between two steps, where others
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is true of one configuration and one intent's requests."""
+    """The truth of one configuration and one intent's requests."""
 
     latency_s: float  # the median of all runs
     memory_bytes: int  # of all devices together
@@ -72,7 +72,7 @@ class Truth:
         fullest: Intent,
         block_tokens: int,
     ) -> None:
-        """`fullest` are requests that fill a step."""
+        """Measure the devices in every precision and intent; `fullest` are requests that fill a step."""
         self.devices, self.precisions, self.intents = devices, precisions, intents
         self._fullest, self._block_tokens = fullest, block_tokens
         self.seconds = 0.0
@@ -135,7 +135,7 @@ class OneDevice:
         shape: Shape,
         clock: Callable[[], float],
     ) -> None:
-        """`plan` is one of all layers; `intents` are the requests to run."""
+        """Load the model; `plan` has all its layers, and `intents` are the requests to run."""
         self._plan, self._pool, self._clock = plan, pool, clock
         self._num_layers = plan.config.num_layers
         self._fingerprint: Fingerprint = at_once(load_cut(plan, pool))

@@ -1,4 +1,4 @@
-"""What the parts of `bench.gpu` share: running one part alone, and timing what a device does."""
+"""Shared by the parts of `bench.gpu`: running one part alone, and timing a device."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ WAIT_S = 0.01  # while kernels are compiled in another thread
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: rounds of the profile, and runs of the whole model, of which the first warms up."""
+    """The amount of work: rounds of the profile, and runs of the whole model, of which the first warms up."""
 
     config: Mapping[str, Any]
     dtype: torch.dtype

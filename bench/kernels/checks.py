@@ -1,5 +1,7 @@
-"""Every kernel against its oracle, over a sweep: plain functions, so that a machine with a GPU and nothing
-but torch and triton can run them too (`bench/gpu/suite.py`).
+"""Checks of every kernel against its oracle, over a sweep.
+
+They are plain functions, so that a machine with a GPU and nothing but torch and triton can run them too
+(`bench/gpu/suite.py`).
 
     python -m bench.kernels.checks FACE DEVICE [PART]
 
@@ -32,7 +34,7 @@ Check = tuple[str, Callable[[], None]]
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """lengths: (new tokens, context) of each sequence."""
+    """A call of attention; `lengths` are the new tokens and the context of each sequence."""
 
     name: str
     lengths: tuple[tuple[int, int], ...]
@@ -68,7 +70,7 @@ PARTS = ("all", "dense", "quantized")
 
 
 def checks(face: str, device: str, part: str = "all") -> Iterator[Check]:
-    """(what should hold, a call that raises AssertionError when it does not)."""
+    """Yield what should hold, and a call that raises AssertionError if it does not."""
     if part != "quantized":
         yield from dense_checks(face, device)
     if part != "dense":
@@ -260,7 +262,7 @@ ROW_CHECKS = (
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within the dtype's tolerance, relative to the largest expected value of the row."""
+    """Compare within the dtype's tolerance, relative to the largest expected value of the row."""
     tolerance = (GPU_TOLERANCE if result.is_cuda else TOLERANCE)[result.dtype]
     bound = tolerance * expected.double().abs().amax(-1, keepdim=True).clamp(min=1.0)
     error = (result.cpu().double() - expected.double()).abs()
@@ -272,12 +274,12 @@ def _randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """To the device with its strides, which `to` may not keep."""
+    """Copy to the device with the strides, which `to` may not keep."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def failures(face: str, device: str, part: str = "all") -> Iterator[tuple[str, str | None]]:
-    """Each check and what went wrong with it, or None."""
+    """Yield each check and what went wrong with it, or None."""
     for name, check in checks(face, device, part):
         try:
             check()

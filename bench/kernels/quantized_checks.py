@@ -1,5 +1,8 @@
-"""Products with quantised weights against their oracle: every number of bits, group, split, dtype and a few
-numbers of units and tokens. Plain functions, as in `bench.kernels.checks`."""
+"""Checks of products with quantised weights against their oracle.
+
+They cover every number of bits, group, split and dtype, and some numbers of units and tokens, and are plain
+functions as in `bench.kernels.checks`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 def quantized_checks(
     face: str, device: str, assert_close: AssertClose
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """(what should hold, a call that raises AssertionError when it does not)."""
+    """Yield what should hold, and a call that raises AssertionError if it does not."""
     is_slow = is_interpreted(face, device)  # thousands of times slower: every corner once
     for bits, group, split in itertools.product(CODE_BITS, GROUPS, get_args(Split)):
         for dtype in DTYPES:
@@ -85,7 +88,7 @@ def check_product(
     biases: tuple[bool, ...] = (False, True),
     size: float = 0.5,
 ) -> None:
-    """biases: with and without them. size: of most results; the tolerance is that of 1."""
+    """Check a product with and without `biases`; most results are of `size`, the tolerance is that of 1."""
     random = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, weight.num_inputs + 8, generator=random)[:, 8:]  # rows lie apart
     x = (x * size / weight.num_inputs**0.5).to(dtype)
@@ -103,7 +106,10 @@ def check_product(
 
 
 def check_many_inputs(face: str, device: str, assert_close: AssertClose, tokens: int) -> None:
-    """Several pieces of the inputs on the CPU, several splits on a GPU; 300 tokens are several blocks."""
+    """Check many inputs: several pieces on the CPU, several splits on a GPU.
+
+    300 tokens are several blocks.
+    """
     for bits, split in zip(CODE_BITS, itertools.cycle(get_args(Split)), strict=False):
         weight, _ = quantized(
             units=2, unit_outputs=80, unit_inputs=1088, bits=bits, group=64, split=split, is_scaled=True
@@ -113,7 +119,7 @@ def check_many_inputs(face: str, device: str, assert_close: AssertClose, tokens:
 
 
 def check_pieces(device: str, assert_close: AssertClose) -> None:
-    """A matrix that does not fit the scratch."""
+    """Check a matrix that does not fit the scratch memory."""
     from kernels.gpu import quantized as gpu
 
     weight, _ = quantized(units=3, unit_outputs=50, unit_inputs=64, bits=4, group=32)
@@ -122,7 +128,7 @@ def check_pieces(device: str, assert_close: AssertClose) -> None:
 
 
 def _moved(weight: QuantizedWeight, device: str) -> QuantizedWeight:
-    """To the device with its strides."""
+    """Copy to the device with its strides."""
     codes, scales, zeros = (
         torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=device).copy_(part)
         for part in (weight.codes, weight.scales, weight.zeros)

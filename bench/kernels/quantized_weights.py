@@ -19,7 +19,7 @@ def quantized(
     is_scaled: bool = False,
     seed: int = 0,
 ) -> tuple[QuantizedWeight, torch.Tensor]:
-    """A random weight with gaps of 0xFF between its units and rows, and the matrix [N, K] it was made of."""
+    """Return a random weight with gaps of 0xFF between units and rows, and its matrix [N, K]."""
     random = torch.Generator().manual_seed(seed)
     shape = (units * unit_outputs, unit_inputs) if split == "outputs" else (unit_outputs, units * unit_inputs)
     w = torch.randn(shape, generator=random)
@@ -37,7 +37,7 @@ def _in_units(matrix: torch.Tensor, units: int, split: Split) -> torch.Tensor:
 
 
 def _apart(part: torch.Tensor) -> torch.Tensor:
-    """[U, Nu, n] as a view of bytes of which it is not everything; reading past it shows."""
+    """Return [U, Nu, n] as a view into a larger buffer, so that reading past it shows."""
     units, outputs, width = part.shape
     buffer = torch.full((units, outputs + 1, width + 8), 255, dtype=torch.uint8).to(part.dtype)
     if part.dtype.is_floating_point:

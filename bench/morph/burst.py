@@ -1,4 +1,4 @@
-"""A burst against a budget that full precision saturates: what do morphs save, and what do they cost?
+"""Gain and cost of morphs, in a burst against a budget that full precision saturates.
 
     python -m bench.morph burst [--quick] [--rounds 3]        (make bench-morph)
 

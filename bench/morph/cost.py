@@ -1,4 +1,4 @@
-"""What a swap costs the steps beside it, and how long it takes, on the CPU in float32.
+"""The cost of a swap for the steps beside it, and its time, on the CPU in float32.
 
     python -m bench.morph cost [--quick] [--threads 2]
 

@@ -1,4 +1,4 @@
-"""How fast one thread copies the bytes of a swap, and nothing else."""
+"""The floor of a swap: the time in which one thread copies its bytes."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Run:
 
     @property
     def first_queued_s(self) -> float | None:
-        """When the first request came that found no blocks in the burst.
+        """The time at which the first request came that found no blocks in the burst.
 
         What waits at the end of a step was refused a place in it.
         """
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def first_added_s(self) -> float | None:
-        """When there first were more KV blocks than before the run."""
+        """The time at which there first were more KV blocks than before the run."""
         grown = (one.at_s - self.began_s for one in self.samples if one.kv_blocks > self.blocks_before)
         return next(grown, None)
 

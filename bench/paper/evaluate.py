@@ -46,7 +46,7 @@ LADDER_FROM, LADDER_TO = 0.7, 1.15  # of what full precision can do, and of what
 
 
 def ladder_rates(full: float, int4: float, steps: int) -> list[float]:
-    """Requests per second, each the same factor above the one before."""
+    """Return requests per second, each the same factor above the one before."""
     low, high = LADDER_FROM * full, LADDER_TO * max(full, int4)
     return [low * (high / low) ** (i / max(1, steps - 1)) for i in range(steps)]
 
@@ -60,7 +60,7 @@ def expected_s(size: Size, num_loads: int) -> float:
 
 
 def evaluate(traces: Path | None, runs_folder: Path, size: Size) -> dict[str, Any]:
-    """Raises CommandError."""
+    """Run the whole evaluation and return its result. Raises CommandError if it cannot run."""
     for window in WINDOWS if traces else ():
         find_trace(traces or Path(), window)  # said now rather than after minutes
     clock = Clock(expected_s(size, 1 + (len(WINDOWS) if traces else 0)))

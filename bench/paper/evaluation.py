@@ -31,7 +31,7 @@ BETWEEN_S: Final = 9.0  # for the last answers and the way back to full precisio
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much of everything."""
+    """The size of an evaluation."""
 
     speed: float = SPEED
     ladder_steps: int = 6
@@ -39,7 +39,7 @@ class Size:
     ladder_drain_s: float = 20.0
     drain_s: float = 60.0
     offline_s: float = 200.0  # expected
-    burst: float = 1.0  # of what it should be
+    burst: float = 1.0  # times the usual burst
     is_quick: bool = False
 
 
@@ -55,7 +55,7 @@ QUICK: Final = Size(
 
 
 class Clock:
-    """What is done, and how long the rest will take."""
+    """Reports what is done, and how long the rest will take."""
 
     def __init__(self, left_s: float) -> None:
         self._began = time.monotonic()
@@ -66,7 +66,7 @@ class Clock:
         return time.monotonic() - self._began
 
     def say(self, text: str, done_s: float = 0.0) -> None:
-        """`done_s`: of the time expected, what this was."""
+        """Print a line; `done_s` of the expected time is over."""
         self.left_s -= done_s
         minutes, seconds = divmod(round(self.seconds), 60)
         left = f"{max(0.0, self.left_s) / 60:.0f} min left"
@@ -76,7 +76,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Evaluation:
-    """The services, what is known offline, and what was found so far."""
+    """The services, the offline quality, and the results so far."""
 
     service: MorphService
     wide: MorphService
@@ -88,7 +88,7 @@ class Evaluation:
     ladder: list[dict[str, Any]] = field(default_factory=list)
 
     def calibrate(self) -> dict[str, float]:
-        """Requests per second that full precision and all layers in INT4 can do now."""
+        """Return the requests per second that full precision and all layers in INT4 can do now."""
         found = {}
         times = [0.0] * (AT_ONCE // 2 if self.size.is_quick else AT_ONCE)
         for way in (Way(FULL), Way(INT4, below=self.service.num_layers)):
@@ -100,7 +100,7 @@ class Evaluation:
         return found
 
     def replay(self, loads: list[Load]) -> None:
-        """Each load to every way, beginning with another one each time."""
+        """Send each load to every way, each time beginning with another way."""
         order = ways(self.service.num_layers, self.offline.plans)
         for number, load in enumerate(loads):
             first = number * len(order) // len(loads)
@@ -113,7 +113,7 @@ class Evaluation:
         self.rows.sort(key=lambda one: (names[0].index(one["load"]), names[1].index(one["way"])))
 
     def climb(self, rates: list[float]) -> None:
-        """Throughput and TTFT at steady rates."""
+        """Measure throughput and TTFT at steady rates."""
         by_name = {way.name: way for way in ways(self.service.num_layers, self.offline.plans)}
         for step, rate in enumerate(rates):
             times = steady(rate, self.size.ladder_s, seed=step)
@@ -124,8 +124,7 @@ class Evaluation:
                 self.clock.say(in_a_line(self.ladder[-1]), self.size.ladder_s + BETWEEN_S)
 
     def _run(self, way: Way, load: str, source: str, times: list[float], drain_s: float) -> PaperRun:
-        """Kept in the folder of runs, too. Raises InputError where nothing was served: no ratio can be told
-        of that."""
+        """Run a load and keep it in the folder of runs. Raises InputError if nothing was served."""
         service = self.wide if way.is_roomy else self.service
         run = run_one(service, way, load, source, requests(times, self.offline.prompts), drain_s)
         folder = self.runs_folder / re.sub(r"[^a-z0-9.]+", "-", f"{load} {way.name}".lower())
@@ -139,7 +138,7 @@ class Evaluation:
 
 
 def rung(run: PaperRun, rate: float, seconds: float) -> dict[str, Any]:
-    """One step of the ladder. Tokens per second: while requests were due, without the first third."""
+    """Return one step of the ladder; tokens per second while requests were due, without the first third."""
     whole = row(run)
     counted = run.file.events_per_s[int(seconds / 3) : int(seconds)]
     names = ("load", "way", "requests", "served", "ttft_s", "tpot_s", "violations", "others_cores")

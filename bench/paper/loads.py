@@ -1,4 +1,4 @@
-"""When the requests of the paper's evaluation come: windows of traces, a made-up burst, a ladder of rates.
+"""The loads of the paper's evaluation: windows of traces, a made-up burst, a ladder of rates.
 
 As in MorphServe (§5) a trace gives the times, and all requests have one length of prompt and of output. Its
 windows last 72 s; here they are sent faster, and thinned until their busiest part asks for what the machine's
@@ -21,7 +21,7 @@ from instar.replay.traces import Arrival, Shaping, load
 PROMPT_TOKENS: Final = 128
 OUTPUT_TOKENS: Final = 64
 SECONDS: Final = 72.0  # of a trace's window, as in the paper
-BUSIEST_S: Final = 8.0  # what "the burst" of a load is: its busiest so many seconds, as sent
+BUSIEST_S: Final = 8.0  # the length of a load's busiest part, its "burst", as sent
 GAMMA_CV: Final = 2.5
 RATES_PER_STEP: Final = 200  # of the search for a made-up burst's rate
 
@@ -35,7 +35,7 @@ no trace {name} in {folder}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """72 seconds of a trace. `files`: names it may have in the folder."""
+    """A window of 72 seconds of a trace; `files` are the names that it may have in the folder."""
 
     name: str
     files: tuple[str, ...]
@@ -52,7 +52,7 @@ GAMMA_NAME: Final = "Gamma burst"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`times`: of its requests, seconds after the beginning. `of`: how many there were before thinning."""
+    """A load: the times of its requests after the beginning, and their number before thinning (`of`)."""
 
     name: str
     source: str
@@ -62,7 +62,7 @@ class Load:
 
     @property
     def burst_rate(self) -> float:
-        """Requests per second in its busiest part."""
+        """The requests per second in the busiest part."""
         return busiest(self.times, BUSIEST_S) / BUSIEST_S
 
     @property
@@ -74,7 +74,7 @@ class Load:
 
 
 def requests(times: Sequence[float], prompts: Sequence[list[int]]) -> list[Arrival]:
-    """The same number, the same prompt, in every load."""
+    """Return the requests of a load; the n-th has the same prompt in every load."""
     return [
         Arrival(at_s, PROMPT_TOKENS, OUTPUT_TOKENS, prompts[number % len(prompts)])
         for number, at_s in enumerate(times)
@@ -82,17 +82,17 @@ def requests(times: Sequence[float], prompts: Sequence[list[int]]) -> list[Arriv
 
 
 def busiest(times: Sequence[float], seconds: float) -> int:
-    """The most arrivals in any so many seconds. `times` ascend."""
+    """Return the most arrivals in any `seconds`; `times` ascend."""
     return max((bisect_left(times, at_s + seconds) - i for i, at_s in enumerate(times)), default=0)
 
 
 def thinned(times: Sequence[float], num: int) -> list[float]:
-    """`num` of them, evenly by their number."""
+    """Return `num` of the times, evenly by their number."""
     return [times[i * len(times) // num] for i in range(num)]
 
 
 def fitted(times: Sequence[float], rate: float) -> list[float]:
-    """As many as ask for no more than `rate` in their busiest part; all of them where they ask for less."""
+    """Return as many times as ask for no more than `rate` in their busiest part."""
     most = rate * BUSIEST_S
     for num in range(len(times), 1, -1):
         if busiest(found := thinned(times, num), BUSIEST_S) <= most:
@@ -101,7 +101,7 @@ def fitted(times: Sequence[float], rate: float) -> list[float]:
 
 
 def find_trace(folder: Path, window: Window) -> Path:
-    """Raises InputError, which says where to get it."""
+    """Return the path of a trace. Raises InputError that says where to get it."""
     for name in window.files:
         if (path := folder / name).is_file():
             return path
@@ -109,7 +109,7 @@ def find_trace(folder: Path, window: Window) -> Path:
 
 
 def window_load(path: Path, window: Window, speed: float, rate: float) -> Load:
-    """Raises InputError."""
+    """Return the load of a window. Raises InputError if the trace is not readable."""
     trace = load(str(path), "auto", Shaping(window.start_s, SECONDS, rate=speed))
     times = [one.at_s for one in trace.arrivals]
     source = f"{path.name}, {window.start_s:g} to {window.start_s + SECONDS:g} s"
@@ -117,7 +117,7 @@ def window_load(path: Path, window: Window, speed: float, rate: float) -> Load:
 
 
 def gamma_load(seconds: float, rate: float, seed: int = 1) -> Load:
-    """The made-up burst of the highest mean rate that asks for no more than `rate` in its busiest part."""
+    """Return the made-up burst of the highest rate that asks for no more than `rate` in its busiest part."""
     found: tuple[str, list[float]] | None = None
     for step in range(1, RATES_PER_STEP + 1):
         source = f"gamma:{rate * step / RATES_PER_STEP:.4g}:{GAMMA_CV:g}:{seconds:g}"
@@ -132,7 +132,7 @@ def gamma_load(seconds: float, rate: float, seed: int = 1) -> Load:
 def all_loads(
     traces: Path | None, speed: float, rate: float, note: Callable[[str], None] = lambda _: None
 ) -> list[Load]:
-    """Without a folder, only the made-up burst. Raises InputError."""
+    """Return the loads, without a folder only the made-up burst. Raises InputError if a trace is missing."""
     loads = []
     for window in WINDOWS if traces else ():
         loads.append(window_load(find_trace(traces or Path(), window), window, speed, rate))
@@ -144,6 +144,6 @@ def all_loads(
 
 
 def steady(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times at random, as of a Poisson process, but so many as the rate says."""
+    """Return random times, as of a Poisson process, but as many as the rate says."""
     rng = random.Random(seed)
     return sorted(rng.uniform(0.0, seconds) for _ in range(max(1, round(rate * seconds))))

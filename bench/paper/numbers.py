@@ -18,7 +18,7 @@ from bench.paper.service import (
 )
 from bench.paper.tables import Result, by_load_and_way, listed, names_of, number, table
 
-# --------------------------------------------------------------------------- what it rests on
+# --------------------------------------------------------------------------- premises
 
 
 def premises(result: Result) -> str:
@@ -138,7 +138,7 @@ def plans(result: Result) -> str:
 
 
 def static(result: Result) -> str:
-    """The paper's Table 5."""
+    """Return the paper's Table 5."""
     ways = result["headlines"]["ways"]
     by, (load_names, _) = by_load_and_way(result), names_of(result)
     paper = {

@@ -1,6 +1,6 @@
-"""The numbers of docs/evaluation.md, from bench/results/paper.json: nobody types them.
+"""Writes the numbers of docs/evaluation.md from bench/results/paper.json.
 
-    python -m bench.paper page        writes them anew, between their markers
+    python -m bench.paper page        writes them again, between their markers
 
 A block of the page is `<!-- numbers: NAME -->` to `<!-- end -->`; its text is a function of the result. What
 the paper reports (MorphServe, sections 5.1 and 5.2) is here too, so that both stand side by side.
@@ -54,8 +54,10 @@ _BLOCK: Final = re.compile(r"(<!-- numbers: ([^>]*?) -->\n).*?(<!-- end -->)", r
 
 
 def regenerated(page: str, result: dict[str, Any] | None) -> str:
-    """The page with every block written anew; None: there is no result. Raises ValueError for a marker that
-    is none, or one that is missing."""
+    """Return the page with every block written again, from a result or without one (None).
+
+    Raises ValueError if a marker is unknown or missing.
+    """
     names = [found[1] for found in _BLOCK.findall(page)]
     if sorted(names) != sorted(BLOCKS):
         raise ValueError(
@@ -74,7 +76,7 @@ def regenerated(page: str, result: dict[str, Any] | None) -> str:
 
 
 def read_result() -> dict[str, Any] | None:
-    """None where the evaluation was never run."""
+    """Return the result, or None if the evaluation was never run."""
     if not RESULT.exists():
         return None
     found: dict[str, Any] = json.loads(RESULT.read_text())
@@ -82,7 +84,7 @@ def read_result() -> dict[str, Any] | None:
 
 
 def card(result: dict[str, Any]) -> str:
-    """The page's tables, for a terminal."""
+    """Return the page's tables for a terminal."""
     return "\n\n".join(block(result) for block in BLOCKS.values())
 
 

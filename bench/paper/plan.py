@@ -1,6 +1,7 @@
-"""A mixed-precision plan made offline, as LLM-PQ makes its own: of each layer the precision, under a budget
-of bits, with the least predicted loss. Exact: losses are taken to add up (MorphServe, Table 2) and bits are
-whole.
+"""A mixed-precision plan made offline, as LLM-PQ makes its own.
+
+It chooses the precision of each layer under a budget of bits, with the least predicted loss. The search is
+exact: losses add up (MorphServe, Table 2) and bits are whole.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from bus import precisions
 # Nominal, without the scales of the groups. Full: as the benchmark serves it.
 BITS: Final[dict[str, int]] = {"full": 32, **precisions.BITS}
 
-Plan = tuple[str, ...]  # of each layer, its precision
+Plan = tuple[str, ...]  # the precision of each layer
 
 
 def plan(losses: Sequence[Mapping[str, float]], mean_bits: float) -> Plan:
-    """losses[layer][precision]: what that layer alone in that precision adds, nats per token; its keys are
-    what the layer may have. Layers are of one size. Of plans with equal losses the one of more bits.
+    """Return the plan with the least loss, and of plans with equal losses the one with more bits.
 
-    Raises ValueError where the budget holds no plan.
+    losses[layer][precision] is what that layer alone in that precision adds, in nats per token; its keys are
+    the precisions that the layer may have. All layers have one size. Raises ValueError if no plan keeps the
+    budget.
     """
     budget = mean_bits * len(losses)
     best: dict[int, tuple[float, Plan]] = {0: (0.0, ())}
@@ -40,17 +42,17 @@ def plan(losses: Sequence[Mapping[str, float]], mean_bits: float) -> Plan:
 
 
 def bits_of(chosen: Plan) -> float:
-    """Mean of the layers."""
+    """Return the mean bits of the layers."""
     return sum(BITS[precision] for precision in chosen) / len(chosen)
 
 
 def ceiling_bits(num_layers: int, num_below: int, precision: str) -> float:
-    """Mean bits when so many layers are in `precision` and the rest at full."""
+    """Return the mean bits if `num_below` layers have `precision` and the rest is at full."""
     return (num_below * BITS[precision] + (num_layers - num_below) * BITS["full"]) / num_layers
 
 
 def in_words(chosen: Plan) -> str:
-    """`int4: 1, 2; int8: 0`, layers that are not at full."""
+    """Return the layers that are not at full, as in `int4: 1, 2; int8: 0`."""
     below = sorted(set(chosen) - {"full"}, key=lambda precision: BITS[precision])
     told = [
         f"{precision}: " + ", ".join(str(i) for i, one in enumerate(chosen) if one == precision)

@@ -50,7 +50,7 @@ TPOT_WAYS: Final = (FULL, INT4, *MODES)
 
 
 def draw_all(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes four PNGs; the same bytes for the same result."""
+    """Write four PNGs, the same bytes for the same result."""
     drawn = {4: trade_off, 5: kv_over_time, 6: against_rate, 7: tpot_shares}
     paths = []
     for number, draw in drawn.items():
@@ -73,7 +73,7 @@ def _loads(result: dict[str, Any]) -> list[str]:
 
 
 def trade_off(result: dict[str, Any]) -> Any:
-    """Down is worse, right is slower. Above F1, below what perplexity rises by."""
+    """Draw F1 and the rise of perplexity against P95 TTFT: lower is worse, right is slower."""
     loads = _loads(result)
     figure, panels = plt.subplots(
         2, len(loads), figsize=(4.6 * len(loads), 7.4), squeeze=False, sharey="row", sharex="col"
@@ -106,7 +106,7 @@ def trade_off(result: dict[str, Any]) -> Any:
 
 
 def _log(axes: Any, axis: str) -> None:
-    """Logarithmic, with 1, 2 and 5 written out."""
+    """Make an axis logarithmic, with labels at 1, 2 and 5."""
     axes.set(**{f"{axis}scale": "log"})
     written = getattr(axes, f"{axis}axis")
     written.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -135,7 +135,7 @@ def _point(axes: Any, one: dict[str, Any], value: float, error: float) -> None:
 
 
 def kv_over_time(result: dict[str, Any]) -> Any:
-    """Lines: what there is. Areas: what is in use."""
+    """Draw KV capacity as lines and KV use as areas."""
     loads = _loads(result)
     figure, panels = plt.subplots(len(loads), 1, figsize=(11, 3.1 * len(loads)), squeeze=False)
     for axes, load in zip(panels[:, 0], loads, strict=True):
@@ -232,7 +232,7 @@ def _shares(values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def _legend(figure: Any, axes: Any, rows: int) -> None:
-    """One for all panels, above them."""
+    """Draw one legend for all panels, above them."""
     handles, labels = axes.get_legend_handles_labels()
     height = figure.get_size_inches()[1]
     figure.tight_layout(rect=(0, 0, 1, 1 - (0.18 + 0.24 * rows) / height))

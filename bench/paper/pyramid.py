@@ -1,8 +1,9 @@
-"""PyramidKV (Cai et al., 2024), kept simple: after prefill each layer keeps the keys and values of some
-tokens of the prompt only, fewer the deeper it is; tokens decoded later are all kept.
+"""PyramidKV (Cai et al., 2024) in a simple form, to measure its quality with transformers.
 
-Which: the last ALPHA of the prompt, and those to which these attend most, for each KV head apart, without
-the pooling of the original. Here for its quality alone, in transformers: the engine does not know of it.
+After prefill each layer keeps the keys and values of some tokens of the prompt only, the fewer the deeper it
+is; tokens that are decoded later are all kept. A layer keeps the last ALPHA tokens of the prompt and those to
+which these attend most, for each KV head, without the pooling of the original. The engine does not implement
+it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ STEEPNESS: Final = 20  # the paper's beta: the top layer keeps the mean by it, b
 
 
 def budgets(num_layers: int, mean: int, prompt_tokens: int) -> list[int]:
-    """Tokens that each layer keeps of a prompt: an arithmetic row, the bottom layer the most, `mean` on
-    average. Raises ValueError for a mean that is not between ALPHA and the prompt."""
+    """Return the tokens that each layer keeps of a prompt: an arithmetic series, most in the bottom layer.
+
+    Raises ValueError if the mean is not between ALPHA and the prompt.
+    """
     if not ALPHA <= mean <= prompt_tokens:
         raise ValueError(f"a mean of {mean} tokens must be between {ALPHA} and the prompt's {prompt_tokens}")
     spare = mean - ALPHA
@@ -34,13 +37,13 @@ def budgets(num_layers: int, mean: int, prompt_tokens: int) -> list[int]:
 
 
 def memory_share(kept: Sequence[int], prompt_tokens: int, output_tokens: int) -> float:
-    """Of the KV memory of a whole request, what one with these budgets needs."""
+    """Return the share of a whole request's KV memory that a request with these budgets needs."""
     mean = sum(kept) / len(kept)
     return (mean + output_tokens) / (prompt_tokens + output_tokens)
 
 
 class PyramidDecoder:
-    """One model in float32. `kept`: tokens of the prompt that each layer keeps; empty: all of them."""
+    """A model in float32; `kept` are the tokens of the prompt that each layer keeps, by default all."""
 
     def __init__(self, folder: Path, kept: Sequence[int]) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
@@ -49,7 +52,7 @@ class PyramidDecoder:
         self._kept = list(kept)
 
     def greedy(self, prompts: torch.Tensor, num: int) -> torch.Tensor:
-        """int64 [B, P] to [B, num]; the model's end of text does not end it."""
+        """Decode `num` tokens, int64 [B, P] to [B, num]; the model's end of text does not end it."""
         made: list[torch.Tensor] = []
         with torch.inference_mode():
             for logits in self._steps(prompts, num, lambda: made[-1]):
@@ -57,7 +60,7 @@ class PyramidDecoder:
         return torch.stack(made, 1)
 
     def losses(self, windows: torch.Tensor, prompt_tokens: int) -> list[float]:
-        """int64 [B, T]; of each window, nats per token after the prompt, each fed the text itself."""
+        """Return the nats per token after the prompt of each window, int64 [B, T], fed the text itself."""
         after = windows[:, prompt_tokens:].unbind(1)
         fed = iter(after)
         with torch.inference_mode():
@@ -72,7 +75,10 @@ class PyramidDecoder:
     def _steps(
         self, prompts: torch.Tensor, num: int, following: Callable[[], torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """Logits [B, vocab] of `num` positions from the prompt's last on; `following()`: next tokens [B]."""
+        """Yield logits [B, vocab] of `num` positions from the prompt's last on.
+
+        `following()` are tokens [B].
+        """
         batch, prompt_tokens = prompts.shape
         cache = DynamicCache()
         first = self._model(
@@ -81,7 +87,7 @@ class PyramidDecoder:
         for layer, kept in enumerate(self._kept):
             _prune(cache.layers[layer], first.attentions[layer], kept)
         yield first.logits[:, -1]
-        # Of one token, which sees all that is kept; layers keep different numbers, so it is one for all.
+        # The mask of one token that sees all that is kept. Layers keep different numbers, so one serves all.
         mask = torch.zeros(batch, 1, 1, 1)
         for position in range(prompt_tokens, prompt_tokens + num - 1):
             yield self._model(
@@ -93,14 +99,17 @@ class PyramidDecoder:
 
 
 def _prune(layer: Any, attention: torch.Tensor, kept: int) -> None:
-    """attention [B, heads, P, P] of the prompt. Keys are rotated already, so that they may stand anywhere."""
+    """Prune a layer by the prompt's attention [B, heads, P, P].
+
+    Keys are rotated, so their places do not matter.
+    """
     chosen = selection(attention, layer.keys.shape[1], kept)
     index = chosen[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
     layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
 
 
 def selection(attention: torch.Tensor, num_kv_heads: int, kept: int) -> torch.Tensor:
-    """[B, heads, P, P] to positions [B, KV heads, kept], ascending."""
+    """Return the positions to keep [B, KV heads, kept], ascending, from attention [B, heads, P, P]."""
     batch, heads, prompt, _ = attention.shape
     seen = attention[:, :, -ALPHA:, : prompt - ALPHA].sum(2)
     by_head = seen.view(batch, num_kv_heads, heads // num_kv_heads, -1).mean(2)

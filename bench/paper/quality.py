@@ -1,7 +1,7 @@
-"""What each way of serving costs in quality, measured offline on text held out of the training.
+"""The cost of each way of serving in quality, measured offline on text held out of the training.
 
 The text is cut as it is served: a prompt, then what follows it. Perplexity is of what follows; continuations
-are greedy, and the full-precision ones, made by transformers, are what all others are held against.
+are greedy, and all are compared with those of full precision, made by transformers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ KEPT_SHARE: Final = 0.5  # of a prompt's tokens, by PyramidKV, in the mean of th
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """Found before the service starts. windows int64 [W, PROMPT + OUTPUT]; references: the greedy text of
-    each at full precision; truths: the text that really follows."""
+    """The quality that is measured before the service starts.
+
+    windows are int64 [W, PROMPT + OUTPUT], references the greedy text of each at full precision, truths the
+    text that really follows.
+    """
 
     windows: torch.Tensor = field(repr=False)
     references: list[str] = field(repr=False)
@@ -56,8 +59,10 @@ class Offline:
 
 
 def measure(order: Sequence[int], plans: Mapping[str, Sequence[str]], *, is_quick: bool) -> Offline:
-    """`order`: of the layers, in which the modes swap. `plans`: by name, the precisions that one may choose;
-    each has the bits that the default mode's ceiling has."""
+    """Measure the quality of all ways; the modes swap layers in `order`.
+
+    `plans` gives the precisions that each plan may choose; each has the bits of the default mode's ceiling.
+    """
     kernels.configure(2)
     num_layers = len(order)
     layers, model = _every_precision()
@@ -89,8 +94,7 @@ def measure(order: Sequence[int], plans: Mapping[str, Sequence[str]], *, is_quic
 
 
 def _every_precision() -> tuple[list[dict[str, Any]], Any]:
-    """Of each layer its weights by precision, by the method that workers use when they are not told another;
-    and the model that runs them."""
+    """Return each layer's weights by precision, by the default method, and the model that runs them."""
     models = [open_demo(DEMO, name, method="", name=name) for name in QUANTIZED]
     merged: list[dict[str, Any]] = [{} for _ in models[0].layers]
     for model in models:
@@ -100,8 +104,10 @@ def _every_precision() -> tuple[list[dict[str, Any]], Any]:
 
 
 def sensitivity(evaluator: Evaluator, num_windows: int) -> list[dict[str, float]]:
-    """[layer][precision]: nats per token that this layer alone adds, on text of the training, as a plan made
-    before serving would know it. What seems to gain is noise, and counts as 0."""
+    """Return [layer][precision]: the nats per token that this layer alone adds, on text of the training.
+
+    A plan made before serving knows no other text. Gains are noise and count as 0.
+    """
     tokens = read_calibration(evaluator.model.config, None, num_windows, CALIBRATION_TOKENS).tokens
     num_layers = len(evaluator.layers)
     full: Plan = ("full",) * num_layers
@@ -118,7 +124,7 @@ def sensitivity(evaluator: Evaluator, num_windows: int) -> list[dict[str, float]
 
 
 def continuations(decoder: PyramidDecoder, windows: torch.Tensor) -> list[str]:
-    """Of each window's prompt."""
+    """Return the continuation of each window's prompt."""
     parts = windows[:, :PROMPT_TOKENS].split(BATCH)
     return _texts(torch.cat([decoder.greedy(part, OUTPUT_TOKENS) for part in parts]))
 
@@ -130,8 +136,10 @@ def _texts(tokens: torch.Tensor) -> list[str]:
 
 
 def likeness(texts: Mapping[int, str], wanted: Sequence[str]) -> dict[str, float]:
-    """Of texts by the number of their request to those they should be: number n is held against n modulo
-    their count. Means, and their standard errors."""
+    """Return how alike texts are to those wanted, as means and standard errors.
+
+    The text of request n is compared with number n modulo their count.
+    """
     pairs = [(text, wanted[number % len(wanted)]) for number, text in sorted(texts.items())]
     of_f1 = mean_and_error([f1(*pair) for pair in pairs])
     of_rouge = mean_and_error([rouge_l(*pair) for pair in pairs])

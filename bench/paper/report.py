@@ -1,4 +1,4 @@
-"""From runs and offline quality to the numbers of bench/results/paper.json: all that is drawn or told."""
+"""The numbers of bench/results/paper.json, from runs and offline quality."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SATURATED: Final = 0.9  # of the KV blocks in use: what is left is less than a r
 
 
 def row(run: PaperRun) -> dict[str, Any]:
-    """Numbers of a run, and the series that the figures draw."""
+    """Return the numbers of a run, and the series that the figures draw."""
     found = run.file.summary
     return {
         "load": run.load,
@@ -72,7 +72,10 @@ def series(run: PaperRun) -> dict[str, Any]:
 
 
 def kv_numbers(run: PaperRun) -> dict[str, Any]:
-    """Of the KV cache while requests were due; use is of what there was at that moment."""
+    """Return numbers of the KV cache while requests were due.
+
+    Use is relative to the blocks at that moment.
+    """
     ends_s = max(one.due_s for one in run.file.outcomes)
     samples = [one for one in run.samples if 0 <= one["at_s"] <= ends_s] or run.samples
     usage = [one["kv_used"] / one["kv_blocks"] for one in samples]
@@ -92,7 +95,10 @@ def kv_numbers(run: PaperRun) -> dict[str, Any]:
 
 
 def quality(run: PaperRun, way: Way, offline: Offline, order: Sequence[int]) -> dict[str, Any]:
-    """Of what this run served; PyramidKV's, which the engine does not run, is the offline one."""
+    """Return the quality of what a run served.
+
+    For PyramidKV, which the engine does not run, the offline one.
+    """
     if way.name == PYRAMID:
         texts = {number: offline.pyramid_texts[number % len(offline.pyramid_texts)] for number in run.texts}
         above, error = difference(offline.pyramid_losses, offline.losses[swapped(order, 0, LOW)])
@@ -110,7 +116,7 @@ def quality(run: PaperRun, way: Way, offline: Offline, order: Sequence[int]) -> 
 
 
 def _of_mix(run: PaperRun, way: Way, offline: Offline, order: Sequence[int]) -> tuple[float, float, float]:
-    """Perplexity, and nats above full with their standard error: every shape weighted with its tokens."""
+    """Return perplexity, and nats above full with their error; every shape is weighted with its tokens."""
     full: Plan = ("full",) * len(order)
     if way.plan:
         return (offline.perplexity_of(way.plan), *difference(offline.losses[way.plan], offline.losses[full]))
@@ -166,7 +172,7 @@ def load_numbers(load: Load, full_rate: float) -> dict[str, Any]:
 
 
 def headlines(rows: Sequence[dict[str, Any]], ladder: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The paper's headline numbers, of our runs. Ratios are to full precision on the same load."""
+    """Return the paper's headline numbers of our runs; ratios are to full precision on the same load."""
     by = {(one["load"], one["way"]): one for one in rows}
     loads = list(dict.fromkeys(one["load"] for one in rows))
     found = {}
@@ -222,8 +228,10 @@ def _losses(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
 
 
 def highest_rates(ladder: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Of each way, the rate at which P95 TTFT crosses its limit: between the last step within and the first
-    beyond, straight in the logarithm. Never beyond: the last step. None: the first is beyond."""
+    """Return the rate of each way at which P95 TTFT crosses its limit, interpolated in the logarithm.
+
+    It is the last step if no step exceeds the limit, and None if the first does.
+    """
     found: dict[str, float | None] = {}
     for way in dict.fromkeys(one["way"] for one in ladder):
         found[way], before = None, None
@@ -240,7 +248,10 @@ def _keeps_limit(one: dict[str, Any]) -> bool:
 
 
 def _crossing(before: dict[str, Any], beyond: dict[str, Any]) -> float:
-    """Where not all were served, what is known of the wait says too little: the step before."""
+    """Interpolate between two steps.
+
+    Take the step before if requests were not served, whose wait is unknown.
+    """
     if not beyond["ttft_s"] or beyond["ttft_s"]["p95"] <= SLO.ttft_s:
         return float(before["rate"])
     low, high = math.log(before["ttft_s"]["p95"]), math.log(beyond["ttft_s"]["p95"])
@@ -249,7 +260,7 @@ def _crossing(before: dict[str, Any], beyond: dict[str, Any]) -> float:
 
 
 def premises(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must be true for the runs to say anything, and whether it was."""
+    """Return what must be true for the runs to mean anything, and whether it was."""
     found = []
     for one in rows:
         if one["way"] == FULL:

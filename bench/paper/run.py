@@ -1,4 +1,4 @@
-"""One run of the paper's evaluation: a load sent as `instar bench replay` sends it, and what came of it."""
+"""A run of the paper's evaluation: a load sent as `instar bench replay` sends it, and its outcome."""
 
 from __future__ import annotations
 

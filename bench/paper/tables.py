@@ -14,14 +14,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits that mean something; `-` for none."""
+    """Write a number with three significant digits, and `-` for None."""
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def listed(values: Sequence[float | None], unit: str = "") -> str:
-    """In the order of the loads."""
+    """Write numbers in the order of the loads."""
     return ", ".join(number(value) + (unit if value is not None else "") for value in values)
 
 
@@ -37,5 +37,5 @@ def by_load_and_way(result: Result) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def names_of(result: Result) -> tuple[list[str], list[str]]:
-    """Loads, ways."""
+    """Return the names of loads and of ways."""
     return tuple(list(dict.fromkeys(one[what] for one in result["runs"])) for what in ("load", "way"))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""How alike two texts are: F1 of their words, and ROUGE-L (Lin, 2004), both 0 to 100.
+"""Likeness of two texts: F1 of their words, and ROUGE-L (Lin, 2004), both 0 to 100.
 
 Words are runs of letters and digits, and every other sign for itself: the demo model writes Python.
 """
@@ -19,19 +19,19 @@ def words(text: str) -> list[str]:
 
 
 def f1(found: str, wanted: str) -> float:
-    """Harmonic mean of precision and recall of the words, each as often as it is there (SQuAD's F1)."""
+    """Return the harmonic mean of precision and recall of the words, with repetitions (SQuAD's F1)."""
     a, b = words(found), words(wanted)
     return _f_measure((Counter(a) & Counter(b)).total(), len(a), len(b))
 
 
 def rouge_l(found: str, wanted: str) -> float:
-    """F-measure of the longest common subsequence of words."""
+    """Return the F-measure of the longest common subsequence of words."""
     a, b = words(found), words(wanted)
     return _f_measure(longest_common(a, b), len(a), len(b))
 
 
 def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     row = [0] * (len(b) + 1)
     for word in a:
         before = row
@@ -48,7 +48,7 @@ def _f_measure(common: int, num_found: int, num_wanted: int) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """And the mean's standard error; (nan, nan) of nothing."""
+    """Return the mean and its standard error, or (nan, nan) if there are no values."""
     if not values:
         return math.nan, math.nan
     mean = math.fsum(values) / len(values)

@@ -1,4 +1,4 @@
-"""Devices that several models share: event by event, seeded, without a clock. Pure.
+"""A model of devices that several models share, event by event, seeded and without a clock.
 
 A model runs one request at a time, first come, first served, as in iServe (§6: no batching). It runs on all
 of its devices at once, at the rate of the most contended: a device gives each model that runs on it an equal
@@ -38,7 +38,10 @@ LEVELS = (0.03, 0.06, 0.12, 0.22)
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The same for every policy. Seconds; `arrivals` by model, in the order of MODELS."""
+    """Deployments and requests, the same for every policy.
+
+    `arrivals` are by model, in the order of MODELS.
+    """
 
     deployments: list[float]
     levels: list[tuple[float, float]]  # from when on, which
@@ -46,8 +49,11 @@ class Trace:
 
 
 def trace_of(seed: int, load: float = 1.0, seconds: float = SECONDS) -> Trace:
-    """A model every 2-3 minutes; requests of each by a Poisson process whose rate is a level over the model's
-    latency, times `load`. The level is one for all of them, and changes every 2-3 minutes too."""
+    """Return a trace: a model every 2-3 minutes, and requests of each by a Poisson process.
+
+    The rate is a level over the model's latency, times `load`. The level is the same for all models, and
+    changes every 2-3 minutes too.
+    """
     rng = random.Random(seed)
     gaps = [rng.uniform(120, 180) for _ in MODELS[1:]]
     deployments = list(itertools.accumulate(gaps, initial=0.0))
@@ -63,14 +69,14 @@ def trace_of(seed: int, load: float = 1.0, seconds: float = SECONDS) -> Trace:
 
 
 def latency_alone(one: Architecture) -> float:
-    """At the highest degree, on devices of its own."""
+    """Return the latency at the highest degree on devices of its own."""
     return one.seconds(one.num_layers, max(DEGREES), INTENT.prompt_tokens, INTENT.output_tokens)
 
 
 def _arrivals(
     rng: random.Random, levels: Sequence[tuple[float, float]], latency_s: float, begin_s: float, end_s: float
 ) -> Iterator[float]:
-    """By thinning: candidates at the highest rate, kept with the chance that theirs is."""
+    """Yield arrivals by thinning: candidates at the highest rate, kept with the probability of their rate."""
     most, at_s = max(level for _, level in levels), begin_s
     while (at_s := at_s + rng.expovariate(most / latency_s)) < end_s:
         level = next(level for since_s, level in reversed(levels) if since_s <= at_s)
@@ -83,7 +89,7 @@ def _arrivals(
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """A deployed model. `left_s`: of the request that runs, were the devices its own."""
+    """A deployed model; `left_s` is what the running request still needs on devices of its own."""
 
     number: int
     workers: tuple[str, ...]
@@ -102,7 +108,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Cluster:
-    """One policy. `in_use`: (time, devices with a model), and `latencies` of requests by their end."""
+    """The devices under one policy; `in_use` has pairs of a time and the number of devices with a model."""
 
     placing: Placing
     free: dict[str, int] = field(
@@ -117,7 +123,7 @@ class Cluster:
     _window: LoadWindow = field(default_factory=LoadWindow)
 
     def run(self, trace: Trace, seconds: float = SECONDS) -> None:
-        """To the end of the trace; what is unfinished then has waited until then."""
+        """Run to the end of the trace; unfinished requests count with the time they have waited."""
         events = sorted(
             [(at_s, 0, number) for number, at_s in enumerate(trace.deployments)]
             + [(at_s, 1, number) for number, times in enumerate(trace.arrivals) for at_s in times]

@@ -1,5 +1,7 @@
-"""Models that are deployed in `bench.placement`, and what measuring their fingerprints would have told: from
-the arithmetic of one RTX A6000, the device of iServe's testbed. Nothing here is measured."""
+"""Models that `bench.placement` deploys, and the profiles that their fingerprints would give.
+
+All is arithmetic of one RTX A6000, the device of iServe's testbed. Nothing here is measured.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class Architecture:
         return 2 * self.vocabulary * self.hidden
 
     def layer_s(self, tokens: int, context: float, tp: int) -> float:
-        """A step of so many tokens of one sequence in one layer: its bytes or its products, the longer."""
+        """Return the seconds of a step of one sequence in a layer: of its bytes or products, the longer."""
         kv_bytes = 2 * context * self.kv_width * ELEMENT_BYTES
         bytes_s = (self.layer_weights * ELEMENT_BYTES + kv_bytes) / (BANDWIDTH * BANDWIDTH_SHARE)
         flops_s = 2 * self.layer_weights * tokens / (FLOPS * FLOPS_SHARE)
@@ -74,8 +76,10 @@ ARCHITECTURES = {
 
 
 def profile_of(one: Architecture, intent: Intent) -> Profile:
-    """Fingerprints of one and two layers at each degree, with the intent's prompt. What ranks say to each
-    other is part of a layer's time there already: between them a message takes nothing more."""
+    """Return the profile of fingerprints of one and two layers at each degree, with the intent's prompt.
+
+    A layer's time contains what ranks exchange, so links between them take nothing more.
+    """
     configurations = [Configuration(tp=tp) for tp in DEGREES]
     return Profile(
         model=one.name,

@@ -1,4 +1,4 @@
-"""What requests lose while a model is profiled on the worker that serves them.
+"""The cost of profiling a model for the requests that the same worker serves.
 
     python -m bench.profiling [--quick] [--rounds 4] [--seconds 25] [--share 0.6] [--size 30M]
 

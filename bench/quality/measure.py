@@ -1,4 +1,4 @@
-"""What swapped layers cost in quality: perplexity of the demo model on its held-out text.
+"""The cost of swapped layers in quality: perplexity of the demo model on its held-out text.
 
     python -m bench.quality [--windows 40] [--mixed-windows 6] [--methods awq,rtn] [--precisions int4,int3]
 

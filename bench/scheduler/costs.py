@@ -1,4 +1,4 @@
-"""What work costs in the model of eight GPUs: Qwen2.5-32B on H20, from Table 1 of Gyges and a spec sheet.
+"""The costs of work in the model of eight GPUs: Qwen2.5-32B on H20, from Table 1 of Gyges and a spec sheet.
 
 ========  =======================  ========================  =======================================
 degree    longest sequence         one instance, tokens/s    used as
@@ -37,17 +37,17 @@ PEAK_SHARE = 0.5
 
 
 def prompt_token_s(peak_share: float = PEAK_SHARE) -> float:
-    """Seconds for a token of a prompt at degree 1."""
+    """Return the seconds for a token of a prompt at degree 1."""
     return 2 * WEIGHTS / (peak_share * PEAK_FLOPS)
 
 
 def output_token_s(peak_share: float = PEAK_SHARE) -> float:
-    """Seconds for a token of an output at degree 1, so that short requests give the table's rate."""
+    """Return the seconds for a token of an output at degree 1, so that the table's rate results."""
     whole_s = (SHORT_PROMPT + SHORT_OUTPUT) / RATE[1]
     return (whole_s - SHORT_PROMPT * prompt_token_s(peak_share)) / SHORT_OUTPUT
 
 
 def step_s(num_prompt: int, num_output: int, tp: int, peak_share: float = PEAK_SHARE) -> float:
-    """Seconds of a step with so many tokens of prompts and of outputs."""
+    """Return the seconds of a step with so many tokens of prompts and of outputs."""
     work_s = num_prompt * prompt_token_s(peak_share) + num_output * output_token_s(peak_share)
     return work_s * RATE[1] / RATE[tp]

@@ -1,8 +1,8 @@
-"""Eight GPUs of one host that serve one model: event by event, seeded, without a clock. Pure.
+"""A model of eight GPUs on one host that serve one model, event by event, seeded and without a clock.
 
-Instances step: decodes first, then chunks of prompts, first come, first served; a sequence is admitted when
-the KV cache has room for its whole length, so nothing is ever thrown out. What a step costs is in
-`bench.scheduler.costs`; who runs where, and which instances become one, is the scheduler's (`Scheduler`).
+Instances step: decodes first, then chunks of prompts, first come, first served. A sequence is admitted when
+the KV cache has room for its whole length, so nothing is preempted. `bench.scheduler.costs` states what a
+step costs; the `Scheduler` decides which request runs where, and which instances form a group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WINDOW_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`home`: the worker that took it, and has it again when its group parts; the scheduler says so."""
+    """A request; the scheduler sets `home`, the worker that took it and gets it when its group splits."""
 
     number: int
     arrives_s: float
@@ -54,7 +54,7 @@ class Transform:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """An instance: `workers` in the order of their shards. While it transforms, all its members are here."""
+    """An instance, `workers` in the order of their shards; while it transforms it has all its members."""
 
     workers: tuple[str, ...]
     tp: int
@@ -62,7 +62,7 @@ class Unit:
     waiting: deque[Request] = field(default_factory=deque)
     transform: Transform | None = None
     is_stepping: bool = False
-    is_held: bool = False  # it takes no further step: others of its transform are still in one
+    is_held: bool = False  # takes no step, since others of its transform are still in one
     needs: list[Need] = field(default_factory=list)  # of the members, after the last step
 
     @property
@@ -86,12 +86,12 @@ class Unit:
         return sum(one.prompt + one.generated for one in self.running)
 
     def used_by(self, *workers: str) -> int:
-        """Of it, by the requests of these."""
+        """Return the tokens that requests of these workers use."""
         return sum(one.prompt + one.generated for one in self.running if one.home in workers)
 
     @property
     def emptiest(self) -> str:
-        """The member with the fewest requests; of equals the first."""
+        """The member with the fewest requests, and the first of equals."""
         homes = Counter(one.home for one in self.requests)
         return min(self.workers, key=lambda name: homes[name])
 
@@ -100,7 +100,7 @@ class Unit:
         return sum(one.num_tokens - one.computed - one.generated for one in self.requests)
 
     def part_of(self, one: Request) -> int:
-        """Of those that it is to part into; 0 where there are none."""
+        """Return the number of the part that gets the request when the group splits; 0 if it does not."""
         is_parting = self.transform is not None and self.transform.tp < self.tp
         return self.workers.index(one.home) % self.num_parts if is_parting else 0
 
@@ -109,8 +109,11 @@ class Unit:
         return max(1, self.tp // self.transform.tp) if self.transform else 1
 
     def room(self, part: int) -> int:
-        """For whole sequences. One that forms has the caches of all its members; in one that is to part each
-        member admits what its part will hold."""
+        """Return the tokens that a part can admit, in whole sequences.
+
+        A group that forms has the caches of all its members; in one that splits each member admits what its
+        part will hold.
+        """
         tp, count = self.tp, 1
         if self.transform:
             tp = min(self.tp, self.transform.tp)
@@ -119,7 +122,7 @@ class Unit:
         return count * costs.TOKENS_AT[tp] - taken
 
     def admit(self) -> None:
-        """First come, first served in each part."""
+        """Admit waiting requests, first come, first served in each part."""
         left: deque[Request] = deque()
         full: set[int] = set()
         for one in self.waiting:
@@ -132,8 +135,10 @@ class Unit:
         self.waiting = left
 
     def plan(self) -> list[tuple[Request, int]]:
-        """Tokens of each that run in the next step: every member plans its own, as many as the engine lets
-        it."""
+        """Return the tokens of each request in the next step.
+
+        Every member plans as many as the engine allows.
+        """
         allowed = self._allowed()
         chunks = [(one, 1) for one in self.running if one.computed == one.prompt]
         planned = Counter(one.home for one, _ in chunks)
@@ -161,21 +166,23 @@ class Unit:
 
 
 class Scheduler(Protocol):
-    """What is compared."""
+    """A scheduler under comparison."""
 
     def place(self, cluster: Cluster, request: Request) -> Unit | None:
-        """Where it runs, its `home` set. None: it waits, and is asked for again in every window, or it was
-        refused."""
+        """Return the unit that runs the request, and set its `home`.
+
+        None if it was refused, or waits; then `place` is called again in every window.
+        """
 
     def window(self, cluster: Cluster) -> None:
-        """Twice a second: what else there is to decide."""
+        """Decide everything else, twice a second."""
 
     def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
-        """A transform is over; these came of it."""
+        """Take note of a transform that ended with these units."""
 
 
 class Cluster:
-    """`workers` alone at first, or as `shapes` says. Times are seconds since the start."""
+    """The GPUs, in the given shapes at first. Times are seconds since the start."""
 
     def __init__(
         self, scheduler: Scheduler, shapes: Iterable[int] = (1,) * 8, peak_share: float = costs.PEAK_SHARE
@@ -183,9 +190,9 @@ class Cluster:
         self.now = 0.0
         self.units: dict[str, Unit] = {}
         self.waiting: list[Request] = []  # at the gateway, first come first
-        self.waiting_long: list[Request] = []  # of these
+        self.waiting_long: list[Request] = []  # the long ones among them
         self.requests: list[Request] = []
-        self.num_tokens = 0  # got through
+        self.num_tokens = 0  # processed
         self.num_transforms = {"up": 0, "down": 0}
         self.rates: list[tuple[float, int, int]] = []  # a sample a window: when, tokens so far, groups
         self._scheduler = scheduler
@@ -199,7 +206,7 @@ class Cluster:
             first += tp
 
     def run(self, requests: Iterable[Request], seconds: float) -> None:
-        """Until `seconds`; whatever has not ended then has not ended."""
+        """Run until `seconds`; requests that still run then do not end."""
         for request in requests:
             self.requests.append(request)
             self._at(request.arrives_s, lambda request=request: self._arrive(request))  # type: ignore[misc]
@@ -210,7 +217,7 @@ class Cluster:
         self.now = seconds
 
     def transform(self, workers: tuple[str, ...], tp: int, morph_id: str) -> None:
-        """These become groups of degree `tp`: one that grows, or several that it parts into."""
+        """Make the workers groups of degree `tp`: one that grows, or several that a group splits into."""
         units = [unit for unit in self.units.values() if set(unit.workers) & set(workers)]
         assert sorted(name for unit in units for name in unit.workers) == sorted(workers)
         assert not any(unit.is_changing for unit in units), "two transforms at once"
@@ -220,7 +227,7 @@ class Cluster:
         self._come_together(units, Unit(workers, units[0].tp, transform=Transform(morph_id, tp)))
 
     def _come_together(self, units: list[Unit], together: Unit) -> None:
-        """Between two steps of all of them."""
+        """Merge the units, between two steps of all of them."""
         if any(unit.is_stepping for unit in units):
             self._between_steps.append((units, together))
             return
@@ -250,7 +257,7 @@ class Cluster:
             self.waiting_long.append(request)
 
     def recall(self, unit: Unit, requests: Iterable[Request]) -> None:
-        """They wait there, and are to wait at the gateway."""
+        """Move requests from the unit's queue to the gateway's."""
         for request in requests:
             unit.waiting.remove(request)
             self._wait(request)
@@ -278,7 +285,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------- steps
 
     def _step(self, unit: Unit) -> None:
-        """Begins the next one, if none runs and there is something to do."""
+        """Begin the next step, if none runs and there is something to do."""
         if unit.is_stepping or unit.is_held:
             return
         unit.admit()

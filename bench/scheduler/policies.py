@@ -1,6 +1,8 @@
-"""The schedulers that are compared. Ours is the service's own code: `choose` of the gateway, `scale_up` and
-`scale_down` of the controller. The others differ in where a request goes, and that a group is made as soon as
-a long request comes to an instance that cannot hold it (Gyges §6.2.4); they part by the same rules as ours.
+"""The schedulers that `bench.scheduler` compares.
+
+Ours is the service's own code: `choose` of the gateway, `scale_up` and `scale_down` of the controller. The
+others differ in where a request goes, and make a group as soon as a long request comes to an instance that
+cannot hold it (Gyges §6.2.4); their groups split by the same rules as ours.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def group_of(unit: Unit) -> Group:
 
 
 class Shapes:
-    """Transforms as the controller decides them; `policy` None: nothing ever changes."""
+    """Transforms as the controller decides them; without a policy nothing changes."""
 
     def __init__(self, policy: Policy | None) -> None:
         self.policy = policy
@@ -105,7 +107,10 @@ class Shapes:
 
 
 class Ours:
-    """A gateway that sees metrics twice a second and what it sent since. `policy` None: static shapes."""
+    """A gateway that sees metrics twice a second and what it sent since.
+
+    Without a policy shapes are static.
+    """
 
     name = "transformation-aware"
 
@@ -144,7 +149,7 @@ class Ours:
 
     @staticmethod
     def _is_behind(cluster: Cluster, request: Request, group: Candidate) -> bool:
-        """First come, first served among those that wait for a seat."""
+        """Return whether another short request waits for a seat before this one."""
         if request.is_long or request.waits or not group.can_split:
             return False
         return any(not one.is_long for one in cluster.waiting)
@@ -167,7 +172,7 @@ class Ours:
         self._shapes.demand(cluster, cluster.waiting_long)
 
     def _recall(self, cluster: Cluster) -> None:
-        """So that no queue is in a group."""
+        """Recall requests, so that no group has a queue."""
         homes = {name: unit for unit in cluster.units.values() for name in unit.workers}
         candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
         first = next((one.num_tokens for one in cluster.waiting_long), 0)
@@ -178,13 +183,13 @@ class Ours:
             cluster.recall(unit, queued[len(queued) - count :])
 
     def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
-        """What was seen was of other shapes."""
+        """Forget what was seen of the units, whose shapes were others."""
         for unit in units:
             self._seen.pop(unit.leader, None)
         self._shapes.reshaped(cluster, morph_id, units)
 
     def _candidate(self, cluster: Cluster, unit: Unit) -> Candidate:
-        """While it changes, its card shows what it was; the members of a group that forms are one here."""
+        """Return a unit as the gateway sees it; members of a group that forms count as one here."""
         count, free = self._seen.get(unit.leader, (len(unit.requests), self._room_of(unit)))
         return Candidate(
             instance=unit.leader,
@@ -221,14 +226,17 @@ class Ours:
 
 
 def _home_of(unit: Unit, name: str) -> tuple[int, int]:
-    """Requests, and tokens of the short ones among them, of one worker."""
+    """Return the number of requests of one worker, and the tokens of the short ones among them."""
     there = [one for one in unit.requests if one.home == name]
     return len(there), sum(one.prompt + one.generated for one in there if not one.is_long)
 
 
 class Unaware:
-    """Of transformations: a request goes where `pick` says. A long one that comes to an instance which cannot
-    hold it makes it one with its neighbours, at once, and waits for that."""
+    """A scheduler that knows nothing of transformations: a request goes where `pick` says.
+
+    A long request at an instance that cannot hold it makes that a group with its neighbours, and waits for
+    it.
+    """
 
     name = ""
 
@@ -253,7 +261,7 @@ class Unaware:
         return self._arrived(cluster, request)
 
     def _arrived(self, cluster: Cluster, request: Request) -> Unit | None:
-        """The group, once it is there; asks for it where that is possible now."""
+        """Return the group once it has formed; order it if that is possible now."""
         workers = self._made[request]
         there = [unit for unit in cluster.units.values() if set(unit.workers) & set(workers)]
         if any(unit.is_changing for unit in there):
@@ -273,7 +281,7 @@ class Unaware:
 
 
 class RoundRobin(Unaware):
-    """One instance after the other, in the order of their workers."""
+    """Picks one instance after the other, in the order of their workers."""
 
     name = "round-robin"
     _last = -1
@@ -286,7 +294,7 @@ class RoundRobin(Unaware):
 
 
 class LeastLoad(Unaware):
-    """The fewest tokens left to do."""
+    """Picks the instance with the fewest tokens left to process."""
 
     name = "least-load-first"
 

@@ -1,11 +1,11 @@
-"""A gateway that knows nothing of transformations: the service's own, but for where requests go.
+"""A gateway that knows nothing of transformations: the service's own, except for where requests go.
 
     INSTAR_GATEWAY__PORT=... BENCH_PICK=round-robin python -m bench.serving.gateway
 
 Gyges §6.2.4 compares with round-robin and least-load-first. A request goes to the instance that is next, or
-has the least to do; a long one that comes to an instance which cannot hold it makes it one with its
-neighbours, at once, through the admin API, and waits for that. All else is the service: queues, streams,
-replays; groups part by the controller's rules.
+has the least to do. A long request at an instance that cannot hold it makes that a group with its neighbours,
+at once, through the admin API, and waits for it. All else is the service: queues, streams, replays; groups
+split by the controller's rules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Pick = Callable[[Sequence[ReadyInstance], Mapping[str, int]], ReadyInstance]
 
 
 class RoundRobin:
-    """One instance after the other, in the order of their workers."""
+    """Picks one instance after the other, in the order of their workers."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, ...] = ()
@@ -52,7 +52,7 @@ class RoundRobin:
 
 
 def least_load(instances: Sequence[ReadyInstance], left_at: Mapping[str, int]) -> ReadyInstance:
-    """The fewest tokens left to do; of equals the first by name."""
+    """Return the instance with the fewest tokens left to process, and the first by name of equals."""
     return min(
         instances,
         key=lambda one: (sum(left_at.get(name, 0) for name in workers_of(one)), natural(one.worker)),
@@ -67,17 +67,17 @@ PICKS: Final[dict[str, Callable[[], Pick]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Who becomes one for a long request."""
+    """The workers that form a group for a long request."""
 
     workers: tuple[str, ...]
 
     def holding(self, instances: Iterable[ReadyInstance]) -> ReadyInstance | None:
-        """The instance of them all, once it is there."""
+        """Return the instance of all these workers, if it exists."""
         return next((one for one in instances if set(workers_of(one)) >= set(self.workers)), None)
 
 
 class Orders:
-    """Of groups, through the admin API of this gateway. One at a time for the same workers."""
+    """Orders groups through the admin API of this gateway, one at a time for the same workers."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -89,7 +89,7 @@ class Orders:
             task.add_done_callback(lambda _: self._sent.pop(group))
 
     async def _carry_out(self, group: Group) -> None:
-        """Whether it became one is seen on the cards; what was refused is asked for again."""
+        """Order the group. The cards show if it formed; a refused order is sent again."""
         body = {"workers": list(group.workers), "tp": len(group.workers)}
         url = f"{self._url}/admin/instances/transform"
         async with httpx.AsyncClient(timeout=ORDER_TIMEOUT_S) as client:
@@ -97,7 +97,7 @@ class Orders:
 
 
 class Unaware(Placement):
-    """Goes where `pick` says."""
+    """A placement that sends requests where `pick` says."""
 
     def __init__(
         self, cluster: Cluster, table: RequestTable, *args: Any, pick: Pick, orders: Orders, **named: Any
@@ -123,13 +123,13 @@ class Unaware(Placement):
         return self._arrived(state, instances, now)
 
     def to_recall(self, _: str) -> list[RequestState]:
-        """What it sent it leaves where it is."""
+        """Return nothing: requests stay where they were sent."""
         return []
 
     def _arrived(
         self, state: RequestState, instances: Sequence[ReadyInstance], now: float
     ) -> Candidate | None:
-        """The group, once it is there; asks for it until then."""
+        """Return the group once it has formed; order it until then."""
         group = self._made[state.id]
         there = group.holding(instances)
         if there is None or self._cluster.max_tokens(there, now) < state.request.num_tokens:
@@ -144,7 +144,7 @@ class Unaware(Placement):
 
 
 def tokens_left(table: RequestTable) -> dict[str, int]:
-    """By worker: prompts that are not through and outputs that are not there."""
+    """Return the tokens of prompts and outputs that are not processed yet, by worker."""
     left: dict[str, int] = {}
     for target, place in table.assigned.items():
         tokens = sum(_left_of(state) for state in place.requests.values())
@@ -158,7 +158,7 @@ def _left_of(state: RequestState) -> int:
 
 
 def neighbours(chosen: ReadyInstance, num_tokens: int, workers: Iterable[str]) -> Group:
-    """The workers of the lowest degree that holds it, from a multiple of that degree on."""
+    """Return the workers of the lowest degree that holds the tokens, from a multiple of that degree on."""
     tp = lowest_degree(chosen.card, num_tokens)
     ordered = sorted(workers, key=natural)
     first = ordered.index(chosen.worker) // tp * tp

@@ -18,7 +18,7 @@ OUTPUT_SHARE: Final = 0.103  # of a short request (Gyges §5)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens of requests, and seconds.
+    """The lengths of requests in tokens, and times in seconds.
 
     Long requests come every `long_every_s` from `first_long_s` on. What comes and goes in [warm_up_s,
     seconds) counts; afterwards no request comes any more, and those that run have `drain_s`.
@@ -59,7 +59,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Served:
-    """What became of a request.
+    """The outcome of a request.
 
     Times are seconds after the beginning, `token_s` one for each event with tokens.
 
@@ -146,7 +146,7 @@ def served_by(recorder: Recorder, script: Sequence[Arrival]) -> list[Served]:
 
 
 def served(arrival: Arrival, outcome: RequestOutcome, token_s: Sequence[float], text: str) -> Served:
-    """Return what became of a request so far."""
+    """Return the outcome of a request so far."""
     error = "" if outcome.error == UNFINISHED else outcome.error
     return Served(
         arrival,

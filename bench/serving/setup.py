@@ -1,4 +1,4 @@
-"""What `bench.serving` prepares before a way runs: the load, and the texts to expect."""
+"""Preparation of `bench.serving`: the load, and the texts to expect."""
 
 from __future__ import annotations
 

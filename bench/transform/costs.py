@@ -1,4 +1,4 @@
-"""What it costs to change the degree of tensor parallelism, part by part, each beside what it replaces.
+"""The cost of changing the degree of tensor parallelism, part by part, each beside what it replaces.
 
     python -m bench.transform costs [--quick]
 

@@ -79,7 +79,7 @@ class Leader(Children):
     """Workers that decode, each in a process, seen from the parent; a context that ends them."""
 
     def __init__(self, folder: Path, size: int, make: type[Worker] | None = None, **options: Any) -> None:
-        """`make` makes a worker of `options` in its process, by default `Worker`."""
+        """Start the processes; `make`, by default `Worker`, makes a worker of `options` in each."""
         super().__init__(
             _serve, [(make or Worker, f"w{i}", folder, options) for i in range(size)], timeout_s=WAIT_S
         )

@@ -1,4 +1,4 @@
-"""What it costs to end every FFN shard of every degree on a page, for models of known sizes.
+"""The cost of ending every FFN shard of every degree on a page, for models of known sizes.
 
     python -m bench.transform padding
 
