@@ -69,12 +69,12 @@ def parse(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
 
 def _command(parser: CommandParser, argv: Sequence[str]) -> CommandParser:
     """Return the parser of the command that `argv` begins with."""
-    commands, first = parser.commands, argv[0] if argv else ""
-    if first in commands:
-        return _command(commands[first], argv[1:])
-    if commands and first:
-        _check_own_flag(parser, first)
-    return parser
+    if not (argv and parser.commands):
+        return parser
+    if argv[0] not in parser.commands:
+        _check_own_flag(parser, argv[0])
+        return parser
+    return _command(parser.commands[argv[0]], argv[1:])
 
 
 def _check_own_flag(parser: CommandParser, first: str) -> None:
@@ -172,6 +172,10 @@ def number_above_zero(text: str) -> float:
 
 def number_from_zero(text: str) -> float:
     return _number(text, lambda value: 0 <= value < math.inf, "a number, 0 or more")
+
+
+def temperature(text: str) -> float:
+    return _number(text, lambda value: 0 <= value <= 2, "a number from 0 to 2")
 
 
 def _number(text: str, is_allowed: Callable[[float], bool], expected: str) -> float:

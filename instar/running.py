@@ -68,9 +68,10 @@ def locate(gateway: GatewaySettings, url: str | None) -> tuple[str, bool]:
 
     The URL is `url`, else that of the settings if they name a host or port, else that of the one service that
     runs on this machine. Keys go to the service of the settings and to services of this user only. Raises
-    InputError if several services run.
+    InputError for a bad URL, and if several services run.
     """
     if url is not None:
+        _check_url(url)
         return url, _is_own(gateway, url)
     if gateway.port and gateway.model_fields_set & {"host", "port"}:
         return url_of(gateway), True
@@ -80,12 +81,22 @@ def locate(gateway: GatewaySettings, url: str | None) -> tuple[str, bool]:
     return (running or [url_of(gateway)])[0], True
 
 
-def _is_own(gateway: GatewaySettings, url: str) -> bool:
-    own = urlsplit(url_of(gateway))
+def _check_url(url: str) -> None:
     try:
-        at = urlsplit(url)
-        port = at.port or (443 if at.scheme == "https" else 80)
-    except ValueError:  # not a URL, as the request will say
-        return False
-    host = at.hostname or ""
+        found = urlsplit(url)
+        host, _ = (found.hostname or "").encode("idna"), found.port
+        problem = "" if host else "it has no host"
+    except ValueError as error:
+        problem = str(error)
+    if not url.startswith(("http://", "https://")):
+        problem = "the URL needs http://"
+    elif "@" in url:  # run.json and the picture of a replay show the URL
+        raise InputError("--url holds a name or a password, which are not sent; use --api-key KEY")
+    if problem:
+        raise InputError(f"--url {url}: {problem}; write it as http://127.0.0.1:8000")
+
+
+def _is_own(gateway: GatewaySettings, url: str) -> bool:
+    own, at = urlsplit(url_of(gateway)), urlsplit(url)
+    port, host = at.port or (443 if at.scheme == "https" else 80), at.hostname or ""
     return port == own.port and (host == own.hostname or is_loopback(host))

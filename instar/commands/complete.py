@@ -9,15 +9,9 @@ from collections.abc import Iterator
 
 import httpx
 
-from instar.client import (
-    check_answer,
-    gateway_client,
-    get_json,
-    settings_of,
-    unreachable,
-)
+from instar.client import check_answer, gateway_client, get_json, settings_of, unreachable
 from instar.errors import InputError, ServerError
-from instar.parser import CommandParser, add_client_flags, at_least_one
+from instar.parser import CommandParser, add_client_flags, at_least_one, temperature
 
 DESCRIPTION = """\
 Completes a text with the running service. Without TEXT, reads it from standard input.
@@ -38,13 +32,19 @@ def add_to(parser: CommandParser) -> None:
     parser.add_argument(
         "--max-tokens", type=at_least_one, default=64, metavar="N", help="length of the completion [64]"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 to 2 [0: greedy]")
+    parser.add_argument(
+        "--temperature", type=temperature, default=0.0, metavar="T", help="0 to 2 [0: greedy]"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     text = " ".join(args.text) if args.text else _standard_input()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the text is not valid UTF-8 (character {error.start})") from error
     with gateway_client(settings, args.url, args.api_key, "api_keys") as client:
         body = {
             "model": args.model or first_model(client),
@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
             "max_tokens": args.max_tokens,
             "temperature": args.temperature,
         }
-        _check_encodable(body)
         for piece in stream_text(client, body):
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -64,16 +63,6 @@ def _standard_input() -> str:
     if sys.stdin.isatty():
         sys.stderr.write("instar complete: type the text and end it with Ctrl-D\n")
     return sys.stdin.read()
-
-
-def _check_encodable(body: dict[str, object]) -> None:
-    """Refuse what JSON cannot carry: bytes of the terminal that are not UTF-8, nan and infinity."""
-    try:
-        json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"the text is not valid UTF-8 (character {error.start})") from error
-    except ValueError as error:
-        raise InputError(f"--temperature must be a number from 0 to 2, not {body['temperature']}") from error
 
 
 def first_model(client: httpx.Client) -> str:

@@ -42,10 +42,7 @@ def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:
 def _point(axes: Any, one: Estimate) -> None:
     memory, latency = one["memory_bytes"]["value"] / MIB, one["latency_s"]
     colour = ENTRIES[one["configuration"]["precision"]].colour
-    below, above = (
-        max(0.0, latency["value"] - latency["low"]),
-        max(0.0, latency["high"] - latency["value"]),
-    )
+    below, above = (max(0.0, latency["value"] - latency["low"]), max(0.0, latency["high"] - latency["value"]))
     axes.errorbar(
         memory,
         latency["value"],

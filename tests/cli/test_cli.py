@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,34 @@ def test_status_does_not_take_an_absent_number_for_zero(capsys: pytest.CaptureFi
     assert "0%" not in capsys.readouterr().out
 
 
+def test_a_server_that_is_not_a_gateway_is_named_without_its_page(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Site(BaseHTTPRequestHandler):
+        server_version, sys_version = "Site/1", ""
+
+        def do_GET(self) -> None:
+            is_there = self.path == "/admin/state"
+            self.send_response(200 if is_there else 404)
+            self.send_header("content-type", "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(b"<!DOCTYPE html><html><body>welcome</body></html>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Site) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for argv, status in ((["status"], 200), (["deployments"], 404), (["complete", "text"], 404)):
+            assert main([*argv, "--url", url]) == 1
+            told = _err(capsys)
+            assert f"did not answer as an Instar gateway does: {status}, text/html from Site/1" in told
+            assert "give the URL that `instar serve` prints with --url" in told
+            assert "<" not in told and len(told.splitlines()) == 1
+        server.shutdown()
+
+
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("instar ")
@@ -124,9 +154,6 @@ def _err(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_json_status_is_what_the_gateway_said(capsys: pytest.CaptureFixture[str]) -> None:
-    import threading
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-
     state = {"workers": [], "instances": [], "more": 1}
 
     class Gateway(BaseHTTPRequestHandler):

@@ -147,6 +147,7 @@ def make_parser(name: str) -> OfflineParser:
     """Return the parser of one of `COMMANDS`."""
     command = COMMANDS[name]
     parser = OfflineParser(
+        allow_abbrev=False,
         prog=f"instar {name}",
         description=command.text,
         formatter_class=argparse.RawDescriptionHelpFormatter,

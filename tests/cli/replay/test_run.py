@@ -242,12 +242,12 @@ async def test_a_server_that_refuses_everything_is_told_before_the_run() -> None
             await replayed(server.url)
     with pytest.raises(ServerError, match=r"no server answers at 127\.0\.0\.1.*connect: refused"):
         await replayed(f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(ServerError, match=r"no server answers at a\.\.b:1 .*is not the name of a host"):
+    with pytest.raises(InputError, match=r"--url http://a\.\.b:1: .*; write it as http://"):
         await replayed("http://a..b:1")
     with pytest.raises(InputError, match="--url holds a name or a password") as told:
         await replayed("http://me:hush@127.0.0.1:1")
     assert "hush" not in str(told.value)
-    with pytest.raises(InputError, match="--url ftp://x is not a URL"):
+    with pytest.raises(InputError, match="--url ftp://x: the URL needs http://"):
         await replayed("ftp://x")
 
 
