@@ -19,7 +19,7 @@ from gateway.http.sse import HEADERS, EventStream
 from gateway.openai.call import Completion, StreamedCompletion, WholeCompletion
 from gateway.openai.formats import Envelope, Format
 from gateway.openai.intake import CallIds
-from gateway.openai.params import SamplingBody
+from gateway.openai.params import CallBody, ChatBody, CompletionBody
 from gateway.openai.parsing import parse
 from gateway.openai.request_log import CLIENT_LEFT, RequestLog
 from gateway.state import Gateway
@@ -34,7 +34,7 @@ DRAIN_S = 30.0
 class CompletionsEndpoint:
     """An ASGI app. It raises refusals as ApiError before anything was sent; `gateway.app` answers them."""
 
-    def __init__(self, gateway: Gateway, form: Format, body: type[SamplingBody]) -> None:
+    def __init__(self, gateway: Gateway, form: Format, body: type[CompletionBody] | type[ChatBody]) -> None:
         self._gateway = gateway
         self._format = form
         self._body = body
@@ -102,7 +102,7 @@ class CompletionsEndpoint:
     async def _call(self, data: bytes, slot: Slot, socket: ClientSocket, log: RequestLog) -> Completion:
         """Parse a body and build its requests. Raises ApiError."""
         gateway, form = self._gateway, self._format
-        body = parse(self._body, data)
+        body: CallBody = parse(self._body, data)
         card = gateway.models.card(body.model)
         context = gateway.request_builder.context(card)
         prompts = gateway.request_builder.prompts(body, context)

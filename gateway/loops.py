@@ -22,7 +22,7 @@ from gateway.text import tokenizer
 log = logging.getLogger("gateway")
 
 LEASE_S = 5.0
-POLL_S = 2.0  # the controller's events tell of most changes at once
+POLL_S = 2.0  # events of the controller announce most changes at once
 POLL_BUSY_S = 0.4  # with requests in flight: those of a dead worker are sent again sooner
 TICK_S = 0.25
 DEMAND_S = 0.5

@@ -1,7 +1,7 @@
-"""The book of morphs: those under way and the last that ended, whoever ordered them.
+"""The morphs of the cluster that run and the last that ended.
 
 Workers report on the events stream, so every gateway knows every morph of the cluster. A worker that dies
-answers nothing any more: its morphs are then taken for failed, until a report says otherwise.
+does not answer: its morphs then count as failed, until a report says otherwise.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ class MorphRecord:
 
     @property
     def pause_s(self) -> float | None:
-        """Seconds between steps that its worker's engine spent on it, in all; None: it does not tell."""
+        """Seconds between steps that its worker's engine spent on it, in all; None: not reported."""
         told = [self.numbers[name] for name in ("boundary_seconds", "moving_seconds") if name in self.numbers]
         return sum(told) if told else None
 
     async def wait(self, within_s: float) -> None:
-        """Until it has ended, or that long."""
+        """Wait until the morph has ended, for `within_s` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self.has_ended.wait()
 
     def as_json(self) -> dict[str, Any]:
-        """`steps` only of a transform that takes several."""
+        """Return the morph as JSON; `steps` only for a transform of several."""
         shown = {
             "id": self.id,
             "kind": self.kind,
@@ -101,8 +101,11 @@ class MorphRecord:
 
 
 class Morphs:
-    """Owner of the entries. `outcomes`, `decisions` (kind, cause, outcome), `seconds` and `pauses` count what
-    ended while this process listened."""
+    """The owner of the entries.
+
+    `outcomes`, `decisions` (kind, cause, outcome), `seconds` and `pauses` count the morphs that ended since
+    this process began to listen.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.outcomes: Counter[tuple[MorphKind, MorphOutcome]] = Counter()
@@ -117,20 +120,22 @@ class Morphs:
         return self._entries.get(morph_id)
 
     def recent(self, num: int) -> list[MorphRecord]:
-        """What runs, and the last that ended up to `num` in all; the latest last."""
+        """Return the running morphs and the last that ended, up to `num` in all; the latest last."""
         entries = list(self._entries.values())
         ended = [entry for entry in entries if not entry.is_running]
         shown = set(ended[max(0, len(ended) - max(0, num - (len(entries) - len(ended)))) :])
         return [entry for entry in entries if entry.is_running or entry in shown]
 
     def transform_of(self, worker: str) -> MorphRecord | None:
-        """The running one in which this worker takes part; of several steps, the present one."""
+        """Return the running transform of this worker; of one in several steps, the current step."""
         running = (entry for entry in self._running() if entry.kind == "transform" and not entry.steps)
         return next((entry for entry in running if worker in entry.workers), None)
 
     def changing(self, worker: str, tp: int) -> str:
-        """ "joining" or "parting" while the worker's card, which says `tp`, is not what a transform makes it:
-        on its way, or, just after its end, until the cards of all members are read. Else ""."""
+        """Return "joining" or "parting" while a transform changes the worker's degree from `tp`; else "".
+
+        Until CARDS_S after its end, the cards of all members may not have been read.
+        """
         transforms = (one for one in self._entries.values() if one.kind == "transform" and not one.steps)
         entries = [one for one in transforms if worker in one.workers]
         last = entries[-1] if entries else None
@@ -142,10 +147,10 @@ class Morphs:
             return ""
         return "joining" if after > tp else "parting"
 
-    # ------------------------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------------------------- orders and reports
 
     def ordered(self, command: Morph, worker: str, decided: str) -> MorphRecord:
-        """By hand, here. It may have been reported already: its worker is quick."""
+        """Enter a morph that this gateway orders. A quick worker may have reported it already."""
         entry = self._entries.get(command.id) or self._enter(
             MorphRecord(
                 id=command.id,
@@ -163,7 +168,7 @@ class Morphs:
         return entry
 
     def unsent(self, entry: MorphRecord) -> None:
-        """The bus did not take the order. Where it did after all, the worker's report enters it again."""
+        """Remove a morph whose order the bus did not take. If it did after all, a report enters it again."""
         self._entries.pop(entry.id, None)
 
     def on_report(self, report: MorphReport, *, is_history: bool = False) -> MorphRecord:
@@ -192,7 +197,7 @@ class Morphs:
         return entry
 
     def on_event(self, event: Event) -> None:
-        """Of decisions: why."""
+        """Note why a morph was decided."""
         if event.kind == "morph_decided" and event.morph_id:
             if entry := self._entries.get(event.morph_id):
                 entry.decided, entry.cause = event.reason, event.cause
@@ -202,13 +207,13 @@ class Morphs:
             self._decided[event.morph_id] = event.reason, event.cause
 
     def worker_gone(self, worker: str, epoch: int, how: str) -> None:
-        """This incarnation, and those before it, will not report any more."""
+        """Take the running morphs of this epoch, and of earlier ones, for failed."""
         for entry in self._running():
             if entry.worker == worker and entry.epoch <= epoch:
                 self._assume_failed(entry, f"{worker} (epoch {entry.epoch}) {how} before it answered")
 
     def sweep(self, workers: dict[str, WorkerCard], lost_after_s: float) -> None:
-        """The registry was read: whose worker is gone, or another one, or never took the order?"""
+        """Take morphs for failed whose worker is gone, has another epoch or never took the order."""
         now = self._clock()
         for entry in self._running():
             card = workers.get(entry.worker)

@@ -71,10 +71,11 @@ class Cluster:
             self._notice_retired(self._processes.get(worker.id), worker)
             self._processes[worker.id] = worker
             self.seen[worker.id] = (worker.epoch, now)
-            for ready in _ready_of(worker):
-                self._ready.setdefault(ready.card.model, []).append(ready)
-                self.served_at[ready.card.model] = now
-                self.cards[ready.card.model] = ready.card
+        for worker, card in self.instances():
+            if worker.state == "serving":
+                self._ready.setdefault(card.model, []).append(ReadyInstance(card, worker.id, worker.epoch))
+                self.served_at[card.model] = now
+                self.cards[card.model] = card
         self._forget_retired()
         self._degrees = {
             (card.id, worker.epoch): self._degree_of(card, worker.epoch, now)
@@ -104,8 +105,7 @@ class Cluster:
             if model in self._ready or self.is_coming(model):
                 self._retired.discard(model)
             else:
-                self.cards.pop(model, None)
-                self.served_at.pop(model, None)
+                self._forget(model)
 
     def was_retired(self, model: str) -> bool:
         """Return True if the model was served and is not coming back."""
@@ -153,8 +153,11 @@ class Cluster:
         served = {card.model for worker in self.workers.values() for card in worker.instances}
         for model, card in list(self.cards.items()):
             if card.deployed and model not in active | served:
-                del self.cards[model]
-                self.served_at.pop(model, None)
+                self._forget(model)
+
+    def _forget(self, model: str) -> None:
+        self.cards.pop(model, None)
+        self.served_at.pop(model, None)
 
     def add_report(self, telemetry: WorkerTelemetry) -> None:
         """Show what a worker reported with the end of a morph before the monitor's next picture has it."""
@@ -210,6 +213,7 @@ class Cluster:
         return sorted(self.cards)
 
     def instances(self) -> Iterator[tuple[WorkerCard, InstanceCard]]:
+        """Yield each instance with the worker that leads it."""
         for worker in self.workers.values():
             for card in worker.instances:
                 if not card.workers or card.workers[0] == worker.id:
@@ -328,10 +332,3 @@ def _process(card: WorkerCard) -> tuple[str, int]:
 def _may_load(worker: WorkerCard, model: str) -> bool:
     listed = {card.model for card in worker.instances}
     return worker.state == "loading" and (model in listed or not listed)
-
-
-def _ready_of(worker: WorkerCard) -> Iterator[ReadyInstance]:
-    if worker.state == "serving":
-        for card in worker.instances:
-            if not card.workers or card.workers[0] == worker.id:
-                yield ReadyInstance(card, worker.id, worker.epoch)

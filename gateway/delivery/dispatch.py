@@ -92,7 +92,7 @@ class Candidate(Destination):
 
 @dataclass(frozen=True, slots=True)
 class QueuesAhead:
-    """What a request finds waiting at this gateway for instances of its model. Ahead: arrived earlier."""
+    """The requests that wait at this gateway for the same model. Ahead means that they arrived earlier."""
 
     long_tokens: int = 0  # of the first long request that waits for a group, ahead or not
     reserved_tokens: int = 0  # of the longest one ahead
@@ -203,7 +203,7 @@ def is_long(candidates: Iterable[Candidate], num_tokens: int) -> bool:
     return all(num_tokens > (candidate.low_tokens or candidate.max_tokens) for candidate in candidates)
 
 
-def member_for(chosen: Candidate, num_tokens: int) -> Candidate | Seat:
+def member_for(chosen: Candidate, num_tokens: int) -> Destination:
     """Return the member that takes the request; `chosen` itself if it is one worker.
 
     That is the one with room at home and the fewest sequences, then the first by name. So a group splits

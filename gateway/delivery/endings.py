@@ -61,7 +61,7 @@ class Endings:
         self._remove(state, code)
         self.stats.of(state.request.model).failures[code] += 1
         self.touch(state.sink)
-        state.sink.on_error(error)
+        state.sink.fail(error)
 
     def _remove(self, state: RequestState, how: str) -> None:
         self.table.remove(state)

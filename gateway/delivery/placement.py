@@ -1,4 +1,4 @@
-"""Where a request goes: the view for the choice, and what its decision means for this gateway.
+"""The placement of requests: the view for the choice, and what its decision means for this gateway.
 
 All requests at a worker get a strike when one of them kills it, and in a group all members run the step that
 kills one. So a request that has its last chance gets it alone: no other with its last chance is at that
@@ -10,29 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from gateway.delivery import dispatch
 from gateway.delivery.candidates import Candidates
 from gateway.delivery.cluster import Cluster
-from gateway.delivery.dispatch import (
-    BelowFloor,
-    Candidate,
-    NeedsGroup,
-    QueuesAhead,
-    Seat,
-    TooLong,
-    WaitForSplit,
-    YieldToLong,
-    choose,
-    crowded,
-    is_long,
-    member_for,
-    num_to_recall,
-)
+from gateway.delivery.dispatch import BelowFloor, Candidate, Destination, QueuesAhead, TooLong, WaitForSplit
 from gateway.delivery.outbox import RequestOutbox
 from gateway.delivery.request import InstanceAddress, RequestState
 from gateway.delivery.table import RequestTable
 from gateway.errors import below_floor, too_long
 
-Found = Candidate | BelowFloor | NeedsGroup | WaitForSplit | YieldToLong
+Found = Candidate | BelowFloor | dispatch.NeedsGroup | WaitForSplit | dispatch.YieldToLong
 
 
 class Placement:
@@ -57,7 +44,7 @@ class Placement:
         request = state.request
         candidates = self._candidates(state)
         ahead = self._queues_ahead(state, candidates)
-        found = choose(candidates, request.num_tokens, request.min_precision, ahead)
+        found = dispatch.choose(candidates, request.num_tokens, request.min_precision, ahead)
         if isinstance(found, TooLong):
             raise too_long(len(request.prompt_token_ids), found.limit, request.sampling.max_tokens)
         if isinstance(found, BelowFloor) and not (request.waits_for_precision or state.was_admitted):
@@ -66,7 +53,7 @@ class Placement:
             return found.candidate
         is_next = not _is_behind(state, self._table.for_parts.of(request.model))
         is_seated = isinstance(found, Candidate) and found.can_split
-        if is_seated and is_next and not is_long(candidates, request.num_tokens):
+        if is_seated and is_next and not dispatch.is_long(candidates, request.num_tokens):
             self._placed_s[request.model] = self._clock()
         return found
 
@@ -77,18 +64,18 @@ class Placement:
         """
         found = []
         candidates = self.candidates(model)
-        for seat in crowded(candidates, self._long_tokens(model)):
+        for seat in dispatch.crowded(candidates, self._long_tokens(model)):
             there = self._table.at(_address(seat))
             waiting = [one for one in there if one.is_sent and not one.is_running and not one.was_recalled]
-            short = [one for one in waiting if not is_long(candidates, one.request.num_tokens)]
+            short = [one for one in waiting if not dispatch.is_long(candidates, one.request.num_tokens)]
             queued = sorted(short, key=lambda one: one.request.arrived)
-            count = num_to_recall(seat, [one.request.num_tokens for one in queued])
+            count = dispatch.num_to_recall(seat, [one.request.num_tokens for one in queued])
             found += queued[len(queued) - count :]
         return found
 
     def send(self, state: RequestState, to: Candidate) -> None:
         """Begin a new attempt at `to`, or at a member of it."""
-        target = _address(member_for(to, state.request.num_tokens))
+        target = _address(dispatch.member_for(to, state.request.num_tokens))
         self._table.assign(state, target)
         if state.journey is not None:
             state.journey.sent(target, state.attempt, state.num_known_tokens, self._clock())
@@ -123,7 +110,7 @@ class Placement:
         return next((one.request.num_tokens for one in self._table.for_room.of(model)), 0)
 
     def _requests_at(self, candidate: Candidate) -> Iterator[RequestState]:
-        places: Iterable[Candidate | Seat] = candidate.seats or [candidate]
+        places: Sequence[Destination] = candidate.seats or [candidate]
         return (state for place in places for state in self._table.at(_address(place)))
 
     def _has_last_chance(self, state: RequestState) -> bool:
@@ -142,5 +129,5 @@ def _is_behind(state: RequestState, queue: Iterable[RequestState]) -> bool:
     return next(_ahead_of(state, queue), None) is not None
 
 
-def _address(place: Candidate | Seat) -> InstanceAddress:
+def _address(place: Destination) -> InstanceAddress:
     return InstanceAddress(place.instance, place.worker, place.epoch)

@@ -91,8 +91,8 @@ class Sink(Protocol):
     def on_end(self) -> None:
         """Note that a request ended by itself, after its last tokens."""
 
-    def on_error(self, error: ApiError) -> None:
-        """Note that a request failed."""
+    def fail(self, error: ApiError) -> None:
+        """Note that a request failed, and with it the call."""
 
     def flush(self) -> None:
         """Write out what a batch of tokens brought."""
@@ -100,7 +100,7 @@ class Sink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """Where a request is. `attempt` counts submissions, `strikes` those that a worker's failure ended.
+    """The state of a request. `attempt` counts submissions, `strikes` those that a worker's failure ended.
 
     Times are seconds of the monotonic clock; 0: not yet. A worker must begin by `deadline`.
     """

@@ -118,9 +118,6 @@ class Completion:
             self._on_all_ended()
             self._wake()
 
-    def on_error(self, error: ApiError) -> None:
-        self.fail(error)
-
     def flush(self) -> None:
         """Write out what a batch of tokens brought."""
 

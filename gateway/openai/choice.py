@@ -43,20 +43,6 @@ class PrecisionSpans:
 class ChoiceText:
     """`num_tokens` counts what the client gets: to the end, or to the token that completed a stop string."""
 
-    __slots__ = (
-        "_echo",
-        "_is_plain",
-        "_matcher",
-        "_num_chars",
-        "_num_chars_out",
-        "_request",
-        "_scores",
-        "_text",
-        "_vocabulary",
-        "num_tokens",
-        "precision",
-    )
-
     def __init__(self, request: GenerationRequest, vocabulary: Vocabulary) -> None:
         self.num_tokens = 0
         self.precision = PrecisionSpans() if request.returns_precision else None

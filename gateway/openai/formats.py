@@ -97,18 +97,6 @@ class Envelope:
 class ChunkWriter:
     """Writes the events of one choice."""
 
-    __slots__ = (
-        "_after",
-        "_before",
-        "_empty",
-        "_envelope",
-        "_event_end",
-        "_plain_end",
-        "_start",
-        "fingerprint",
-        "index",
-    )
-
     def __init__(self, envelope: Envelope, index: int) -> None:
         self._envelope = envelope
         self.index = index

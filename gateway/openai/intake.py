@@ -1,4 +1,4 @@
-"""From a checked body to requests: prompts to tokens, limits, sampling."""
+"""The requests of a checked body: prompts to tokens, limits, sampling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bus.messages import InstanceCard, SamplingParams
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
 from gateway.errors import invalid, too_long
-from gateway.openai.params import ChatBody, CompletionBody, SamplingBody
+from gateway.openai.params import CallBody, ChatBody, CompletionBody
 from gateway.openai.parsing import prompts
 from gateway.text.tokenizer import Tokenizer
 
@@ -23,7 +23,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class CallIds:
-    """What every request of a call shares: the id of its answer, the client's id, when it arrived."""
+    """The fields that all requests of a call share: the answer's id, the client's id, the arrival."""
 
     completion_id: str
     trace_id: str
@@ -42,13 +42,13 @@ class RequestBuilder:
         """Return how many tokens the largest shape of the cluster can hold."""
         return self._cluster.longest_tokens(card.model, time.monotonic()) or card.max_model_len
 
-    def prompts(self, body: SamplingBody, context: int) -> list[Prompt]:
+    def prompts(self, body: CallBody, context: int) -> list[Prompt]:
         """Return the prompts of a completion; [""] for a chat, which has one. Raises ApiError 400."""
         return prompts(body.prompt, context) if isinstance(body, CompletionBody) else [""]
 
     async def build(
         self,
-        body: SamplingBody,
+        body: CallBody,
         given: list[Prompt],
         context: int,
         card: InstanceCard,
@@ -90,18 +90,15 @@ class RequestBuilder:
             for choice in range(body.n)
         ]
 
-    def _max_tokens(self, body: SamplingBody, num_prompt: int, context: int, card: InstanceCard) -> int:
+    def _max_tokens(self, body: CallBody, num_prompt: int, context: int, card: InstanceCard) -> int:
         """Return what the client asked for, else a default that fits beside the longest prompt.
 
         By default a chat may fill the context, as far as one worker holds it: what was not asked for is no
         reason to form a group.
         """
+        given, default = body.max_tokens, self._default_max_tokens
         if isinstance(body, ChatBody):
-            given = body.max_completion_tokens or body.max_tokens
-            default = max(1, self._max_n_tokens // body.n)
-        else:
-            assert isinstance(body, CompletionBody)
-            given, default = body.max_tokens, self._default_max_tokens
+            given, default = body.max_completion_tokens or given, max(1, self._max_n_tokens // body.n)
         if given is not None:
             return given
         now = time.monotonic()
@@ -111,7 +108,7 @@ class RequestBuilder:
 
     def _check(
         self,
-        body: SamplingBody,
+        body: CallBody,
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         context: int,
@@ -130,16 +127,14 @@ class RequestBuilder:
             )
 
 
-def _sampling(body: SamplingBody, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[SamplingParams]:
+def _sampling(body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[SamplingParams]:
     """Return the parameters of each of `n` choices: each has its own seed, the first the client's.
 
     A worker must make one token at least; for max_tokens 0 the gateway drops it.
     """
-    logprobs: int | None
     if isinstance(body, ChatBody):
         logprobs, has_echo = (body.top_logprobs or 0) if body.logprobs else None, False
     else:
-        assert isinstance(body, CompletionBody)
         logprobs, has_echo = body.logprobs, body.echo
     seed = secrets.randbits(63) if body.seed is None else body.seed
     return [
@@ -161,15 +156,14 @@ def _sampling(body: SamplingBody, max_tokens: int, stop_token_ids: tuple[int, ..
     ]
 
 
-def _echo(body: SamplingBody, given: Prompt, token_ids: list[int], tokenizer: Tokenizer) -> str | None:
+def _echo(body: CallBody, given: Prompt, token_ids: list[int], tokenizer: Tokenizer) -> str | None:
     """Return the prompt's text as the client wrote it, or the text of its token ids; None without echo."""
-    if not isinstance(body, CompletionBody) or not body.echo:
+    if isinstance(body, ChatBody) or not body.echo:
         return None
     return given if isinstance(given, str) else tokenizer.vocabulary.text_of(token_ids)
 
 
-async def _tokenize_chat(body: SamplingBody, context: int, tokenizer: Tokenizer) -> list[int]:
-    assert isinstance(body, ChatBody)
+async def _tokenize_chat(body: ChatBody, context: int, tokenizer: Tokenizer) -> list[int]:
     messages = [message.for_template() for message in body.messages]
     _refuse_if_long(sum(len(message["content"]) for message in messages), context, tokenizer)
     text = await tokenizer.chat_text(messages)

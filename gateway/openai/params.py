@@ -142,6 +142,8 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
 
 
+CallBody = CompletionBody | ChatBody
+
 # Values that change nothing.
 HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (1,),

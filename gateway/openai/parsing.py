@@ -1,4 +1,4 @@
-"""From the bytes of a body to checked fields, with an error that names what was wrong.
+"""Parsing of a body into checked fields, with errors that name what was wrong.
 
 Three passes, so that no field is ignored: fields that are null, or have the value that means "do nothing",
 are dropped; fields of OpenAI or vLLM that are not supported here are refused by name; pydantic validates the

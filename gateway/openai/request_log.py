@@ -20,7 +20,7 @@ PROBES: Final = ("/health", "/ready", "/metrics")
 
 
 class RequestLog:
-    """What is known of an HTTP request at its end.
+    """The facts of an HTTP request for its log line.
 
     `status`: as sent, before a stream's text. `code`: of the error that refused it. `call`: None unless it
     was a completion whose body was understood.

@@ -1,4 +1,4 @@
-"""What the spans of a call say.
+"""The attributes and events of a call's spans.
 
 Names are those of OpenTelemetry's conventions for HTTP and generative AI where there is one, vLLM's for
 latencies, and `instar.` for the rest. Codes and numbers only: no text of prompts or answers, and no message

@@ -83,7 +83,7 @@ class Ear:
     def on_end(self) -> None:
         self.has_ended = True
 
-    def on_error(self, error: ApiError) -> None:
+    def fail(self, error: ApiError) -> None:
         self.error = error
 
     def flush(self) -> None:
