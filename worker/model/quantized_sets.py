@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -70,17 +71,27 @@ def round_to_nearest(
     """Quantise weight float [N, K] to nearest. With input_scale [K], round weight / input_scale."""
     scaled = weight.float() if input_scale is None else weight.float() / input_scale
     codes, scales, zeros = quantize_rtn(scaled, bits, group)
-    padding = -codes.shape[1] % TILE
-    # The padding past the last input has the code of the value 0.
-    codes = torch.cat([codes, zeros[:, -1:].expand(-1, padding)], 1)
+    return pack_matrix(codes, scales, zeros, bits, group, input_scale)
+
+
+def pack_matrix(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    bits: int,
+    group: int,
+    input_scale: torch.Tensor | None,
+) -> QuantizedMatrix:
+    """Pack codes uint8 [N, K], padded to whole tiles."""
+    padding = zeros[:, -1:].expand(-1, -codes.shape[1] % TILE).clamp(max=2**bits - 1)
     return QuantizedMatrix(
-        codes=pack(codes, bits),
+        codes=pack(torch.cat([codes, padding], 1), bits),
         scales=scales,
         zeros=zeros,
         input_scale=None if input_scale is None else input_scale.float(),
         bits=bits,
         group=group,
-        num_inputs=weight.shape[1],
+        num_inputs=codes.shape[1],
     )
 
 
@@ -202,11 +213,18 @@ def write_set(path: Path, info: SetInfo, matrices: Iterator[tuple[str, Quantized
         "calibration": info.calibration,
         "crc32": json.dumps(checksums),
     }
+    with writing_whole(path) as unfinished:
+        save_file(tensors, unfinished, metadata)
+        unfinished.chmod(0o644)  # the library makes files that only their owner can read
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[Path]:
+    """Yield the path of a file that replaces `path` when the block ends, and goes away if it raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        save_file(tensors, unfinished, metadata)
-        unfinished.chmod(0o644)  # the library makes files that only their owner can read
+        yield unfinished
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

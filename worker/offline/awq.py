@@ -1,8 +1,8 @@
-"""Round-to-nearest, and activation-aware scales for it (AWQ, Lin et al. 2024, MLSys).
+"""Activation-aware scales for round-to-nearest (AWQ, Lin et al. 2024, MLSys).
 
-Letters: K inputs, N outputs of a matrix, g inputs of a group. What the inputs of a product look like is kept
-as their second moments C = sum of x x^T over the calibration tokens, [K, K]: the squared error of a product
-with W + E is then tr(E C E^T), exactly, whatever the number of tokens.
+Letters: K inputs, N outputs of a matrix, g inputs of a group. The inputs of a product are described by their
+second moments C = sum of x x^T over the calibration tokens, [K, K]: the squared error of a product with W + E
+is then tr(E C E^T), exactly, whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from worker.model.quantized_sets import QuantizedMatrix, round_to_nearest
 
 _SCALE_STEPS = 20  # exponents 0, 1/20, ... 19/20 (the paper's grid)
 _CLIP_STEPS = 10  # ranges of 100 %, 95 %, ... 55 % of a group's
-_LEAST_MAGNITUDE = 1e-4  # of an input that is never used, beside a mean of about 1
+_LEAST_MAGNITUDE = 1e-4  # for inputs that are never used; the mean is about 1
 
 
 class Moments:
-    """What a product's inputs look like: sums over all tokens seen."""
+    """The first and second moments of a product's inputs, as sums over all tokens seen."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -28,7 +28,7 @@ class Moments:
         self._magnitude: torch.Tensor | None = None
 
     def add(self, x: torch.Tensor) -> None:
-        """x [..., K]."""
+        """Add the tokens of x [..., K]."""
         rows = x.flatten(0, -2).float()
         second, magnitude = rows.T @ rows, rows.abs().sum(0)
         self.num_tokens += rows.shape[0]
@@ -37,13 +37,13 @@ class Moments:
 
     @property
     def second(self) -> torch.Tensor:
-        """C / tokens, float32 [K, K]."""
+        """The mean of x x^T, float32 [K, K]."""
         assert self._second is not None, "nothing was added"
         return self._second / self.num_tokens
 
     @property
     def magnitude(self) -> torch.Tensor:
-        """mean |x|, float32 [K]."""
+        """The mean of |x|, float32 [K]."""
         assert self._magnitude is not None, "nothing was added"
         return self._magnitude / self.num_tokens
 
@@ -51,7 +51,7 @@ class Moments:
 def activation_aware(
     weights: Mapping[str, torch.Tensor], moments: Moments, bits: int, group: int
 ) -> dict[str, QuantizedMatrix]:
-    """Quantise the matrices that read one input, [N, K] each, with one scale per input for all of them.
+    """Quantise the matrices [N, K] that read one input, with one scale per input for all of them.
 
     Inputs of large magnitude get finer steps: column k is multiplied by s[k] = magnitude[k] ^ alpha before
     rounding and its input divided by it. alpha is the one of least error over the calibration tokens; 0 is
@@ -79,8 +79,10 @@ def _scales(magnitude: torch.Tensor) -> list[torch.Tensor]:
 def _clipped(
     weight: torch.Tensor, second: torch.Tensor, bits: int, group: int, input_scale: torch.Tensor
 ) -> QuantizedMatrix:
-    """Try smaller ranges for each group of each output by itself, as if the other groups were exact; keep
-    the result if the product as a whole is the better for it."""
+    """Try smaller ranges for each group of each output by itself, as if the other groups were exact.
+
+    Keep the result if it lowers the error of the whole product.
+    """
     plain = round_to_nearest(weight, bits, group, input_scale)
     scaled = weight.float() / input_scale
     groups = F.pad(scaled, (0, -scaled.shape[1] % group)).unflatten(1, (-1, group))  # [N, K / g, g]
@@ -104,7 +106,7 @@ def _clipped(
 
 
 def _diagonal_blocks(second: torch.Tensor, group: int) -> torch.Tensor:
-    """[K, K] to [K / g, g, g]."""
+    """Return the diagonal blocks [K / g, g, g] of [K, K]."""
     padding = -second.shape[0] % group
     whole = F.pad(second, (0, padding, 0, padding))
     count = whole.shape[0] // group
@@ -114,6 +116,6 @@ def _diagonal_blocks(second: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _error(weight: torch.Tensor, approximated: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of the product over the calibration tokens, summed over outputs."""
+    """Return the mean squared error of the product over the calibration tokens, summed over outputs."""
     wrong = approximated - weight
     return ((wrong @ second) * wrong).sum()

@@ -1,4 +1,4 @@
-"""Calibration text, a file or the sources of Python's standard library, as windows of tokens."""
+"""Windows of tokens to calibrate with, from a text file or the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from worker.model.config import ModelConfig, ModelError
 
 WINDOW_TOKENS = 2048  # as the papers calibrate; shorter for a model of shorter context
 
-# The demo model's held-out files (models/recipe/corpus.py): what quality is measured on, nothing is tuned on.
+# The share of files that the demo model holds out to measure quality on (models/recipe/corpus.py).
 _HELD_OUT_ONE_IN = 56
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """tokens int64 [windows, tokens of a window]."""
+    """Calibration text as int64 [windows, tokens of a window]."""
 
     tokens: torch.Tensor
     source: str
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokens and the shape."""
+        """The SHA-256 of the tokens and their shape."""
         digest = hashlib.sha256(repr(tuple(self.tokens.shape)).encode())
         digest.update(self.tokens.numpy().data)
         return digest.hexdigest()
@@ -38,11 +38,11 @@ class Calibration:
 def read_calibration(
     config: ModelConfig, path: Path | None, num_windows: int, window_tokens: int = 0
 ) -> Calibration:
-    """Up to `num_windows` windows from the start of the text; window_tokens 0: 2048 or the model's context.
+    """Read up to `num_windows` windows from the start of the text.
 
-    Without a path: files of the standard library, the same ones each time, none that the demo model's
-    quality is measured on. Raises ModelError: no tokenizer, or a text that is no text, empty, or shorter than
-    a window.
+    window_tokens 0 means 2048, or the model's context if that is shorter. Without a path the text is files of
+    the standard library, the same each time, none of which the demo model's quality is measured on. Raises
+    ModelError: no tokenizer, or a text that is not text, empty, or shorter than a window.
     """
     window_tokens = min(window_tokens or WINDOW_TOKENS, config.max_position_embeddings)
     tokenizer = _tokenizer(config.folder)
@@ -57,19 +57,19 @@ def read_calibration(
     if not found:
         raise ModelError(
             f"{source}: {len(ids)} tokens are too few to calibrate with: a window has {window_tokens};"
-            " give a longer text"
+            " use a longer text"
         )
     return Calibration(torch.tensor(ids[: found * window_tokens]).view(found, window_tokens), source)
 
 
 def is_held_out(path: str) -> bool:
-    """Whether a POSIX path below the standard library's folder is kept for measuring quality."""
+    """Return True if a POSIX path in the standard library's folder is kept for measuring quality."""
     digest = hashlib.sha256(path.encode()).digest()
     return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
 
 
 def _library() -> Iterator[str]:
-    """In an order that mixes the packages and is the same everywhere: by the hash of the path."""
+    """Yield the texts in an order that mixes the packages and is the same everywhere: by the path's hash."""
     root = Path(sysconfig.get_path("stdlib"))
     names = (
         path.relative_to(root)
@@ -88,18 +88,18 @@ def _read(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ModelError(f"{path}: there is no such file; give a text like what will be served") from error
+        raise ModelError(f"{path}: there is no such file; use text like what will be served") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     if not text.strip():
-        raise ModelError(f"{path}: the calibration text is empty; give one like what will be served")
+        raise ModelError(f"{path}: the calibration text is empty; use text like what will be served")
     return text
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{folder}: no tokenizer.json in it; calibration text has to be tokenised")
+        raise ModelError(f"{folder}: no tokenizer.json in it, which tokenises the calibration text")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:

@@ -20,17 +20,17 @@ from worker.offline.importance import LayerRanking, Metric, ScoreWeights
 from worker.offline.layerwise import LayerwiseModel
 from worker.offline.progress import ProgressLine, say
 from worker.offline.quantizer import Maker
-from worker.offline.ready_checkpoint import take_over
+from worker.offline.ready_checkpoint import convert_checkpoint
 from worker.shape.host_images import find_matrices
 from worker.shape.layer_order import OrderProfile, profile_path, read_profile, write_profile
 
 
 def quantize(args: argparse.Namespace) -> None:
-    """Raises ModelError, OSError."""
+    """Run `instar quantize`. Raises ModelError, OSError."""
     config = read_config(args.model)
     checkpoint = CheckpointWeights(config.folder)
     if args.ready:
-        path = take_over(config, checkpoint, args.ready, args.group)
+        path = convert_checkpoint(config, checkpoint, args.ready, args.group)
         say(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
         return
     methods: list[Method] = ["awq", "rtn"] if args.method == "both" else [args.method]
@@ -42,14 +42,14 @@ def quantize(args: argparse.Namespace) -> None:
     maker = Maker(config, checkpoint, calibration, device_of(args.device))
     targets = maker.targets(methods, args.bits, args.group)
     for target in [] if args.again else [t for t in targets if t.is_made]:
-        say(f"{target.path}: is there already, made the same way (--again makes it anew)")
+        say(f"{target.path}: exists already, made with the same options (--again makes it again)")
         targets.remove(target)
     if targets:
         maker.make(targets)
 
 
 def device_of(name: str) -> torch.device:
-    """Raises ModelError."""
+    """Return the device of this name; "" means a GPU if there is one. Raises ModelError."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
@@ -59,12 +59,12 @@ def device_of(name: str) -> torch.device:
 
 
 def profile(args: argparse.Namespace) -> None:
-    """Raises ModelError, OSError."""
+    """Run `instar profile`. Raises ModelError, OSError."""
     config = read_config(args.model)
     checkpoint = CheckpointWeights(config.folder)
     device = device_of(args.device)
     calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
-    fingerprint = checkpoint_digest(config, checkpoint)
+    digest = checkpoint_digest(config, checkpoint)
     dtype = torch.float32 if device.type == "cpu" else config.dtype
     matrices = find_matrices(config, checkpoint, args.precision, args.method)
     num_windows, num_tokens = calibration.tokens.shape
@@ -81,7 +81,7 @@ def profile(args: argparse.Namespace) -> None:
     metric: Metric = args.metric
     path = profile_path(config.folder, args.precision)
     wished = OrderProfile(
-        model=fingerprint,
+        model=digest,
         precision=args.precision,
         method=matrices.method,
         metric=metric,
@@ -103,7 +103,7 @@ def profile(args: argparse.Namespace) -> None:
             metric,
         )
         if made := _without_perplexity(path, wished, config.num_layers):
-            say(f"{path}: the same order without perplexities: measures these alone")
+            say(f"{path}: has this order without perplexities; measuring only those")
             profiler.follow(made.sequence)
         else:
             progress = ProgressLine("profile", profiler.num_trials, "trials")
@@ -113,18 +113,17 @@ def profile(args: argparse.Namespace) -> None:
             )
     made = replace(made, perplexity=[round(each, 4) for each in profiler.perplexity])
     write_profile(path, made)
-    say(f"{path}: swap layers in the order {', '.join(map(str, made.sequence))}; {_lost(made)}")
+    say(
+        f"{path}: swap layers in the order {', '.join(map(str, made.sequence))};"
+        f" all of them in {made.precision} lose {made.loss or 0.0:.2%} of perplexity"
+    )
 
 
 def _without_perplexity(path: Path, wished: OrderProfile, num_layers: int) -> OrderProfile | None:
-    """What is stored, if it is what is asked for but for perplexities: its trials need not be run again."""
+    """Return the stored profile if it lacks only perplexities: its trials need not run again."""
     try:
         found = read_profile(path, model=wished.model, num_layers=num_layers)
     except ModelError:
         return None
     same = replace(found, sequence=[], scores={}, seconds=0.0) == wished
     return found if same else None
-
-
-def _lost(made: OrderProfile) -> str:
-    return f"all of them in {made.precision} lose {made.loss or 0.0:.2%} of perplexity"

@@ -35,7 +35,7 @@ Metric = Literal["cosine", "l2"]
 
 @dataclass(frozen=True, slots=True)
 class ScoreWeights:
-    """LIS = lts * LTS + lrs * LRS + mds * MDS (equation 5; the paper's defaults)."""
+    """The weights of LIS = lts * LTS + lrs * LRS + mds * MDS (equation 5; the paper's defaults)."""
 
     lts: float = 0.25
     lrs: float = 0.25
@@ -46,8 +46,11 @@ class ScoreWeights:
 
 
 def similarity(reference: torch.Tensor, other: torch.Tensor, metric: Metric) -> float:
-    """Mean over the rows of [..., n]: the cosine of the angle, or minus the distance relative to the
-    reference's length (relative, so that hidden states and logits can be weighed against each other)."""
+    """Return the mean similarity of the rows of two tensors [..., n].
+
+    cosine: of the angle; l2: minus the distance relative to the reference's length, so that hidden states and
+    logits can be weighed against each other.
+    """
     a, b = reference.flatten(0, -2).float(), other.flatten(0, -2).float()
     if metric == "cosine":
         return float(F.cosine_similarity(a, b, dim=-1).double().mean())
@@ -57,7 +60,7 @@ def similarity(reference: torch.Tensor, other: torch.Tensor, metric: Metric) -> 
 
 @dataclass(slots=True)
 class Scores:
-    """lts and lrs by layer; mds and lis by place in the sequence: of the layer chosen there."""
+    """The scores of a ranking: lts and lrs by layer; mds and lis by place in the sequence."""
 
     lts: list[float] = field(default_factory=list)
     lrs: list[float] = field(default_factory=list)
@@ -88,8 +91,10 @@ class LayerRanking:
         self.perplexity = [self._perplexity()]  # of the windows, by how many layers are swapped
 
     def sequence(self, weights: ScoreWeights, advance: Callable[[], None]) -> tuple[list[int], Scores]:
-        """All layers in the order of greatest LIS, the lower of equals first; `advance` is called once for
-        each of the `num_trials`."""
+        """Rank all layers by greatest LIS, the lower of equals first.
+
+        `advance` is called once for each of the `num_trials`.
+        """
         scores = self._local()
         remaining, order = list(range(len(self._layers))), list[int]()
         while remaining:
@@ -104,7 +109,7 @@ class LayerRanking:
         return order, scores
 
     def follow(self, sequence: Sequence[int]) -> None:
-        """Swap them in this order, for the perplexities alone."""
+        """Swap the layers in this order, for the perplexities alone."""
         for layer in sequence:
             self._swap(layer)
 
@@ -113,7 +118,7 @@ class LayerRanking:
         return len(self._layers) * (len(self._layers) + 1) // 2 * len(self._entries)
 
     def _local(self) -> Scores:
-        """LTS and LRS of every layer, in the full model."""
+        """Return LTS and LRS of every layer in the full model."""
         scores = Scores()
         for layer in range(len(self._layers)):
             kept, replaced = [], []
@@ -127,7 +132,7 @@ class LayerRanking:
         return scores
 
     def _degradation(self, candidates: Sequence[int], advance: Callable[[], None]) -> dict[int, float]:
-        """MDS of each."""
+        """Return the MDS of each candidate."""
         found: dict[int, list[float]] = {j: [] for j in candidates}
         for entries in self._entries:
             reference = self._model.logits(entries[-1])
@@ -140,7 +145,7 @@ class LayerRanking:
         return {j: _mean(values) for j, values in found.items()}
 
     def _swap(self, layer: int) -> None:
-        """The layer joins Q for good."""
+        """Add the layer to Q."""
         self._layers[layer] = self._quantised[layer]
         for entries in self._entries:
             for later in range(layer, len(self._layers)):
@@ -148,7 +153,7 @@ class LayerRanking:
         self.perplexity.append(self._perplexity())
 
     def _perplexity(self) -> float:
-        """Of every window's tokens behind its first."""
+        """Return the perplexity of every window's tokens after its first."""
         nats = [
             float(F.cross_entropy(self._model.logits(entries[-1])[:-1], window[1:]))
             for entries, window in zip(self._entries, self._windows, strict=True)

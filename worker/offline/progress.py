@@ -7,13 +7,13 @@ import time
 
 
 def say(text: str) -> None:
-    """One line, at once."""
+    """Print one line at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 class ProgressLine:
-    """Says how far a job is, at most every `every_s` seconds and at its end, with the time left."""
+    """The progress of a job, printed at most every `every_s` seconds and at its end, with the time left."""
 
     def __init__(self, name: str, total: int, unit: str, every_s: float = 2.0) -> None:
         self._name, self._total, self._unit, self._every_s = name, total, unit, every_s

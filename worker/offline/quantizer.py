@@ -1,4 +1,4 @@
-"""Quantise the layers of a model into set files, and read them back as dense layers.
+"""Quantise the layers of a model into set files.
 
 Each finished layer is a file of its own in MODEL/instar/.unfinished/{precision}-{method}/, in the format of a
 set. A run that finds such files of its own job (same model, group, calibration) reads them instead of
@@ -42,7 +42,7 @@ LayerMatrices = dict[str, QuantizedMatrix]  # by the names of MATRICES
 
 @dataclass(frozen=True, slots=True)
 class SetTarget:
-    """One set to be made."""
+    """A set to be made."""
 
     folder: Path  # the model's
     method: Method
@@ -58,7 +58,7 @@ class SetTarget:
 
     @property
     def is_made(self) -> bool:
-        """By this very job."""
+        """True if the set exists, made by this very job."""
         try:
             return QuantizedSet(self.path, model=self.info.model).info == self.info
         except ModelError:
@@ -72,13 +72,13 @@ class SetTarget:
         return self.folder / FOLDER / ".unfinished" / self.path.stem
 
     def unfinished(self, config: ModelConfig, layer: int) -> LayerMatrices | None:
-        """The layer as an earlier run of the same job left it."""
+        """Return the layer as an earlier run of the same job left it, or None."""
         if not self.part(layer).is_file():
             return None
         try:
             found = QuantizedSet(self.part(layer), model=self.info.model)
             return found.layer(config, layer) if found.info == self.info else None
-        except ModelError:  # another model's, or cut off by a full disk: made anew
+        except ModelError:  # of another model, or cut off by a full disk
             return None
 
 
@@ -94,12 +94,14 @@ class Maker:
     ) -> None:
         self.config, self._checkpoint, self._device = config, checkpoint, device
         self._calibration = calibration
-        self._fingerprint = checkpoint_digest(config, checkpoint)
+        self._digest = checkpoint_digest(config, checkpoint)
         self._dtype = torch.float32 if device.type == "cpu" else config.dtype
 
     def targets(self, methods: Sequence[Method], bits: Sequence[int], group: int = 0) -> list[SetTarget]:
-        """group: inputs that share a scale; 0: each precision's own number. Raises ModelError: awq without
-        calibration."""
+        """Return the sets to make. Raises ModelError: awq without calibration.
+
+        group: inputs that share a scale; 0: each precision's own number.
+        """
         if "awq" in methods and self._calibration is None:
             raise ModelError(f"{self.config.folder}: AWQ needs calibration text")
         made = []
@@ -110,7 +112,7 @@ class Maker:
                     bits=width,
                     group=group or ENTRIES[precision_of_bits(width)].group,
                     method=method,
-                    model=self._fingerprint,
+                    model=self._digest,
                     calibration=calibrated,
                 )
                 made.append(SetTarget(self.config.folder, method, info))
@@ -156,7 +158,7 @@ class Maker:
             for layer in range(self.config.num_layers):
                 found = target.unfinished(self.config, layer)
                 if found is None:
-                    raise ModelError(f"{target.part(layer)}: vanished or damaged meanwhile; run it again")
+                    raise ModelError(f"{target.part(layer)}: missing or damaged; run the command again")
                 yield layer, found
 
         _write(target.path, target.info, layers())

@@ -31,7 +31,6 @@ from typing import Any, Literal
 import torch
 
 from bus.precisions import ENTRIES, precision_of_bits
-from kernels.packing import TILE, pack
 from kernels.quantized import GROUP_STEP
 from worker.model.config import ModelConfig, ModelError
 from worker.model.quantized_sets import (
@@ -41,6 +40,7 @@ from worker.model.quantized_sets import (
     SetInfo,
     matrix_name,
     matrix_shapes,
+    pack_matrix,
     set_path,
     write_set,
 )
@@ -54,7 +54,10 @@ _REMEDY = "`instar quantize` can make the set from the full model"
 
 @dataclass(frozen=True, slots=True)
 class ReadyFormat:
-    """group 0: one scale for all inputs. zero_offset: what is added to a stored zero."""
+    """The format of a ready checkpoint.
+
+    group 0: one scale for all inputs. zero_offset: what is added to a stored zero.
+    """
 
     method: Literal["awq", "gptq"]
     bits: int
@@ -64,19 +67,22 @@ class ReadyFormat:
 
 @dataclass(frozen=True, slots=True)
 class UnpackedMatrix:
-    """codes uint8 [N, K], scales float16 [N, groups], zeros uint8 [N, groups]; not packed."""
+    """codes uint8 [N, K], scales float16 [N, groups], zeros uint8 [N, groups]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
 
     def scaled(self, factor: torch.Tensor) -> UnpackedMatrix:
-        """Row n times factor[n]."""
+        """Return the matrix with row n multiplied by factor[n]."""
         return replace(self, scales=(self.scales.float() * factor[:, None]).half())
 
 
 def read_format(folder: Path) -> ReadyFormat:
-    """Raises ModelError: no checkpoint, not quantised, or in a way that is not supported, by name."""
+    """Read the format of a ready checkpoint.
+
+    Raises ModelError: no checkpoint, not quantised, or in a way that is not supported, by name.
+    """
     said = _quantization_config(folder)
     method, bits = said.get("quant_method", "unnamed"), said.get("bits", 0)
     group = said.get("group_size")
@@ -103,7 +109,7 @@ def read_format(folder: Path) -> ReadyFormat:
 def read_groups(
     ready: CheckpointWeights, form: ReadyFormat, name: str, shape: tuple[int, int], group: int
 ) -> UnpackedMatrix:
-    """The matrix `name` of N x K = shape, in groups of `group` inputs. Raises ModelError."""
+    """Read the matrix `name` of N x K = shape in groups of `group` inputs. Raises ModelError."""
     outputs, inputs = shape
     num_groups = -(-inputs // form.group) if form.group else 1
     per_word = _WORD // form.bits
@@ -119,7 +125,7 @@ def read_groups(
         _check_order(ready, name, inputs, form.group or inputs)
     if not form.group:
         scales, zeros = (x.expand(-(-inputs // group), -1) for x in (scales, zeros))
-    # In GPTQ's first format a stored 15 means 16, and a stored 255 means 256, which no byte holds.
+    # In GPTQ's first format a stored 15 means 16, and a stored 255 means 256, which does not fit in a byte.
     zeros = zeros.int() + form.zero_offset
     if int(zeros.max()) > 255:
         raise _unsupported(ready.folder, f"zero {int(zeros.max())} of {name}", "at most 255")
@@ -127,14 +133,14 @@ def read_groups(
 
 
 def _unpack(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...]) -> torch.Tensor:
-    """int32 words to uint8 codes along `dim`; piece i of a word is its code order[i]."""
+    """Unpack int32 words to uint8 codes along `dim`; piece i of a word is its code order[i]."""
     pieces = [words >> bits * i & (2**bits - 1) for i in range(len(order))]
     in_order = [pieces[order.index(i)] for i in range(len(order))]
     return torch.stack(in_order, dim + 1).flatten(dim, dim + 1).to(torch.uint8)
 
 
 def _check_order(ready: CheckpointWeights, name: str, inputs: int, group: int) -> None:
-    """Raises ModelError if groups are not runs of neighbouring inputs (act-order, desc_act)."""
+    """Check that groups are runs of neighbouring inputs (no act-order, desc_act). Raises ModelError."""
     if not ready.has(f"{name}.g_idx"):
         return
     groups = _read(ready, f"{name}.g_idx", (inputs,), torch.int32)
@@ -150,8 +156,8 @@ def _read(
     tensor = ready.read(name)
     if tuple(tensor.shape) != shape or (dtype is not None and tensor.dtype != dtype):
         raise ModelError(
-            f"{ready.folder}: {name} is {tensor.dtype} {list(tensor.shape)}; {list(shape)} was expected of"
-            " a checkpoint of this model"
+            f"{ready.folder}: {name} is {tensor.dtype} {list(tensor.shape)}; a checkpoint of this model has"
+            f" {list(shape)}"
         )
     return tensor
 
@@ -171,16 +177,20 @@ def _unsupported(folder: Path, what: str, supported: str) -> ModelError:
     return ModelError(f"{folder}: {what} is not supported; supported: {supported}; {_REMEDY}")
 
 
-_UNLIKE = 0.5  # relative error of weights: 4 bits make 0.1-0.2, another model more than 1
-_FOLDED = 0.06  # a row of v that is longer or shorter by more was scaled, not rounded (64 inputs: 4 %)
+_MAX_ERROR = 0.5  # of weights, relative: 4 bits make 0.1-0.2, another model more than 1
+_FOLDED = 0.06  # a row of v whose length differs by more was scaled, not rounded (64 inputs: 4 %)
 
 _NORM_OF = {"qkv": "input_layernorm", "gate_up": "post_attention_layernorm"}
 
 
-def take_over(config: ModelConfig, checkpoint: CheckpointWeights, folder: Path, group: int = 0) -> Path:
-    """Write the set that the ready checkpoint in `folder` holds. Where it has one scale for all inputs,
-    `group` inputs share one (0: the precision's own number). Raises ModelError: a format, packing or order of
-    inputs that is not supported, tensors missing or of other shapes, another model's weights."""
+def convert_checkpoint(
+    config: ModelConfig, checkpoint: CheckpointWeights, folder: Path, group: int = 0
+) -> Path:
+    """Convert the ready checkpoint in `folder` to a set of the model; return its path.
+
+    `group` is used if the checkpoint has one scale for all inputs. Raises ModelError: a format, packing or
+    order of inputs that is not supported, tensors missing or of other shapes, another model's weights.
+    """
     form, ready = read_format(folder), CheckpointWeights(folder)
     precision = precision_of_bits(form.bits)
     info = SetInfo(
@@ -226,7 +236,7 @@ class _Layer:
         return made
 
     def _input_scales(self) -> dict[str, torch.Tensor]:
-        """Of each matrix that needs one; v's rows are scaled back on the way."""
+        """Return the scale of each matrix that needs one; scale v's rows back on the way."""
         found: dict[str, torch.Tensor] = {}
         for reads, norm in _NORM_OF.items():
             scale = self._norm_ratio(norm)
@@ -249,7 +259,7 @@ class _Layer:
         return torch.where(full == 0, 1.0, ready / full)
 
     def _row_factor(self, name: str, input_scale: torch.Tensor | None) -> torch.Tensor:
-        """How much larger each row is than the full model's: <ready, full> / <full, full>."""
+        """Return how much larger each row is than the full model's: <ready, full> / <full, full>."""
         full = self._full_weight(name)
         rows = self._matrix(name, input_scale).dense()
         return ((rows * full).sum(1) / (full * full).sum(1).clamp(min=1e-30)).where(full.any(1), 1.0)
@@ -259,20 +269,13 @@ class _Layer:
 
     def _matrix(self, name: str, input_scale: torch.Tensor | None) -> QuantizedMatrix:
         groups = self._groups[name]
-        padding = -groups.codes.shape[1] % TILE
-        codes = torch.cat([groups.codes, groups.zeros[:, -1:].expand(-1, padding)], 1)
-        return QuantizedMatrix(
-            codes=pack(codes.clamp(max=2**self._bits - 1), self._bits),
-            scales=groups.scales,
-            zeros=groups.zeros,
-            input_scale=input_scale,
-            bits=self._bits,
-            group=self._group,
-            num_inputs=groups.codes.shape[1],
-        )
+        return pack_matrix(groups.codes, groups.scales, groups.zeros, self._bits, self._group, input_scale)
 
     def _check(self, made: dict[str, QuantizedMatrix]) -> None:
-        """Raises ModelError unless every matrix is near the full model's, but for scales from up to down."""
+        """Check that every matrix is near the full model's, but for scales from up to down.
+
+        Raises ModelError.
+        """
         up = self._row_factor("mlp.up_proj", made["mlp.up_proj"].input_scale).clamp(min=1e-6)
         for name, matrix in made.items():
             dense, full = matrix.dense(), self._full_weight(name)
@@ -281,7 +284,7 @@ class _Layer:
             if name == "mlp.down_proj":
                 dense *= up
             error = float((dense - full).norm() / full.norm().clamp(min=1e-30))
-            if not error < _UNLIKE:
+            if not error < _MAX_ERROR:
                 raise ModelError(
                     f"{self._ready.folder}: {matrix_name(self._layer, name)} is {100 * error:.0f} % off the"
                     f" weights of {self._config.folder}: it was made from another model"

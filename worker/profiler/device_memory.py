@@ -14,15 +14,18 @@ from torch.utils._pytree import tree_iter
 
 
 class Peak:
-    """What `peak_memory` found; valid behind its block."""
+    """The result of `peak_memory`, valid after its block."""
 
     nbytes = 0
 
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Of tensors made within, on CUDA as its allocator counts them, on a CPU as the operators return them:
-    what an operator needs inside, and numpy's arrays, it does not see."""
+    """Measure the most memory that tensors made in the block hold at once.
+
+    CUDA counts by its allocator, a CPU by what operators return: memory inside an operator and numpy's arrays
+    are not seen.
+    """
     peak = Peak()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -38,7 +41,7 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
-    """Counts the storages that operators make while they live."""
+    """Counts the storages that operators make, while they live."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,11 +65,11 @@ class _Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch has no typ
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
 
-        def gone(_: object) -> None:
+        def forget(_: object) -> None:
             del self._known[key]
             self.live -= nbytes
 
-        self._known[key] = weakref.ref(storage, gone)
+        self._known[key] = weakref.ref(storage, forget)
         self.live += nbytes
         self.most = max(self.most, self.live)
 
@@ -75,13 +78,13 @@ def _storages(values: object) -> Iterator[torch.UntypedStorage]:
     return (each.untyped_storage() for each in tree_iter(values) if isinstance(each, torch.Tensor))
 
 
-CPU_SHARE_BYTES = 64 << 20  # of a last-level cache that many cores have in common: more than is left to two
+CPU_SHARE_BYTES = 64 << 20  # the most of a shared last-level cache that two cores keep
 _LAST_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def cache_bytes(device: torch.device) -> int:
-    """What the device's last level keeps of what it read."""
+    """Return the size of the device's last-level cache."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     return min(CPU_SHARE_BYTES, _size(_LAST_LEVEL))

@@ -1,8 +1,13 @@
 """A fingerprint: the first layers of a model with its embedding and head, in every precision at once.
 
-A fingerprint of one layer is one of two of which the second is left out, and precisions lie side by side as a
-swap's variants do: to measure another is to install other halves. So all are measured in turns, and what
-disturbs the machine disturbs them alike.
+A fingerprint of one layer is one of two whose second layer is left out. The precisions are installed side by
+side as a swap's variants are, so that they are measured in turns, and a disturbance of the machine affects
+all alike.
+
+Two layers of a small model, or of one in few bits, stay in the device's caches from step to step; those of
+the whole model do not. So as many layers are loaded as the caches hold, and steps of one or two layers take
+the next ones in turn: each step reads what was read longest ago, as in the whole model. Layers of large
+models exceed any cache; then two are loaded.
 """
 
 from __future__ import annotations
@@ -29,14 +34,14 @@ from worker.shape.host_images import MatrixSource, Pieces, find_matrices, writin
 from worker.shape.ranges import VariantRanges
 
 DEPTHS = (1, 2)
-SHARES = (2,)  # degrees of which a rank's own work is measured
-COPY_BYTES = 8 << 20  # of a tensor at a time: some milliseconds
+SHARES = (2,)  # degrees of which one rank's share is measured
+COPY_BYTES = 8 << 20  # of a tensor at a time: takes some milliseconds
 
 Loading = Callable[[RangePlan], Pieces[LoadedRange]]
 
 
 class CutPlan:
-    """Where a fingerprint lies: pure arithmetic, before anything is loaded."""
+    """The layout of a fingerprint: pure arithmetic, before anything is loaded."""
 
     def __init__(
         self,
@@ -51,9 +56,12 @@ class CutPlan:
         depths: Sequence[int] = DEPTHS,
         cache_bytes: int = 0,
     ) -> None:
-        """config: of the whole model. depths: numbers of layers to be measured, as far as the model has them.
-        cache_bytes: of the device; so much of the layers takes turns (`caches`). The rest as the worker that
-        measures would load it. Raises ModelError: no checkpoint, a quantised set that cannot be used."""
+        """Plan the fingerprint of the whole model's `config`.
+
+        depths: the numbers of layers to measure, as far as the model has them. cache_bytes: of the device; so
+        many bytes of layers take turns. The rest as the worker that measures would load the model. Raises
+        ModelError: no checkpoint, a quantised set that cannot be used.
+        """
         self.depths = sorted({min(depth, config.num_layers) for depth in depths})
         self.whole, self.config = config, config.part(0, self.depths[-1])
         self.all_precisions = list(dict.fromkeys(precisions))
@@ -84,7 +92,7 @@ class CutPlan:
 
     @property
     def num_pages(self) -> int:
-        """Of the weights, in all precisions."""
+        """The pages of the weights in all precisions."""
         ends = sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
         return ends + sum(
             turns * sum(self._pages(part) for part in self.layer_ranges(name))
@@ -92,8 +100,10 @@ class CutPlan:
         )
 
     def weight_bytes(self, num_layers: int, precision: Precision, tp: int = 1) -> int:
-        """Whole pages of a model of so many layers that is served in this precision, on all ranks of a degree
-        together: each has both ends, and of a layer the pages that hold something of its shard."""
+        """Return the whole pages of a model of so many layers in this precision, on all ranks of a degree.
+
+        Each rank has both ends, and of a layer the pages that hold some of its shard.
+        """
         ends = sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
         shards = [Shard(rank, tp) for rank in range(tp)]
         pages = sum(self._pages_at(part, shard) for part in self.layer_ranges(precision) for shard in shards)
@@ -101,16 +111,16 @@ class CutPlan:
 
     @property
     def degrees(self) -> list[int]:
-        """That its weights can be cut to."""
+        """The tensor-parallel degrees that the weights can be cut to."""
         return degrees(self.whole, self.model.max_tp)
 
     @property
     def shares(self) -> list[int]:
-        """Those of them of which a rank is measured."""
+        """The degrees of which one rank's share is measured."""
         return [tp for tp in self.degrees if tp in SHARES]
 
     def _num_turns(self, precision: Precision, cache_bytes: int) -> int:
-        """Layers of it that there are."""
+        """Return how many layers of this precision take turns."""
         of_layer = sum(part.nbytes for part in self.layer_ranges(precision))
         return min(self.whole.num_layers, max(self.depths[-1], -(-cache_bytes // of_layer)))
 
@@ -127,11 +137,10 @@ class CutPlan:
 
 
 class Fingerprint:
-    """The loaded layers; runs those that `use` chose, alone or as rank 0 of a group that says nothing.
-    `model` has them."""
+    """The loaded layers of a `CutPlan`. `use` selects those that run, alone or as rank 0 of a group."""
 
     def __init__(self, plan: CutPlan, model: Model, pool: PagePool) -> None:
-        """model: the cut, in full precision. Raises MappingFailed."""
+        """Build over the cut `model`, in full precision. Raises MappingFailed."""
         self.plan, self.model = plan, model
         self._ranges = VariantRanges(model, pool, plan.quantized)
         self._group: SilentGroup | None = None
@@ -141,14 +150,13 @@ class Fingerprint:
         self._next = 0
 
     def use(self, num_layers: int, precision: Precision, tp: int = 1) -> None:
-        """Between two steps: the next ones run so many; of degrees above 1 (`CutPlan.shares`) rank 0's
-        part."""
+        """Select the layers of the next steps. tp above 1 (`CutPlan.shares`) selects rank 0's share."""
         self._used = self._layers[precision, tp], num_layers
         self._group = SilentGroup(tp) if tp > 1 else None
         self.turn()
 
     def turn(self) -> None:
-        """Between two steps: the next one runs the layers whose turn it is."""
+        """Make the next step run the layers whose turn it is."""
         layers, num_layers = self._used
         self.model.layers[:] = [layers[(self._next + i) % len(layers)] for i in range(num_layers)]
         self._next = (self._next + num_layers) % len(layers)
@@ -156,7 +164,7 @@ class Fingerprint:
     def forward(
         self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """As `Model.forward`. A rank's logits mean nothing: nobody adds what the others have."""
+        """Run a step as `Model.forward`. The logits of a share mean nothing: no other rank adds to them."""
         if self._group is None:
             return self.model.forward(token_ids, plan, kv, logit_rows)
         part = Segment(0, len(self.model.layers), plan, self._group.size, self._group)
@@ -166,7 +174,10 @@ class Fingerprint:
         return self.model.shape()
 
     def quantise(self, precision: Precision) -> Pieces[None]:
-        """Make the layers' halves of one precision. Raises OutOfPages, MappingFailed, ModelError."""
+        """Make the layers' halves of one precision.
+
+        Raises OutOfPages, MappingFailed, ModelError.
+        """
         for index in range(self.plan.turns[precision]):
             weights = self.model.weights[index]
             for part in PARTS:
@@ -178,8 +189,11 @@ class Fingerprint:
         self._take(precision)
 
     def _take(self, precision: Precision) -> None:
-        """The layers over what is there now. A rank's are other views of the same pages; the parts of all
-        ranks take turns, as if rank 0 had them: its own alone are small enough to stay in the caches."""
+        """Build the layers over what is mapped now.
+
+        A rank's are other views of the same pages. The parts of all ranks take turns as rank 0's: its own
+        alone would stay in the caches.
+        """
         for tp in (1, *self.plan.shares):
             self._layers[precision, tp] = [
                 _layer_of({part: self._ranges.half((index, part, precision), shard) for part in PARTS}, tp)
@@ -188,14 +202,16 @@ class Fingerprint:
             ]
 
     def release(self) -> None:
-        """Give every page back."""
+        """Free every page."""
         self._ranges.release()
         self.model.release()
 
 
 def load_cut(plan: CutPlan, pool: PagePool) -> Pieces[Fingerprint]:
-    """In full precision; of the checkpoint only the tensors of its layers, embedding and head are read. Gives
-    all pages back where it fails or is closed. Raises ModelError, OutOfPages, MappingFailed."""
+    """Load a fingerprint in full precision, reading only the tensors of its layers, embedding and head.
+
+    Frees all pages if it fails or is closed. Raises ModelError, OutOfPages, MappingFailed.
+    """
     plan.source.check([source for part in plan.model.ranges() for source in part.sources])
     made: list[VirtualRange] = []
 
@@ -219,8 +235,10 @@ def load_cut(plan: CutPlan, pool: PagePool) -> Pieces[Fingerprint]:
 
 
 def warm_up(plan: CutPlan, block_tokens: int, device: torch.device) -> Iterator[None]:
-    """Compile what its shapes need, in a thread: it can take a minute, and steps go on meanwhile. Raises what
-    a compiler raises."""
+    """Compile the kernels for the fingerprint's shapes in a thread, while steps go on; it can take a minute.
+
+    Raises what a compiler raises.
+    """
     problem: list[BaseException] = []
 
     def work() -> None:
@@ -252,7 +270,7 @@ def warm_up(plan: CutPlan, block_tokens: int, device: torch.device) -> Iterator[
 
 
 def _load_all(plan: CutPlan, load: Loading) -> Pieces[ModelWeights]:
-    """Layers that take turns in fewer bits only are, in full precision, the others again."""
+    """Load the ranges. A layer that takes turns in fewer bits only shares the full pages of another."""
     model = plan.model
     assert model.embedding and model.head, "the first layers come with both ends"
     embedding = yield from load(model.embedding)
@@ -270,7 +288,7 @@ def _load_all(plan: CutPlan, load: Loading) -> Pieces[ModelWeights]:
 
 
 def _fill(target: torch.Tensor, source: CheckpointTensor, weights: WeightSource) -> Iterator[None]:
-    """`weights.fill`, of a checkpoint some rows at a time."""
+    """Fill the target as `weights.fill` does, a checkpoint's some rows at a time."""
     if not isinstance(weights, CheckpointWeights):
         weights.fill(target, source)
         yield
@@ -298,4 +316,4 @@ class SilentGroup:
     rank: int = 0
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """x stays what this rank has made."""
+        """Leave x as this rank made it."""

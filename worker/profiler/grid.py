@@ -1,4 +1,4 @@
-"""What is measured of fingerprints: which requests, in which precisions, and what they need. Pure."""
+"""The requests that fingerprints are measured with, and what they need. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bus.precisions import Precision
 from worker.engine.sequence import Limits
 
 LEAST_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
-MAX_SECONDS = 60.0  # of steps: after so many no other round begins, if there were LEAST_ROUNDS
-TOLERANCE = 0.03  # of the whole model's seconds: a point that is known so well is not measured again
-DECODES = 8  # steps by which the two output lengths differ
+MAX_SECONDS = 60.0  # of steps; after that no round begins, if LEAST_ROUNDS have been run
+TOLERANCE = 0.03  # of the whole model's seconds: such a point is not measured again
+DECODES = 8  # steps that the longer output adds to the shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`tp` above 1: one rank's share of it."""
+    """A batch of equal prompts in one precision. `tp` above 1: one rank's share of it."""
 
     precision: Precision
     prompt_tokens: int
@@ -27,13 +27,13 @@ class Point:
 
     @property
     def num_tokens(self) -> int:
-        """Of its prompts."""
+        """The tokens of all prompts."""
         return self.prompt_tokens * self.batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The points, and how the worker would serve them."""
+    """The points to measure, and how the worker would serve them."""
 
     points: Sequence[Point]
     block_tokens: int
@@ -43,16 +43,18 @@ class Grid:
     max_seconds: float = MAX_SECONDS
 
     def is_over(self, num_rounds: int, seconds: float) -> bool:
-        """However little is known: on a slow device, or a busy one, there must be an end."""
+        """Return True if the measurement must end, however uncertain: on a slow or busy device, too."""
         return num_rounds >= self.max_rounds or (num_rounds >= LEAST_ROUNDS and seconds >= self.max_seconds)
 
     def num_prefills(self, point: Point) -> int:
-        """Steps that a batch's prompts take."""
+        """Return the steps that a batch's prompts take."""
         return -(-point.num_tokens // self.max_num_batched_tokens)
 
     def fullest(self, precision: Precision, tp: int) -> Point:
-        """Of one worker's the one whose steps take the most memory, as a rank finds it: the largest, or for
-        ranks the least that fills a step as it does."""
+        """Return the point whose steps take the most memory.
+
+        For one worker the largest; for a rank the smallest that fills a step as the largest does.
+        """
         points = [one for one in self.points if (one.precision, one.tp) == (precision, 1)]
         largest = max(points, key=lambda one: one.num_tokens)
         full = min(largest.num_tokens, self.max_num_batched_tokens)
@@ -60,22 +62,28 @@ class Grid:
         return largest if tp == 1 else replace(min(filling, key=lambda one: one.num_tokens), tp=tp)
 
     def lengths(self, point: Point) -> tuple[int, int]:
-        """Outputs of two lengths. Where prompts take several steps, the first of a batch decode beside the
-        last prefills: the shorter length is so long that all decode together before its end."""
+        """Return two output lengths.
+
+        If prompts take several steps, the first ones of a batch decode beside the last prefills: the shorter
+        length lets all decode together before its end.
+        """
         prefills = self.num_prefills(point)
         shorter = 1 if prefills == 1 else prefills + 1
         return shorter, shorter + DECODES
 
     def within(self, context: int) -> Grid:
-        """Without points that are longer than a model's context."""
+        """Return the grid without points that are longer than a model's context."""
         fitting = [one for one in self.points if one.prompt_tokens + self.lengths(one)[1] <= context]
         return replace(self, points=fitting)
 
     def with_shares(self, degrees: Sequence[int]) -> Grid:
-        """And the same as a rank of each of these degrees finds it: every prompt in the smallest batch, every
-        batch of the shortest prompts. How others compare to these, one worker tells."""
+        """Return the grid with points of one rank of each degree.
+
+        Every prompt in the smallest batch, and every batch of the shortest prompts: other shares are in
+        proportion to one worker's.
+        """
         alone = [point for point in self.points if point.tp == 1]
-        left = [point for point in alone if not _is_told_by_others(point, alone)]
+        left = [point for point in alone if not _follows_from_others(point, alone)]
         return replace(self, points=[*alone, *(replace(each, tp=tp) for tp in degrees for each in left)])
 
     @property
@@ -89,13 +97,13 @@ class Grid:
 
     @property
     def num_blocks(self) -> int:
-        """Of the KV of its largest batch, with the block for each that admission keeps spare."""
+        """The KV blocks of the largest batch, with the spare block of each request that admission keeps."""
         tokens = [(point.batch_size, point.prompt_tokens + self.lengths(point)[1]) for point in self.points]
         return max(size * (-(-each // self.block_tokens) + 1) for size, each in tokens)
 
 
-def _is_told_by_others(point: Point, points: Sequence[Point]) -> bool:
-    """Its prompts in smaller batches and its batch of shorter prompts are among them."""
+def _follows_from_others(point: Point, points: Sequence[Point]) -> bool:
+    """Return True if the points have its prompts in smaller batches and its batch of shorter prompts."""
     others = [one for one in points if one.precision == point.precision]
     return any(
         one.prompt_tokens == point.prompt_tokens and one.batch_size < point.batch_size for one in others
@@ -105,8 +113,11 @@ def _is_told_by_others(point: Point, points: Sequence[Point]) -> bool:
 
 
 def is_settled(by_depth: Sequence[Sequence[float]], num_layers: int) -> bool:
-    """Whether repetitions of one layer and of two tell a model of `num_layers` well enough: its seconds are
-    (n - 1) times those of two layers less (n - 2) times those of one, and so is what is not known of them."""
+    """Return True if repetitions of one layer and of two predict a model of `num_layers` well enough.
+
+    Its seconds are (n - 1) times those of two layers less (n - 2) times those of one, and so is their
+    uncertainty.
+    """
     if len(by_depth) < 2:
         return True
     one, two = (statistics.median(seconds) for seconds in by_depth)
@@ -117,9 +128,11 @@ def is_settled(by_depth: Sequence[Sequence[float]], num_layers: int) -> bool:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Of the median, from the median deviation: a few repetitions that something else disturbed do not
-    count. 1.4826 deviations are a standard deviation of normal values, and a median scatters 1.2533 times as
-    much as a mean."""
+    """Return the standard error of the median, from the median deviation, which ignores a few outliers.
+
+    1.4826 deviations are a standard deviation of normal values, and a median scatters 1.2533 times as much as
+    a mean.
+    """
     middle = statistics.median(values)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
     return 1.2533 * deviation / math.sqrt(len(values))

@@ -1,7 +1,7 @@
-"""What ranks and stages say to each other, measured with another live worker.
+"""Measurements of the communication of ranks and stages, with another live worker.
 
-A decode sends a row for each sequence, a prefill one for each token of a chunk: so a few numbers of rows, in
-turns, that what disturbs one disturbs all. The other end is `worker.distributed.probe`.
+A decode sends a row for each sequence, a prefill one for each token of a chunk: so a few numbers of rows are
+measured, in turns, so that a disturbance affects all. The other end is `worker.pipeline.probe`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 ROWS = (1, 8, 64, 512)
 ROUNDS, WARM_UP = 100, 2
-LIMIT_S = 10.0  # of either kind, however slow the way between them is
+LIMIT_S = 10.0  # for either kind, however slow the link is
 
 Measured = dict[int, list[float]]  # bytes: seconds of repetitions
 
 
 class NoAnswer(Exception):
-    """The other worker does not take part, or no longer."""
+    """The other worker does not answer, or does so no longer."""
 
 
 def measure_links(
@@ -44,9 +44,11 @@ def measure_links(
     rows: Sequence[int] = ROWS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[LinkSample]:
-    """What could be measured; nothing where the peer does not answer. Takes a second, and for either kind
-    never more than LIMIT_S and what one answer may take: not for the engine's thread. host: of this worker
-    for the other."""
+    """Measure what can be measured with a peer; return nothing if it does not answer.
+
+    Takes a second, and for either kind at most LIMIT_S and the time of one answer: not for the engine's
+    thread. host: the address of this worker for the other.
+    """
     use_device(device)
     line = _Line(peer, device)
     sizes = [count * hidden_size for count in rows]
@@ -56,14 +58,14 @@ def measure_links(
         if "all_reduce" in kinds_with(peer):
             found += _samples("all_reduce", _measured(_sums(line, sizes, dtype, device, host), clock))
     except (NoAnswer, PeerLost, RuntimeError) as error:
-        log.warning("%s: what workers say to each other is measured in part, or not: %s", peer.worker, error)
+        log.warning("%s: the link is measured in part or not at all: %s", peer.worker, error)
     finally:
         line.close()
     return found
 
 
 def kinds_with(peer: ProbePeer) -> set[LinkKind]:
-    """What can be measured with it: ranks share a host."""
+    """Return the kinds that can be measured with this peer: ranks share a host."""
     return {"hop", "all_reduce"} if peer.shares_host else {"hop"}
 
 
@@ -76,7 +78,7 @@ def _samples(kind: LinkKind, measured: Measured) -> list[LinkSample]:
 
 
 def _measured(turns: Iterator[int], clock: Callable[[], float], per_turn: int = 1) -> Measured:
-    """turns: yields the bytes of what it has just done, which is `per_turn` of what is asked for."""
+    """Time the turns: each yields the bytes of what it has just done, `per_turn` times."""
     measured: Measured = {}
     before = started = clock()
     for nbytes in turns:
@@ -88,7 +90,7 @@ def _measured(turns: Iterator[int], clock: Callable[[], float], per_turn: int = 
 
 
 def _hops(line: _Line, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[int]:
-    """There and back. Raises NoAnswer."""
+    """Send tensors there and back. Raises NoAnswer."""
     tensors = tensors_for(sizes, str(dtype), device)
     line.call(tensors[0])  # until the connection stands
     for _ in range(WARM_UP + ROUNDS):
@@ -100,7 +102,7 @@ def _hops(line: _Line, sizes: Sequence[int], dtype: torch.dtype, device: torch.d
 def _sums(
     line: _Line, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, host: str
 ) -> Iterator[int]:
-    """Raises NoAnswer, PeerLost, RuntimeError."""
+    """Sum tensors with the peer. Raises NoAnswer, PeerLost, RuntimeError."""
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S))
     at = f"{host}:{store.port}"
     line.send(MeasureAllReduce(store=at, dtype=str(dtype), sizes=list(sizes), rounds=WARM_UP + ROUNDS))
@@ -131,12 +133,12 @@ class _Line:
         self._link.send(message)
 
     def call(self, tensor: torch.Tensor) -> None:
-        """Until it is back on the device. Raises NoAnswer."""
+        """Send a tensor and wait until it is back on the device. Raises NoAnswer."""
         self._link.send(Echo(), to_host(tensor))
         try:
             back = self._mail.get(timeout=PATIENCE_S)
         except Empty:
-            raise NoAnswer(f"nothing was heard for {PATIENCE_S:g} s") from None
+            raise NoAnswer(f"no answer within {PATIENCE_S:g} s") from None
         if isinstance(back, str):
             raise NoAnswer(back)
         back.to(self._device, non_blocking=True)
@@ -144,7 +146,7 @@ class _Line:
             torch.cuda.synchronize(self._device)
 
     def complaint(self) -> str:
-        """Why it does not take part, if it said so."""
+        """Return the reason that the other worker gave for not taking part, or ""."""
         while not self._mail.empty():
             if isinstance(said := self._mail.get(), str):
                 return said

@@ -1,4 +1,4 @@
-"""From a Measure command to a profile: what is stored already, what is to be measured, what is kept of it.
+"""Measure commands: find a stored profile, prepare a profiler, keep its result.
 
 Reads and writes files: not for the engine's thread.
 """
@@ -41,16 +41,16 @@ log = logging.getLogger("worker")
 
 
 class CannotMeasure(Exception):
-    """This folder, or what is asked of it, cannot be measured; says why."""
+    """A command cannot be carried out; says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurer:
-    """Of one worker: measures as it would serve."""
+    """Carries out the Measure commands of one worker, measuring as it would serve."""
 
     pool: PagePool
     settings: WorkerSettings
-    room: PageSource | None = None  # None: what is free
+    pages: PageSource | None = None  # None: the free pages
     max_rounds: int = MAX_ROUNDS
 
     @property
@@ -58,8 +58,10 @@ class Measurer:
         return kind_of(self.pool.backend.device)
 
     def find(self, command: Measure) -> Profile | None:
-        """What was measured before, of the same checkpoint, on a device of this kind, by this program.
-        Raises CannotMeasure."""
+        """Return the stored profile of the same checkpoint, kind of device and program, or None.
+
+        Raises CannotMeasure.
+        """
         self._check_digest(command)
         found = read_stored(self._path(command))
         if found is None or not is_of(found, command.digest, self.device, program_version()):
@@ -72,20 +74,20 @@ class Measurer:
         return self._with_links(command, with_shapes(known, plan), plan)
 
     def prepare(self, command: Measure) -> Profiler:
-        """Raises CannotMeasure."""
+        """Make the profiler of a command. Raises CannotMeasure."""
         config = _config_of(command)
         plan, grid = self._plan(command, config), self._grid(command, config)
         return Profiler(
             plan,
             grid,
             self.pool,
-            room=self.room,
+            page_source=self.pages,
             max_pages=command.max_bytes // self.pool.page_bytes,
             probe=self._probe(command, plan),
         )
 
     def _probe(self, command: Measure, plan: CutPlan) -> Callable[[], list[LinkSample]] | None:
-        """None: there is nobody to measure it with."""
+        """Return the function that measures links, or None without a peer."""
         peer, settings, device = command.peer, self.settings, self.pool.backend.device
         if peer is None or not settings.group_host:
             return None
@@ -94,18 +96,18 @@ class Measurer:
         )
 
     def _with_links(self, command: Measure, found: Profile, plan: CutPlan) -> Profile:
-        """What had nobody to measure it with when the rest was, is measured now."""
-        peer, told = command.peer, {one.kind for one in found.links}
-        probe = self._probe(command, plan) if peer and kinds_with(peer) - told else None
+        """Measure the links of a stored profile now if there was no peer before."""
+        peer, known = command.peer, {one.kind for one in found.links}
+        probe = self._probe(command, plan) if peer and kinds_with(peer) - known else None
         links = probe() if probe else []
-        if not {one.kind for one in links} > told:
+        if not {one.kind for one in links} > known:
             return found
         profile = replace(found, links=links)
         self._write(command, profile)
         return profile
 
     def _plan(self, command: Measure, config: ModelConfig) -> CutPlan:
-        """Raises CannotMeasure."""
+        """Plan the fingerprint of a command. Raises CannotMeasure."""
         settings = self.settings
         try:
             return CutPlan(
@@ -122,8 +124,10 @@ class Measurer:
             raise CannotMeasure(str(error)) from error
 
     def keep(self, command: Measure, profiler: Profiler) -> Profile:
-        """The profile, and a file of it where the model's folder may be written to. Raises CannotMeasure:
-        the checkpoint is another one by now."""
+        """Return the measured profile, and write it beside the model if its folder can be written to.
+
+        Raises CannotMeasure if the checkpoint has changed meanwhile.
+        """
         self._check_digest(command)
         measured = profiler.profile(
             model=command.model, digest=command.digest, device=self.device, version=program_version()
@@ -137,20 +141,20 @@ class Measurer:
         try:
             write_stored(self._path(command), profile)
         except OSError as error:
-            log.warning("the profile of %s is kept in Redis alone: %s", command.model, error)
+            log.warning("the profile of %s is kept only in Redis: %s", command.model, error)
 
     def _losses(self, command: Measure, config: ModelConfig) -> dict[Precision, float]:
-        """Of what `instar profile` stored beside the model; read each time, for it may come later."""
+        """Return what `instar profile` stored beside the model; read each time, as it may come later."""
         if self.settings.load_format == "dummy":
             return {}
         try:
             return losses(config, command.precisions, self.settings.quantization)
         except ModelError as error:
-            log.warning("what %s loses in fewer bits is not known: %s", command.model, error)
+            log.warning("the loss of %s in fewer bits is unknown: %s", command.model, error)
             return {}
 
     def _grid(self, command: Measure, config: ModelConfig) -> Grid:
-        """Raises CannotMeasure."""
+        """Return the grid of a command. Raises CannotMeasure."""
         grid = Grid(
             points=_points(command),
             block_tokens=self.settings.block_tokens,
@@ -162,7 +166,7 @@ class Measurer:
         fitting = grid.within(context)
         if not fitting.points:
             raise CannotMeasure(
-                f"prompts of {min(command.prompt_tokens)} tokens and more, and their answers, are longer than"
+                f"prompts of {min(command.prompt_tokens)} tokens or more, with their answers, are longer than"
                 f" the model's context of {context}"
             )
         return fitting
@@ -183,7 +187,7 @@ class Measurer:
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """What to serve in; None: what the checkpoint has."""
+    """Return the dtype to serve in; None: the checkpoint's."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else None
     dtype: torch.dtype = getattr(torch, name)
@@ -191,7 +195,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 
 def measurer_of(site: Site) -> Measurer:
-    """Of a worker that serves."""
+    """Return the measurer of a worker that serves."""
     return Measurer(site.pool, site.settings, LentPages(site))
 
 
@@ -204,8 +208,8 @@ def _config_of(command: Measure) -> ModelConfig:
 
 def _points(command: Measure) -> list[Point]:
     if not (command.precisions and command.prompt_tokens and command.batch_sizes):
-        raise CannotMeasure("nothing to measure: name a precision, a prompt size and a batch size at least")
+        raise CannotMeasure("nothing to measure: name at least a precision, a prompt size and a batch size")
     if min(*command.prompt_tokens, *command.batch_sizes) < 1:
-        raise CannotMeasure("prompts and batches have one token and one request at least")
+        raise CannotMeasure("prompts and batches must have at least one token and one request")
     tokens, sizes = sorted(set(command.prompt_tokens)), sorted(set(command.batch_sizes))
     return [Point(*one) for one in itertools.product(dict.fromkeys(command.precisions), tokens, sizes)]

@@ -1,9 +1,9 @@
-"""One profile from beginning to end, a step of an engine at a time (iServe §5.2, §5.3).
+"""One profile from beginning to end, one engine step at a time (iServe §5.2, §5.3).
 
-Every point (precision, prompt, batch) is measured on one layer and on two, with outputs of two lengths, again
-and again. Seconds are those of a fingerprint's own steps: pauses in between, for what serves, do not count.
-Of several devices one rank's own work is measured, and what they say to each other apart from it (`links`);
-what weights take there is added from their layout (`shapes`).
+Every point (precision, prompt, batch) is measured on one layer and on two, with outputs of two lengths,
+repeatedly. The seconds are those of the fingerprint's own steps; pauses for other models do not count. For
+several devices one rank's own work is measured, and its communication apart (`links`); `stored` adds the
+weights from their layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ProfileSteps = Generator[bool, None, None]  # as `worker.morph.run.Run.steps`: F
 
 
 class Profiler:
-    """`steps` is run to its end or closed; both give every page back."""
+    """Measures one fingerprint. Run `steps` to its end or close it: both free every page."""
 
     def __init__(
         self,
@@ -37,14 +37,16 @@ class Profiler:
         grid: Grid,
         pool: PagePool,
         *,
-        room: PageSource | None = None,
+        page_source: PageSource | None = None,
         max_pages: int = 0,
         probe: Callable[[], list[LinkSample]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """room: where its pages come from; None: from the free ones. max_pages: that it may take; 0: what
-        there is room for. probe: measures what ranks and stages say to each other, in a thread
-        (`links.measure_links`)."""
+        """Prepare.
+
+        page_source: None for the free pages. max_pages: the most to take; 0: what is available. probe:
+        measures the links of ranks and stages in a thread (`links.measure_links`).
+        """
         self.plan, self.grid = plan, grid.with_shares(plan.shares)
         self.seconds = 0.0  # of the device, so far
         self.progress = ""
@@ -53,18 +55,20 @@ class Profiler:
         self.links: list[LinkSample] = []
         self.peak_bytes = 0
         self._pool, self._max_pages, self._clock = pool, max_pages, clock
-        self._room = room or FreePages(pool)
+        self._page_source = page_source or FreePages(pool)
         self._probe = probe
         self._device = pool.backend.device
 
     @property
     def num_pages(self) -> int:
-        """That it takes: weights in all precisions, and KV."""
+        """The pages that it takes: weights in all precisions, and KV."""
         return self.plan.num_pages + self.plan.depths[-1] * self._kv_pages
 
     def steps(self) -> ProfileSteps:
-        """One step of a fingerprint, or one piece of its loading, at a time. Raises NoRoom, ModelError,
-        Failed, OutOfPages and MappingFailed."""
+        """Run one step of the fingerprint, or one piece of its loading, at a time.
+
+        Raises NotEnoughPages, ModelError, RequestFailed, OutOfPages and MappingFailed.
+        """
         inner = self._steps()
         try:
             while True:
@@ -80,11 +84,11 @@ class Profiler:
             inner.close()
 
     def check_integrity(self) -> None:
-        """Raises BrokenInvariant if pages are not where the pool believes."""
+        """Check the pool. Raises BrokenInvariant."""
         self._pool.check_integrity()
 
     def profile(self, *, model: str, digest: str, device: str, version: str) -> Profile:
-        """When `steps` has come to its end."""
+        """Return the profile, once `steps` has ended."""
         return Profile(
             model=model,
             digest=digest,
@@ -107,17 +111,17 @@ class Profiler:
 
     def _steps(self) -> ProfileSteps:
         plan, pool = self.plan, self._pool
-        available = self._room.available()
+        available = self._page_source.available()
         available = min(available, self._max_pages or available)
         if self.num_pages > available:
-            raise NotEnoughPages(self._no_room(available))
+            raise NotEnoughPages(self._shortage(available))
         self._say("compiling kernels")
         for _ in warm_up(plan, self.grid.block_tokens, self._device):
             yield False
         with ExitStack() as undo:
-            undo.callback(self._room.give_back)
+            undo.callback(self._page_source.give_back)
             self._say("making room")
-            yield from self._room.make(self.num_pages)
+            yield from self._page_source.make(self.num_pages)
             self._say("loading")
             fingerprint = yield from _paced(load_cut(plan, pool))
             undo.callback(fingerprint.release)
@@ -134,11 +138,11 @@ class Profiler:
             self.peak_bytes = self.num_pages * pool.page_bytes + transient
             self.latency = yield from requests.latency()
         if self._probe:
-            self._say("what workers say to each other")
+            self._say("links between workers")
             yield from self._measure_links(self._probe)
 
     def _measure_links(self, probe: Callable[[], list[LinkSample]]) -> ProfileSteps:
-        """It counts as time of two devices."""
+        """Measure the links in a thread. Its time counts for two devices."""
         began, made = self._clock(), list[LinkSample]()
         thread = threading.Thread(target=lambda: made.extend(probe()), name="links", daemon=True)
         thread.start()
@@ -164,7 +168,7 @@ class Profiler:
         )
 
     def _make_instance(self, fingerprint: Fingerprint, cache: KVCache) -> EngineCore:
-        """In no engine and on no card: nobody sends it anything."""
+        """Make an instance that is in no engine: only the profiler sends it requests."""
         return EngineCore(
             self._name,
             fingerprint,
@@ -189,7 +193,7 @@ class Profiler:
         """Of one layer."""
         return self._pool.pages_for(self.grid.num_blocks * self._block_bytes)
 
-    def _no_room(self, available: int) -> str:
+    def _shortage(self, available: int) -> str:
         mib = self._pool.page_bytes / 2**20
         return (
             f"a fingerprint needs {self.num_pages * mib:.1f} MiB of pages ({self.num_pages}), and"
@@ -198,7 +202,7 @@ class Profiler:
 
 
 def _paced(pieces: Pieces[T]) -> Generator[bool, None, T]:
-    """Each of them a unit of work that another may follow at once."""
+    """Yield True after each piece: another may follow at once."""
     while True:
         try:
             next(pieces)
@@ -209,22 +213,24 @@ def _paced(pieces: Pieces[T]) -> Generator[bool, None, T]:
 
 
 class NotEnoughPages(Exception):
-    """It takes more pages than it may have."""
+    """A fingerprint takes more pages than it may have."""
 
 
 class PageSource(Protocol):
+    """A source of pages for a fingerprint."""
+
     def available(self) -> int:
-        """Pages that it could have."""
+        """Return the pages that could be had."""
 
     def make(self, num_pages: int) -> Generator[bool, None, None]:
-        """Until so many are free; a few pages at a time. Raises NoRoom."""
+        """Make so many pages free, a few at a time. Raises NotEnoughPages."""
 
     def give_back(self) -> None:
-        """What was lent for it, behind its end."""
+        """Return what was lent."""
 
 
 class FreePages:
-    """What is free."""
+    """The free pages of the pool."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -236,11 +242,14 @@ class FreePages:
         yield True
 
     def give_back(self) -> None:
-        """Nothing was lent."""
+        """Do nothing: no page was lent."""
 
 
 class LentPages:
-    """Of a worker that serves: its reserve for swaps stays, and its models get their KV back."""
+    """Free pages of a worker that serves, and pages of idle KV, which its models get back.
+
+    The worker's reserve for swaps stays.
+    """
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -252,12 +261,12 @@ class LentPages:
 
     def make(self, num_pages: int) -> Generator[bool, None, None]:
         site = self._site
-        while site.taken_by:  # a model comes or goes: it counts on what is free
+        while site.taken_by:  # a model that is loaded or unloaded counts on the free pages
             yield False
         while (missing := num_pages - site.num_spare_pages) > 0:
             move = next_lender([holder_of(one) for one in site.residents.values()], missing)
             if move is None:
-                raise NotEnoughPages(f"{missing} pages are missing: models need their KV by now")
+                raise NotEnoughPages(f"{missing} pages are missing: the models need their KV now")
             resizer = site.residents[move.lender].target.resizer
             resizer.lend(min(move.pages // resizer.num_layers, PAGES_AT_ONCE))
             yield True

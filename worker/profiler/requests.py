@@ -23,11 +23,11 @@ Repetitions = dict[tuple[int, int], list[float]]
 
 
 class RequestFailed(Exception):
-    """A fingerprint's own requests did not run."""
+    """A request of the profiler failed."""
 
 
 class Requests:
-    """To one instance, whose layers change between them. Generators yield after every step."""
+    """Requests to one instance, whose layers change between them. The generators yield after every step."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Requests:
         say: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """say: how far it is."""
+        """Send requests to `instance`, which runs `fingerprint`. say: reports the progress."""
         self._fingerprint, self._instance, self._grid = fingerprint, instance, grid
         self._say, self._clock = say, clock
         self._depths = fingerprint.plan.depths
@@ -46,9 +46,12 @@ class Requests:
         self._seconds = 0.0  # of all timed steps
 
     def memory(self) -> Generator[bool, None, list[MemorySample]]:
-        """Of a prefill of the largest batch in each precision. The last layer computes rows that logits are
-        asked for alone, so one layer would tell less than it takes where others follow it: what two take,
-        which is what any number takes, stands for both. Ranks are alike."""
+        """Measure a prefill of the largest batch in each precision.
+
+        The last layer computes only rows whose logits are wanted, so one layer would show less than it takes
+        where others follow. So the peak of two layers, which is that of any number, stands for both. Ranks
+        are alike.
+        """
         plan, made = self._fingerprint.plan, []
         for precision, tp in dict.fromkeys((point.precision, point.tp) for point in self._grid.points):
             self._say(f"memory in {_name(precision, tp)}")
@@ -65,7 +68,7 @@ class Requests:
         return made
 
     def _peak(self, point: Point) -> Generator[bool, None, int]:
-        """Bytes at once, at most, on this device."""
+        """Return the most bytes at once on this device."""
         self._submit(self._depths[-1], point, 2)
         most = 0
         while self._instance.has_work:
@@ -76,7 +79,7 @@ class Requests:
         return most
 
     def latency(self) -> Generator[bool, None, list[LatencySample]]:
-        """In rounds over all points that are not known well enough."""
+        """Measure in rounds over all points that are not known well enough."""
         found: dict[Point, Repetitions] = {point: defaultdict(list) for point in self._grid.points}
         for number in itertools.count():
             points = [point for point in found if not self._is_known(point, found[point], number)]
@@ -103,8 +106,10 @@ class Requests:
         ]
 
     def _is_known(self, point: Point, found: Repetitions, num_rounds: int) -> bool:
-        """What the prompts take, and what the decodes do, each for itself: long answers are mostly decodes,
-        here they are the smaller part."""
+        """Return True if prompts and decodes are known well enough, each on its own.
+
+        Long answers are mostly decodes, but here decodes are the smaller part.
+        """
         shorter, longer = self._grid.lengths(point)
         prompts = [found[depth, shorter] for depth in self._depths]
         decodes = [
@@ -117,23 +122,26 @@ class Requests:
         )
 
     def _repetition(self, point: Point, num_layers: int) -> Generator[bool, None, dict[int, float]]:
-        """Seconds by length of output. Requests for the shorter one would do the same but for some steps in
-        which all of them decode: these are the last before the first request ends. Told by runs of their own,
-        the two would differ by what disturbs prompts more than by what decodes take."""
+        """Return seconds by output length, from one run of the longer output.
+
+        The shorter output would take the same but for some steps in which all requests decode: the last ones
+        before the first request ends. In runs of their own, disturbed prompts would differ by more than the
+        decodes take.
+        """
         shorter, longer = self._grid.lengths(point)
         steps = yield from self._run(point, num_layers, longer)
         return {shorter: sum(steps[:shorter]) + sum(steps[longer:]), longer: sum(steps)}
 
     def _run(self, point: Point, num_layers: int, output_tokens: int) -> Generator[bool, None, list[float]]:
-        """Seconds of each step."""
+        """Return the seconds of each step."""
         self._submit(num_layers, point, output_tokens)
         seconds = []
         while self._instance.has_work:
             self._fingerprint.turn()
-            self._wait_for_device()  # it may still do what others had it do
+            self._wait_for_device()  # it may still run work of other models
             began = self._clock()
             self._step()
-            self._wait_for_device()  # a step that samples nothing has only been handed to it
+            self._wait_for_device()  # a step that samples nothing has only been launched
             seconds.append(self._clock() - began)
             self._seconds += seconds[-1]
             yield True
@@ -152,7 +160,7 @@ class Requests:
         return Request(id=str(self._num_requests), prompt_token_ids=prompt, sampling=sampling)
 
     def _wait_for_device(self) -> None:
-        """On a CPU nothing is left to do."""
+        """Wait for a GPU; a CPU has nothing left to do."""
         if self._instance.device.type == "cuda":
             torch.cuda.synchronize(self._instance.device)
 
@@ -163,8 +171,10 @@ class Requests:
 
 
 def _in_order(points: Sequence[Point], number: int) -> list[Point]:
-    """Another one in each round, but one precision after the other: while nothing else is read, caches keep
-    of a small model what they would keep of the whole one."""
+    """Shuffle the points anew in each round, keeping one precision together.
+
+    While nothing else is read, caches keep as much of a small model as of the whole one.
+    """
     chance = random.Random(number)
     precisions = sorted({point.precision for point in points})
     chance.shuffle(precisions)
@@ -173,4 +183,4 @@ def _in_order(points: Sequence[Point], number: int) -> list[Point]:
 
 
 def _name(precision: Precision, tp: int) -> str:
-    return precision if tp == 1 else f"{precision}, a rank of {tp}"
+    return precision if tp == 1 else f"{precision}, one rank of {tp}"

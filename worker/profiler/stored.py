@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -14,7 +13,7 @@ import msgspec
 import torch
 
 from bus.deployments import Configuration, MemorySample, Profile
-from worker.model.quantized_sets import FOLDER
+from worker.model.quantized_sets import FOLDER, writing_whole
 from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import Point
 
@@ -27,19 +26,19 @@ def program_version() -> str:
 
 
 def kind_of(device: torch.device | str) -> str:
-    """Devices of one kind measure alike: "cpu", or a GPU's name."""
+    """Return the kind of a device, "cpu" or a GPU's name. Devices of one kind measure alike."""
     device = torch.device(device)
     return str(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
 
 
 def profile_path(folder: Path, device: str, program: str) -> Path:
-    """Where sets and layer orders of this model lie, too. device: its kind."""
+    """Return the path of a profile, beside the model's sets and orders. device: its kind."""
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device}-{program}")
     return folder / FOLDER / f"fingerprint-{plain}.json"
 
 
 def read_stored(path: Path) -> Profile | None:
-    """None: there is none that can be read."""
+    """Read a profile; None if there is none that can be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
     except (OSError, ValueError):
@@ -47,23 +46,18 @@ def read_stored(path: Path) -> Profile | None:
 
 
 def write_stored(path: Path, profile: Profile) -> None:
-    """Whole or not at all. Raises OSError: the folder cannot be written to."""
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    """Write a profile whole or not at all. Raises OSError."""
+    with writing_whole(path) as unfinished:
         unfinished.write_text(json.dumps(asdict(profile), indent=1) + "\n")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def is_of(profile: Profile, digest: str, device: str, program: str) -> bool:
-    """Of this very checkpoint, kind of device and program."""
+    """Return True if the profile is of this checkpoint, kind of device and program."""
     return (profile.digest, profile.device, profile.version) == (digest, device, program)
 
 
 def points_in(profile: Profile) -> set[Point]:
-    """What it holds."""
+    """Return the points that a profile holds."""
     return {
         Point(one.configuration.precision, one.prompt_tokens, one.batch_size, one.configuration.tp)
         for one in profile.latency
@@ -74,7 +68,10 @@ STAGES = 2
 
 
 def with_shapes(profile: Profile, plan: CutPlan) -> Profile:
-    """With a sample for every degree, and one of two stages: iServe's further equations (§5.2)."""
+    """Add the memory of every degree, and of two stages, computed from the layout (iServe §5.2).
+
+    Samples whose activations were measured stay as they are.
+    """
     measured = [one for one in profile.memory if one.activation_bytes is not None]
     known = {(one.num_layers, one.configuration) for one in measured}
     others = [one for one in _laid_out(plan) if (one.num_layers, one.configuration) not in known]
@@ -90,7 +87,7 @@ def _laid_out(plan: CutPlan) -> Iterator[MemorySample]:
                     configuration=Configuration(tp=tp, precision=precision),
                     weight_bytes=plan.weight_bytes(depth, precision, tp),
                 )
-            if depth >= STAGES:  # no stage repeats anything: the first alone has the ends
+            if depth >= STAGES:  # stages repeat nothing: only the first has the ends
                 yield MemorySample(
                     num_layers=depth,
                     configuration=Configuration(pp=STAGES, precision=precision),

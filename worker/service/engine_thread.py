@@ -15,7 +15,7 @@ from worker.engine.engine import Engine, StepResult, instance_telemetry
 from worker.engine.sequence import Request
 from worker.morph.executor import MorphExecutor
 from worker.parallel.grouping import Grouping
-from worker.profiler.measuring import Measuring
+from worker.profiler.runner import ProfileRunner
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +51,12 @@ class EngineThread:
         on_snapshot: OnSnapshot,
         on_reports: OnReports,
         on_death: OnDeath,
-        measuring: Measuring | None = None,
+        measuring: ProfileRunner | None = None,
     ) -> None:
         self._engine, self._pages, self._snapshot_s = engine, pages, snapshot_s
         self._on_results, self._on_snapshot, self._on_death = on_results, on_snapshot, on_death
         self._morphs, self._on_reports = morphs, on_reports
-        self._measuring = measuring or Measuring()
+        self._measuring = measuring or ProfileRunner()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         morphs.wake = self._wake
         if engine.parts:
@@ -101,7 +101,7 @@ class EngineThread:
         """Between two steps."""
         self._inbox.put(verb)
 
-    def measure(self, act: Callable[[Measuring], None]) -> None:
+    def measure(self, act: Callable[[ProfileRunner], None]) -> None:
         """Begin or cancel a profile."""
         self._inbox.put(lambda: act(self._measuring))
 

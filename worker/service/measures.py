@@ -1,4 +1,4 @@
-"""Measure commands of a worker: what is stored answers at once, the rest the engine's thread measures."""
+"""The Measure commands of a worker: a stored profile answers at once; else the engine's thread measures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bus.client import Bus, BusFull, BusUnavailable
 from bus.deployments import Measure, Profile
 from bus.messages import Event
 from worker.profiler.measurer import CannotMeasure, Measurer
-from worker.profiler.measuring import News
+from worker.profiler.runner import ProfileProgress
 from worker.service.engine_thread import EngineThread
 from worker.service.tasks import end
 
@@ -21,27 +21,27 @@ RETRY_S = 0.5
 
 
 class Measures:
-    """`begin` from the event loop. A profile ends in its key, or in an event that says why there is none."""
+    """Runs Measure commands. A profile ends in its key, or in an event that says why there is none."""
 
     def __init__(self, bus: Bus, worker: str, thread: EngineThread, measurer: Measurer | None) -> None:
-        """measurer: None where nothing is measured."""
+        """Answer with `measurer`; None if this worker measures nothing."""
         self._bus, self._worker, self._thread, self._measurer = bus, worker, thread, measurer
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
 
     def begin(self, command: Measure) -> None:
-        """The same command again changes nothing."""
+        """Begin a command, from the event loop. Repeating it changes nothing."""
         if command.id not in self._tasks:
             self._tasks[command.id] = asyncio.create_task(self._run(command), name=f"measure {command.model}")
 
     def cancel(self, command_id: str) -> None:
-        """Where the engine's thread has it not yet, or no more; there `EngineThread.cancel_morph` does it."""
+        """Cancel a command that the engine's thread does not have; else `EngineThread.cancel_morph` does."""
         if (task := self._tasks.get(command_id)) and not task.done():
             self._cancelled.add(command_id)
 
     def refuse(self, reason: str) -> None:
-        """Those that run are given up."""
+        """Refuse further commands and cancel those that run."""
         self._measurer = None
         self._thread.measure(lambda measuring: measuring.cancel_all(reason))
 
@@ -62,15 +62,15 @@ class Measures:
 
     async def _measure(self, command: Measure, measurer: Measurer | None) -> Profile:
         if measurer is None:
-            raise CannotMeasure("this worker measures nothing, or no longer")
+            raise CannotMeasure("this worker does not measure, or no longer")
         if found := await asyncio.to_thread(measurer.find, command):
             log.info("%s was measured before: %.1f s of the device", command.model, found.device_seconds)
             return found
         profiler = await asyncio.to_thread(measurer.prepare, command)
         self._check_wanted(command)
-        news: asyncio.Queue[News] = asyncio.Queue()
+        news: asyncio.Queue[ProfileProgress] = asyncio.Queue()
 
-        def tell(one: News) -> None:
+        def tell(one: ProfileProgress) -> None:
             self._loop.call_soon_threadsafe(news.put_nowait, one)
 
         self._thread.measure(lambda measuring: measuring.begin(command.id, profiler, tell))
@@ -89,12 +89,12 @@ class Measures:
         if command.id in self._cancelled:
             raise CannotMeasure("cancelled")
 
-    async def _until_over(self, command: Measure, news: asyncio.Queue[News]) -> None:
-        """Raises CannotMeasure."""
-        told_at = 0.0
+    async def _until_over(self, command: Measure, news: asyncio.Queue[ProfileProgress]) -> None:
+        """Report progress until the profile ends. Raises CannotMeasure."""
+        reported_at = 0.0
         while not (one := await news.get()).is_over:
-            if time.monotonic() - told_at >= PROGRESS_S:
-                told_at = time.monotonic()
+            if time.monotonic() - reported_at >= PROGRESS_S:
+                reported_at = time.monotonic()
                 log.info("measuring %s: %s", command.model, one.progress)
                 await self._send(self._event("profile_progress", command, one.progress))
         if one.problem:
@@ -110,19 +110,19 @@ class Measures:
             morph_id=command.id,
         )
 
-    async def _send(self, told: Event | Profile) -> None:
-        """However long Redis is away; news of progress is not worth that."""
-        is_news = isinstance(told, Event) and told.kind == "profile_progress"
+    async def _send(self, message: Event | Profile) -> None:
+        """Send an event or a profile, however long Redis is away; drop progress instead of waiting."""
+        is_news = isinstance(message, Event) and message.kind == "profile_progress"
         while True:
             try:
-                if isinstance(told, Event):
-                    await self._bus.publish(self._bus.names.events, told)
+                if isinstance(message, Event):
+                    await self._bus.publish(self._bus.names.events, message)
                 else:
-                    await self._bus.catalogue.write(told)
+                    await self._bus.catalogue.write(message)
                 return
             except (BusUnavailable, BusFull) as error:
                 if is_news:
                     return
-                log.debug("not yet: %s", error)
+                log.debug("trying again: %s", error)
                 await asyncio.sleep(RETRY_S)
                 await self._bus.wait_up()

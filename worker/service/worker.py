@@ -17,7 +17,7 @@ from bus.service import run_until
 from bus.settings import Settings
 from worker.engine.engine import StepResult
 from worker.profiler.measurer import measurer_of
-from worker.profiler.measuring import Measuring
+from worker.profiler.runner import ProfileRunner
 from worker.profiler.stored import kind_of
 from worker.service.dispatch import Dispatch
 from worker.service.engine_thread import EngineThread, Snapshot
@@ -103,7 +103,7 @@ class Serving:
             on_snapshot=self._snapshot_in_thread,
             on_reports=self._reports_in_thread,
             on_death=self._death_in_thread,
-            measuring=Measuring(self._settings.morph_share),
+            measuring=ProfileRunner(self._settings.morph_share),
         )
         self._outbox = Outbox(bus, self._thread, membership.may_publish)
 

@@ -20,30 +20,37 @@ ROW_BYTES = 4096
 
 
 def num_rows(nbytes: int) -> int:
+    """Return the number of rows of `ROW_BYTES` that hold `nbytes`."""
     return -(-nbytes // ROW_BYTES)
 
 
 def row_sums(data: torch.Tensor) -> torch.Tensor:
-    """int64 [rows] on the host, of uint8 [n] anywhere: each row of 4096 bytes as words of eight, added modulo
-    2^64; the last row is filled up with zeros. A changed bit changes a sum, and rows in other places show."""
+    """Return int64 [rows] on the host: the sum of each row of uint8 [n], which may lie anywhere.
+
+    A row is 4096 bytes, read as words of eight and added modulo 2^64; the last row is padded with zeros. A
+    changed bit changes a sum, and swapped rows show.
+    """
     sums = RowSums(data)
     sums.take(0, len(data))
     return sums.found
 
 
 class RowSums:
-    """The sums of uint8 [n] anywhere, taken bit by bit: on the CPU by the calling thread, with no lock of the
-    interpreter's, and quicker (27 GB/s) while the bytes are in its caches."""
+    """The sums of uint8 [n] anywhere, taken piece by piece.
+
+    On the CPU the calling thread takes them without the interpreter's lock, and quicker (27 GB/s) while the
+    bytes are in its caches.
+    """
 
     def __init__(self, data: torch.Tensor) -> None:
-        self.found = torch.zeros(num_rows(len(data)), dtype=torch.int64)  # row_sums, as far as taken
+        self.found = torch.zeros(num_rows(len(data)), dtype=torch.int64)
         self._data = data
         whole = data[: len(data) // ROW_BYTES * ROW_BYTES].view(torch.int64).view(-1, ROW_BYTES // 8)
         self._whole = whole.numpy() if data.device.type == "cpu" else whole
         self._rows = self.found.numpy()
 
     def take(self, first: int, end: int) -> None:
-        """Of bytes first <= i < end; first begins a row, end ends one or all."""
+        """Take the sums of bytes first <= i < end. `first` begins a row; `end` ends one, or the data."""
         rows = slice(first // ROW_BYTES, end // ROW_BYTES)
         if isinstance(self._whole, np.ndarray):
             np.sum(self._whole[rows], axis=1, out=self._rows[rows])
@@ -58,9 +65,9 @@ class RowSums:
 _TOKENS = 4
 _REFERENCE_ELEMENTS = 1 << 18
 
-# Largest error of one output, and of all together, in units of the outputs' root mean square. Sums differ in
-# their order, and outputs are rounded to the dtype: a bfloat16 of 4 deviations is off by up to 0.008 of one.
-# A page of 64 KiB that was not copied is 0.05 of a 7B model's FFN in one product.
+# Largest error of one output, and of all together, in units of the outputs' root mean square. Sums are added
+# in other orders, and outputs are rounded to the dtype: a bfloat16 of 4 deviations is off by up to 0.008 of
+# one. A page of 64 KiB that was not copied is 0.05 of one product in a 7B model's FFN.
 _LIMITS = {
     torch.float32: (1e-3, 1e-4),
     torch.float16: (2e-2, 2e-3),
@@ -69,23 +76,23 @@ _LIMITS = {
 
 
 class WrongVariant(RuntimeError):
-    """A variant does not compute what its original does: its pages hold something else."""
+    """The pages of a variant do not hold what they should."""
 
 
 def probe(half: LayerHalf, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What each of its products makes of the fixed input: float32 [4, N] each."""
+    """Return what each linear map of the half makes of a fixed input: float32 [4, N] each."""
     return [product(_input(product.num_inputs, dtype, product.device)).float() for product in half.linears]
 
 
 def expected_outputs(half: LayerHalf, dtype: torch.dtype) -> torch.Tensor:
-    """The same by the plain reference: float32 [num_outputs], flat."""
+    """Return the outputs of `probe` by the plain reference: float32 [num_outputs], flat."""
     inputs = (_input(product.num_inputs, dtype, product.device) for product in half.linears)
     made = [_reference(product, x) for product, x in zip(half.linears, inputs, strict=True)]
     return torch.cat([each.float().flatten() for each in made])
 
 
 def _reference(product: Linear, x: torch.Tensor) -> torch.Tensor:
-    """Some outputs of every unit at a time: the whole matrix in float32 would leave the caches."""
+    """Run some outputs of every unit at a time: a whole matrix in float32 would leave the caches."""
     with kernels.use_face("reference"):
         if not isinstance(product, QuantizedLinear):
             return product(x)
@@ -99,15 +106,18 @@ def _reference(product: Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def num_outputs(half: LayerHalf) -> int:
-    """Floats in all of `probe`."""
+    """Return the number of floats in all outputs of `probe`."""
     return sum(_TOKENS * product.num_outputs for product in half.linears)
 
 
 def check_outputs(what: str, half: LayerHalf, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """expected: float32 [num_outputs], flat. Raises WrongVariant, naming `what` and the error."""
+    """Compare the outputs of `probe` with `expected`, float32 [num_outputs], flat.
+
+    Raises WrongVariant, naming `what` and the error.
+    """
     first = 0
     for i, got in enumerate(probe(half, dtype)):
-        # Squares of a damaged float32 would overflow it, and against an infinite unit nothing is wrong.
+        # Squares of a damaged float32 would overflow to infinity, against which no error counts.
         wanted = expected[first : first + got.numel()].view(got.shape).to(got.device, torch.float64)
         first += got.numel()
         unit = wanted.square().mean().sqrt().clamp(min=1e-30)
@@ -117,7 +127,7 @@ def check_outputs(what: str, half: LayerHalf, expected: torch.Tensor, dtype: tor
         if not (worst <= most and overall <= most_overall):  # NaN is wrong, too
             raise WrongVariant(
                 f"{what}: product {i + 1} of {len(half.linears)} is off by {worst:.2g} at worst and"
-                f" {overall:.2g} overall (of {most:g} and {most_overall:g} that rounding may be)"
+                f" {overall:.2g} overall (rounding explains {most:g} and {most_overall:g})"
             )
 
 
@@ -128,24 +138,27 @@ def _input(num_inputs: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 class CheckedPages:
-    """The mapped pages of one variant. What is put there is read again, and is what it should be, or
-    WrongVariant is raised."""
+    """The mapped pages of one variant. What is written there is read again and compared with its sums."""
 
     def __init__(
         self, what: str, target: VirtualRange, nbytes: int, sums: torch.Tensor | None, advice: str
     ) -> None:
-        """nbytes: of the whole variant. sums: `row_sums` of it as it was made; None: nobody knows them, and
-        nothing is checked. what, advice: for the error."""
+        """Check against `sums`, the `row_sums` of the whole variant of `nbytes`; None: check nothing.
+
+        what and advice go into the error.
+        """
         self._what, self._target, self._nbytes = what, target, nbytes
         self._sums, self._advice = sums, advice
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """uint8 [end - begin], a view; its pages must be mapped."""
+        """Return a view uint8 [end - begin]; its pages must be mapped."""
         return self._target.tensor(torch.uint8, (end - begin,), offset_bytes=begin)
 
     def put(self, begin: int, source: torch.Tensor) -> None:
-        """Contiguous uint8 [n], from the host or the device, to the bytes from `begin` on, where a row of
-        `row_sums` begins; it ends with one, or with the variant."""
+        """Write contiguous uint8 [n] from host or device at `begin`, and check it.
+
+        It begins with a row of `row_sums` and ends with one, or with the variant. Raises WrongVariant.
+        """
         end = begin + len(source)
         sums = RowSums(self.read(begin, end)) if self._sums is not None else None
 
@@ -159,14 +172,14 @@ class CheckedPages:
             self.read(begin, end).copy_(source)
             take(begin, end)
         if sums:
-            self._hold_against(sums.found, begin // ROW_BYTES)
+            self._check(sums.found, begin // ROW_BYTES)
 
-    def _hold_against(self, found: torch.Tensor, first: int) -> None:
+    def _check(self, found: torch.Tensor, first: int) -> None:
         assert self._sums is not None
         wanted = self._sums[first : first + len(found)]
         if not found.equal(wanted):
             wrong = (found != wanted).nonzero().flatten() + first
             raise WrongVariant(
-                f"{self._what}: {len(wrong)} of {num_rows(self._nbytes)} pieces of {ROW_BYTES} bytes are not"
-                f" what was made, the first at byte {int(wrong[0]) * ROW_BYTES}; {self._advice}"
+                f"{self._what}: {len(wrong)} of {num_rows(self._nbytes)} pieces of {ROW_BYTES} bytes differ"
+                f" from what was made, the first at byte {int(wrong[0]) * ROW_BYTES}; {self._advice}"
             )

@@ -8,26 +8,28 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-STOP_S = 10.0  # a chunk takes milliseconds; a copy that does not stop at its next one is stuck for good
+STOP_S = 10.0  # a chunk takes milliseconds: a copy that needs longer to stop is stuck
 
 
 class CopyJob(Protocol):
-    """Fills the pages of one variant, in another thread than the engine's; holds no lock while it copies."""
+    """Fills the pages of one variant in another thread than the engine's, holding no lock meanwhile."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def read_bytes(self) -> int:
-        """What its time goes by: the bytes that it must go through to write `nbytes`."""
+        """The bytes that the job must go through to write `nbytes`; its time is in proportion."""
 
     def __call__(self, may_go_on: Callable[[], bool], /) -> None:
-        """Copies in chunks of some milliseconds at most and asks after each; returns at once on False.
-        On a device with streams it returns when the device has all of it."""
+        """Copy in chunks of some milliseconds; ask after each, and return at once on False.
+
+        On a device with streams, return when the device has everything.
+        """
 
 
 class Copy:
-    """One copy, waiting, running or over."""
+    """One copy: waiting, running or finished."""
 
     def __init__(self, job: CopyJob) -> None:
         self.nbytes, self.read_bytes = job.nbytes, job.read_bytes
@@ -40,26 +42,28 @@ class Copy:
 
     @property
     def is_done(self) -> bool:
-        """Nothing writes any more: it came to its end, failed, or was stopped."""
+        """True when nothing is written any more: the copy finished, failed, or was stopped."""
         return self._ended.is_set()
 
     @property
     def is_whole(self) -> bool:
-        """It came to its end."""
+        """True if the copy came to its end."""
         return self.is_done and self._error is None and not self._stopping.is_set()
 
     def raise_error(self) -> None:
-        """Raises what the job raised, once it is done."""
+        """Raise what the job raised, once the copy is done."""
         if self._error:
             raise self._error
 
     def abandon(self) -> None:
-        """As `stop`, for work that writes nowhere: it may go on for a while."""
+        """Stop work that writes nowhere, without waiting for its end."""
         self._stopping.set()
 
     def stop(self) -> None:
-        """Returns when nothing writes any more, at the latest after a chunk. RuntimeError if that never
-        comes: the memory below it cannot be given to anybody."""
+        """Stop, and return when nothing is written any more, at the latest after one chunk.
+
+        Raises RuntimeError if the copy does not stop: its memory cannot be given to anybody else.
+        """
         self._stopping.set()
         with self._lock:
             if not self._is_running:
@@ -68,7 +72,7 @@ class Copy:
             raise RuntimeError(f"a copy of {self.nbytes} bytes did not stop within {STOP_S} s")
 
     def run(self, share: Callable[[], float]) -> None:
-        """In the copying thread. After each chunk it rests, so that the chunks take `share` of the time."""
+        """Run in the copying thread, resting after each chunk so that chunks take `share` of the time."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -87,19 +91,22 @@ class Copy:
         try:
             self._job(may_go_on)
             self.seconds += time.perf_counter() - began
-        except BaseException as error:  # noqa: BLE001 the engine's thread raises it again
+        except BaseException as error:  # noqa: BLE001 the engine's thread raises it
             self._error = error
         finally:
             self._ended.set()
 
 
 class Copier:
-    """Copies run one after the other, in the order of their start."""
+    """A thread that runs copies one after the other, in the order of their start."""
 
     def __init__(self, on_done: Callable[[], None], share: Callable[[], float] = lambda: 1.0) -> None:
-        """on_done: called in the copying thread after each copy. share: asked after each chunk, which part
-        of the time copying may take now (0..1]: on a CPU it takes cores and memory from the steps."""
-        self.rate = Rate()  # of what its jobs read, pauses not counted
+        """Prepare; the thread starts with the first copy.
+
+        on_done: called in the copying thread after each copy. share: called after each chunk; the part of the
+        time (0..1] that copying may take now. On a CPU it takes cores and memory from the steps.
+        """
+        self.rate = Rate()  # of the bytes that jobs read, pauses not counted
         self._on_done, self._share = on_done, share
         self._queue: SimpleQueue[Copy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -113,7 +120,7 @@ class Copier:
         return copy
 
     def close(self) -> None:
-        """Stop all copies before this."""
+        """Stop all copies."""
         if self._thread:
             self._queue.put(None)
             self._thread.join(STOP_S)
@@ -127,25 +134,25 @@ class Copier:
             self._on_done()
 
 
-# Of what was known, with each new piece of work: after ten of a size a tenth is left.
+# The weight of older work falls by this factor with each piece: after ten of a size a tenth is left.
 _KEPT = 0.8
 
 
 class Rate:
-    """Bytes by seconds, what was done lately weighing most. One thread adds, any may ask."""
+    """The recent speed of one kind of work. One thread adds to it, any thread may read it."""
 
     def __init__(self) -> None:
         self._done = (0.0, 0.0)  # at once, since another thread reads it
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """What took no bytes or no time tells nothing."""
+        """Add a piece of work. Pieces without bytes or without time are ignored."""
         if nbytes > 0 and seconds > 0:
             before_bytes, before_s = self._done
             self._done = before_bytes * _KEPT + nbytes, before_s * _KEPT + seconds
 
     @property
     def bytes_per_s(self) -> float:
-        """0.0: nothing was ever measured."""
+        """The mean speed, recent pieces weighing most; 0.0 before the first one."""
         nbytes, seconds = self._done
         return nbytes / seconds if seconds else 0.0
 
@@ -155,21 +162,23 @@ IDLE_TURN_S = 0.005
 
 
 class Pace:
-    """Morphs work in small units. A unit begins while the units before have taken less than `share` of the
-    time that passed; one that takes longer is paid for by the steps after it. So steps lose `share` of their
-    speed at most, on a fast device and on a slow one.
+    """A limit to the share of the engine's time that morphs take at step boundaries.
+
+    Morphs work in small units. A unit begins while the units before have taken less than `share` of the time
+    that passed; the steps after a longer unit pay for it. So steps lose at most `share` of their speed on any
+    device.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`share`: of the time, above 0 and at most 1."""
+        """Allow `share` of the time. Raises ValueError unless it is above 0 and at most 1."""
         if not 0 < share <= 1:
-            raise ValueError(f"a share of {share}; it must be above 0 and at most 1")
+            raise ValueError(f"the share is {share}; it must be above 0 and at most 1")
         self._share, self._clock = share, clock
         self._credit_s = 0.0
         self._began = self._since = clock()
 
     def begin(self, is_busy: bool) -> None:
-        """A boundary. What an idle engine spent or saved is forgotten."""
+        """Begin a step boundary. Credit that an idle engine saved or spent is dropped."""
         now = self._clock()
         earned = (now - self._began) * self._share
         self._credit_s = min(self._credit_s + earned, 0.0) if is_busy else IDLE_TURN_S
@@ -177,10 +186,11 @@ class Pace:
 
     @property
     def has_time(self) -> bool:
+        """True if another unit may begin."""
         return self._credit_s >= 0
 
     def spent(self) -> float:
-        """A unit ended. Returns the seconds it took: those since the last call of this or of `begin`."""
+        """End a unit. Return the seconds since the last call of this or of `begin`."""
         now = self._clock()
         took_s = now - self._since
         self._credit_s -= took_s

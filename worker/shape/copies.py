@@ -12,21 +12,24 @@ from worker.model.sources import WeightSource
 from worker.model.weights import tensors_in
 from worker.shape.checks import CheckedPages, row_sums
 
-# A millisecond on either: it may be stopped, and rests, after each. Smaller ones cost more calls (1 MiB on a
-# CPU: half as long again).
+# A millisecond on either device: a copy can be stopped, and rests, after each chunk. Smaller chunks cost more
+# calls (1 MiB on a CPU: half as long again).
 _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 1 << 22, 1 << 24
 
 _ADVICE = (
-    "memory of the device or of the host is damaged (to have the host's copy made anew, stop all workers of"
-    " this model)"
+    "memory of the device or of the host is damaged (to make the host's copy again, stop all workers of this"
+    " model)"
 )
 
 ByteSpan = tuple[int, int]  # [begin, end) in bytes of a range
 
 
 class HostCopy:
-    """Fills the mapped pages of one variant from its host image, and reads them again: what lies in them then
-    is what was made when the images were, or WrongVariant is raised."""
+    """A copy of a host image into the mapped pages of one variant.
+
+    Every chunk is read again and compared with the sums made with the image; a difference raises
+    WrongVariant.
+    """
 
     def __init__(
         self,
@@ -37,8 +40,11 @@ class HostCopy:
         device: torch.device,
         spans: Sequence[ByteSpan],
     ) -> None:
-        """image: uint8 [n], no more than the range has. sums: its `row_sums`. spans: which parts of it, each
-        from the beginning of a page on and within pages that are mapped. what: for the error."""
+        """Copy `spans` of an image, uint8 [n], whose `row_sums` are `sums`.
+
+        The image has at most the bytes of the range. Each span begins with a page and lies in mapped pages.
+        what: for the error.
+        """
         self._image, self._spans = image, list(spans)
         self._pages = CheckedPages(what, target, image.numel(), sums, _ADVICE)
         self._chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _CUDA_CHUNK_BYTES
@@ -52,7 +58,7 @@ class HostCopy:
         return self.nbytes
 
     def __call__(self, may_go_on: Callable[[], bool]) -> None:
-        """Chunk by chunk, in any thread; asks after each and returns at once on False."""
+        """Copy chunk by chunk, in any thread; ask after each, and return at once on False."""
         for begin, end in self._spans:
             for first in range(begin, end, self._chunk_bytes):
                 self._pages.put(first, self._image[first : min(first + self._chunk_bytes, end)])
@@ -61,7 +67,10 @@ class HostCopy:
 
 
 class SourceCopy:
-    """Lays the half out in host memory as it was at load, tensor by tensor, and copies these parts of it."""
+    """A copy of parts of a half from the checkpoint, for layers without host images.
+
+    The half is laid out in host memory as it was at load, tensor by tensor; then the spans are copied.
+    """
 
     def __init__(
         self,
@@ -72,7 +81,7 @@ class SourceCopy:
         spans: Sequence[ByteSpan],
         device: torch.device,
     ) -> None:
-        """plan: of full precision. spans: whole pages that are mapped."""
+        """Copy `spans`, whole mapped pages, of the half that `plan` lays out in full precision."""
         self._what, self._plan, self._source = what, plan, source
         self._target, self._spans, self._device = target, spans, device
 
@@ -82,11 +91,14 @@ class SourceCopy:
 
     @property
     def read_bytes(self) -> int:
-        """The whole half, however little of it is wanted."""
+        """The bytes of the whole half, however few are copied."""
         return self._plan.nbytes
 
     def __call__(self, may_go_on: Callable[[], bool]) -> None:
-        """Asks after each tensor, some tens of MiB, and then as a `HostCopy` does. Raises ModelError too."""
+        """Copy; ask after each tensor, some tens of MiB, then as `HostCopy` does.
+
+        Raises ModelError too.
+        """
         where = self._device if self._source.depends_on_device else torch.device("cpu")
         try:
             image = lay_out(self._plan, self._source, where, may_go_on).cpu()
@@ -96,13 +108,16 @@ class SourceCopy:
 
 
 class _CopyStopped(Exception):
-    """It may not go on."""
+    """The copy may not go on."""
 
 
 def lay_out(
     plan: RangePlan, source: WeightSource, device: torch.device, may_go_on: Callable[[], bool] = lambda: True
 ) -> torch.Tensor:
-    """uint8 [plan.nbytes] in full precision, as it lies in the pages of a model. Asks after each tensor."""
+    """Return uint8 [plan.nbytes] in full precision, as it lies in the pages of a model.
+
+    Asks `may_go_on` after each tensor.
+    """
     laid_out = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
     tensors = tensors_in(laid_out, plan)
     for each in plan.sources:

@@ -1,4 +1,4 @@
-"""What the host images of a model's layers hold: bytes as they lie in the ranges, and what they compute.
+"""The contents of host images: each variant's bytes as they lie in its range.
 
 Full precision is copied out of the loaded ranges. A quantised half is arranged from packed matrices
 (`QuantizedMatrix`: made by `instar quantize`, or rounded here from the loaded weights) into the units of
@@ -30,28 +30,31 @@ from worker.model.quantized_sets import (
 from worker.model.sources import CheckpointWeights, WeightSource, checkpoint_digest
 from worker.model.weights import Tensors
 
-# Rows are rounded so many elements at a time: temporaries then stay in caches (measured on two cores: 8 ns an
+# Elements that are rounded at a time: temporaries then stay in caches (measured on two cores: 8 ns an
 # element; with 2^24 at a time 20).
 _ROUNDED_ELEMENTS = 1 << 20
 
 T = TypeVar("T")
-Pieces = Generator[None, None, T]  # yields between pieces of work of some milliseconds, returns what it made
+Pieces = Generator[None, None, T]  # yields between pieces of work of some milliseconds, returns the result
 
 
 class MatrixSource(Protocol):
-    """Where the quantised matrices of one variant come from."""
+    """A source of the quantised matrices of one variant."""
 
-    name: str  # tells it from every other source, contents included
+    name: str  # identifies the source and its contents
     method: str
     group: int
     has_input_scale: bool
 
     def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
-        """Those of one of `INPUTS`, in its order; `full` holds the layer's half as it was loaded."""
+        """Read the matrices of one of `INPUTS`, in its order.
+
+        full: the tensors of the layer's half in full precision.
+        """
 
 
 class SetMatrices:
-    """Matrices that `instar quantize` made."""
+    """Matrices of a set that `instar quantize` made."""
 
     def __init__(self, config: ModelConfig, stored: QuantizedSet) -> None:
         self._config, self._stored = config, stored
@@ -72,7 +75,7 @@ class SetMatrices:
 
 
 class RoundedMatrices:
-    """Round-to-nearest of what was loaded."""
+    """The loaded weights, rounded to nearest."""
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
         self._config, self._bits = config, BITS[precision]
@@ -135,12 +138,12 @@ def find_matrices(
 
 
 def write_half(target: Tensors, matrices: MatrixSource, layer: int, full: Tensors) -> None:
-    """Fill a quantised half's views of zeros."""
+    """Fill the views of a quantised half, which hold zeros."""
     at_once(writing_half(target, matrices, layer, full))
 
 
 def writing_half(target: Tensors, matrices: MatrixSource, layer: int, full: Tensors) -> Pieces[None]:
-    """The same between steps of an engine."""
+    """Fill a half as `write_half` does, in pieces between the steps of an engine."""
     products = [product for product in INPUTS if f"{product}.codes" in target]
     for product in products:
         made = yield from matrices.read(layer, product, full)
@@ -152,7 +155,7 @@ def writing_half(target: Tensors, matrices: MatrixSource, layer: int, full: Tens
 
 
 def at_once(pieces: Pieces[T]) -> T:
-    """What all the pieces make."""
+    """Run all pieces and return their result."""
     while True:
         try:
             next(pieces)
@@ -182,10 +185,10 @@ def _write_product(target: Tensors, product: str, matrices: Sequence[QuantizedMa
 
 
 def _write_outputs(units: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Each unit of [U, Nu, columns] gets its run of rows of the first part, then of the second."""
+    """Give each unit of [U, Nu, columns] its run of rows of the first part, then of the second."""
     first = 0
     for part in parts:
-        # Where there are several units the parts are alike, and padded alike.
+        # If there are several units, the parts have the same size and the same padding.
         rows = part.shape[0] if len(parts) == 3 else units.shape[1] // len(parts)
         whole = _fit(part, units.shape[0] * rows, units.shape[2])
         units[:, first : first + rows].copy_(whole.unflatten(0, (-1, rows)))
@@ -193,7 +196,7 @@ def _write_outputs(units: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def _write_input_scale(target: torch.Tensor, product: str, input_scale: torch.Tensor | None) -> None:
-    """[K], or [U, K] where every unit has that of its own inputs."""
+    """Write [K], or [U, K] if each unit has the scales of its own inputs."""
     target.fill_(1.0)
     if input_scale is None:
         return
@@ -206,5 +209,5 @@ def _write_input_scale(target: torch.Tensor, product: str, input_scale: torch.Te
 
 
 def _fit(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Zeros behind the last row and column, or fewer columns of padding than there were."""
+    """Append zero rows and columns, or drop columns of padding."""
     return F.pad(matrix[:, :columns], (0, max(0, columns - matrix.shape[1]), 0, rows - matrix.shape[0]))

@@ -1,7 +1,7 @@
-"""Byte images in host memory, made once on a host and seen by all of its workers.
+"""Byte images in host memory, made once on a host and mapped by all of its workers.
 
-On a CPU host the images are a file in memory (`/dev/shm`), mapped read-only by each worker. With CUDA the
-mapping is pinned as well, so that copies run beside the device's work at the full speed of the bus.
+The images are one file in memory (`/dev/shm`), mapped read-only by each worker. With CUDA the mapping is
+pinned as well, so that copies run beside the device's work at the full speed of the bus.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CUDA_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 class HostStore(Generic[Name]):
-    """`image(name)` is uint8 [size of the name], for reading only: to write to it is a fault."""
+    """Images by name: `image(name)` is uint8 [size of the name], and read-only (writing faults)."""
 
     def __init__(
         self,
@@ -44,19 +44,19 @@ class HostStore(Generic[Name]):
         pin: bool = False,
         progress: OnProgress | None = None,
     ) -> None:
-        """Map the images that `key` names, by any text; whoever comes first makes them, the others wait.
+        """Map the images that `key`, any text, identifies; make them if no process has yet.
 
-        make(images, progress) fills zeros. progress(bytes done, bytes in all) is called here too while
-        another process makes them. Raises ModelError where the folder cannot hold them, and what `make` and
-        `progress` raise; then nothing is left.
+        make(images, progress) fills zeros. progress(bytes done, bytes in all) is also called while another
+        process makes the images. Raises ModelError if the folder cannot hold them, and what `make` and
+        `progress` raise; then no file is left.
         """
         self._offsets, total = _place(sizes)
         self._sizes = dict(sizes)
         digest = hashlib.sha256(f"{key} {total} {list(sizes.items())}".encode()).hexdigest()
 
-        def write(fd: int, told: OnProgress) -> None:
+        def write(fd: int, on_progress: OnProgress) -> None:
             memory = _Mapping(fd, HEADER_BYTES + total, mmap.PROT_READ | mmap.PROT_WRITE)
-            make({name: self._view(memory, name) for name in sizes}, told)
+            make({name: self._view(memory, name) for name in sizes}, on_progress)
 
         try:
             self._file: SharedFile = open_shared(folder, digest, total, write, progress or _silent)
@@ -70,7 +70,7 @@ class HostStore(Generic[Name]):
             raise ModelError(
                 f"worker.host_dir {folder}: cannot hold the variants of the layers: {error}"
             ) from error
-        self._leave = weakref.finalize(self, self._file.close)  # at the latest with the process
+        self._leave = weakref.finalize(self, self._file.close)  # at the latest when the process ends
         self._memory = _Mapping(self._file.fd, HEADER_BYTES + total, mmap.PROT_READ)
         self.is_pinned = pin and self._pin()
 
@@ -86,8 +86,10 @@ class HostStore(Generic[Name]):
         return self._view(self._memory, name)
 
     def close(self) -> None:
-        """Leave the images to the other workers; the last one's memory goes back to the system. No copy may
-        run. Views stay readable. Repeating it is harmless."""
+        """Leave the images to the other workers; the last one's close frees the memory.
+
+        No copy may run. Views stay readable. Repeating it is harmless.
+        """
         if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.address)
             self.is_pinned = False
@@ -100,23 +102,25 @@ class HostStore(Generic[Name]):
         register, nbytes = torch.cuda.cudart().cudaHostRegister, self._memory.nbytes
         if int(register(self._memory.address, nbytes, _CUDA_REGISTER_READ_ONLY)) == 0:
             return True
-        # Not every device can pin what may not be written to.
+        # Some devices cannot pin read-only memory.
         self._memory = _Mapping(self._file.fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         if (code := int(register(self._memory.address, nbytes, 0))) == 0:
             return True
         log.warning(
-            "%d MiB of host memory are not pinned (CUDA error %d): slower swaps", nbytes // _MIB, code
+            "%d MiB of host memory could not be pinned (CUDA error %d): swaps are slower",
+            nbytes // _MIB,
+            code,
         )
         return False
 
 
 class _Mapping:
-    """A file in the address space, for as long as somebody looks at it."""
+    """A file in the address space, for as long as a view of it lives."""
 
     def __init__(self, fd: int, nbytes: int, prot: int) -> None:
         self.nbytes = nbytes
         self._mmap = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=prot)
-        # By its address, since torch warns of buffers that it may not write to.
+        # By its address: torch warns of read-only buffers.
         self.address = int(np.frombuffer(self._mmap, dtype=np.uint8).ctypes.data)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -126,7 +130,7 @@ class _Mapping:
 
 
 def _place(sizes: Mapping[Name, int]) -> tuple[dict[Name, int], int]:
-    """Offset of each image in the file, and their bytes in all."""
+    """Return the offset of each image in the file, and the bytes of all images."""
     offsets, end = {}, HEADER_BYTES
     for name, nbytes in sizes.items():
         offsets[name] = end

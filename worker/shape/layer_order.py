@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
-from worker.model.quantized_sets import FOLDER, find_set, set_path
+from worker.model.quantized_sets import FOLDER, find_set, set_path, writing_whole
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 
 OrderName = Literal["profile", "front-to-back", "back-to-front", "random"]
@@ -27,9 +26,12 @@ _REMEDY = "make it again with `instar profile`, or remove it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderProfile:
-    """sequence: layers, the first to be swapped first. scores: as `greedy.Scores`. model: fingerprint.
-    perplexity: of the calibration text with so many layers of the sequence swapped, none first; empty where
-    the profile was made before they were kept."""
+    """A measured order of layers.
+
+    model: `checkpoint_digest` of the checkpoint. sequence: the layers, in the order of their swaps. scores:
+    as `worker.offline.importance.Scores`. perplexity: of the calibration text with 0, 1, ... layers of the
+    sequence swapped; empty in older files.
+    """
 
     model: str
     precision: str
@@ -46,8 +48,10 @@ class OrderProfile:
 
     @property
     def loss(self) -> float | None:
-        """Share of perplexity that all layers in this precision bring. None: not known. What is below 0 is
-        noise."""
+        """The share of perplexity that all layers in this precision add; None if unknown.
+
+        A gain is noise and counts as 0.
+        """
         if len(self.perplexity) != len(self.sequence) + 1:
             return None
         return max(0.0, self.perplexity[-1] / self.perplexity[0] - 1)
@@ -58,24 +62,22 @@ def profile_path(folder: Path, precision: str) -> Path:
 
 
 def find_profile(folder: Path) -> Path | None:
-    """The one that a worker follows."""
+    """Return the path of the profile that a worker follows, or None."""
     paths = (profile_path(folder, precision) for precision in _PREFERRED)
     return next((path for path in paths if path.is_file()), None)
 
 
 def write_profile(path: Path, profile: OrderProfile) -> None:
-    """Whole or not at all. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    """Write a profile whole or not at all. Raises OSError."""
+    with writing_whole(path) as unfinished:
         unfinished.write_text(json.dumps(asdict(profile), indent=1) + "\n")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def read_profile(path: Path, *, model: str, num_layers: int) -> OrderProfile:
-    """Raises ModelError: not a profile, damaged, or of another model (`model` is the fingerprint)."""
+    """Read a profile of the checkpoint with digest `model`.
+
+    Raises ModelError: not a profile, damaged, or of another model.
+    """
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
         profile = OrderProfile(**found)
@@ -93,14 +95,14 @@ def read_profile(path: Path, *, model: str, num_layers: int) -> OrderProfile:
 
 
 def load_order(folder: str | Path, name: str = "") -> tuple[list[int], OrderName]:
-    """The order by its name in the settings and the name it really has; "": the profile if there is one,
-    else front-to-back, the paper's default without one.
+    """Return the order that the setting `name` asks for, and the name of that order.
 
-    Raises ModelError: an unknown name, "profile" without a profile, a profile that cannot be used.
+    "" means the profile if there is one, else front-to-back, the paper's default without a profile. Raises
+    ModelError: an unknown name, "profile" without a profile, a profile that cannot be used.
     """
     folder = Path(folder)
     if name and name not in ORDERS:
-        raise ModelError(f"worker.layer_order = {name!r}: there are {', '.join(ORDERS)}")
+        raise ModelError(f"worker.layer_order = {name!r}: use one of {', '.join(ORDERS)}")
     config = read_config(folder)
     path = find_profile(folder)
     if name == "profile" and path is None:
@@ -114,7 +116,7 @@ def load_order(folder: str | Path, name: str = "") -> tuple[list[int], OrderName
 
 
 def plain_order(config: ModelConfig, name: str, seed: int = 0) -> list[int]:
-    """front-to-back, back-to-front, or a shuffle that is the same for the same seed."""
+    """Return front-to-back, back-to-front, or a shuffle that is the same for the same seed."""
     layers = list(range(config.num_layers))
     if name == "back-to-front":
         layers.reverse()
@@ -131,9 +133,11 @@ log = logging.getLogger("worker")
 
 
 def losses(config: ModelConfig, precisions: Iterable[Precision], method: str = "") -> dict[Precision, float]:
-    """Shares of perplexity more than at full precision, of the calibration text. method: of the worker's
-    settings. A precision without a profile of this very model, made with the method that is served, has
-    none. Reads a few MB. Raises ModelError: the checkpoint cannot be read."""
+    """Return the share of perplexity that each precision costs, as profiles beside the model say.
+
+    method: of the worker's settings. A precision is left out unless its profile is of this checkpoint and of
+    the method that is served. Reads a few MB. Raises ModelError if the checkpoint cannot be read.
+    """
     folder, found = config.folder, dict[Precision, float]()
     paths = {
         name: path for name in precisions if name != "full" and (path := profile_path(folder, name)).is_file()
@@ -143,7 +147,7 @@ def losses(config: ModelConfig, precisions: Iterable[Precision], method: str = "
         try:
             profile = read_profile(path, model=model, num_layers=config.num_layers)
         except ModelError as error:
-            log.warning("what %s loses is not known: %s", name, error)
+            log.warning("the loss of %s is unknown: %s", name, error)
             continue
         if profile.method == _served(folder, name, method) and profile.loss is not None:
             found[name] = profile.loss
@@ -151,7 +155,7 @@ def losses(config: ModelConfig, precisions: Iterable[Precision], method: str = "
 
 
 def _served(folder: Path, precision: Precision, method: str) -> str:
-    """The method of the set that a worker would load."""
+    """Return the method of the set that a worker would load."""
     path = find_set(folder, precision, method)
     methods = [each for each in ("awq", "gptq") if path == set_path(folder, precision, each)]
     return methods[0] if methods else "rtn"

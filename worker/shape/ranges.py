@@ -1,7 +1,7 @@
-"""Where the variants of a model's halves lie, and which of their pages a shard needs.
+"""The address ranges of a model's variants, and the pages of each that a shard needs.
 
-Every half of every layer has one range of addresses for each precision. Of the FFN's pages each rank of a
-group needs its own, of the attention's all; what nobody reads here is not mapped.
+Every half of every layer has one range for each precision. Each rank of a group needs its own pages of the
+FFN and all pages of the attention; pages that no rank here reads are not mapped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PageMask = npt.NDArray[np.bool_]  # of a range: which of its pages
 
 
 class VariantRanges:
-    """Those of one model; full's are the model's own. In the engine's thread, between steps."""
+    """The ranges of one model's variants, used in the engine's thread between steps."""
 
     def __init__(
         self,
@@ -38,7 +38,10 @@ class VariantRanges:
         pool: PagePool,
         quantized: Mapping[tuple[Part, Precision], RangePlan] | None = None,
     ) -> None:
-        """quantized: layouts of the variants below full. Raises MappingFailed."""
+        """Reserve a range for each variant below full; the ranges of full are the model's own.
+
+        quantized: the layouts of the variants below full. Raises MappingFailed.
+        """
         self._model, self._pool = model, pool
         full = dict(zip(PARTS, model.plan.layers[0], strict=True))  # the layers are alike
         self.plans: dict[tuple[Part, Precision], RangePlan] = {(part, "full"): full[part] for part in PARTS}
@@ -54,12 +57,15 @@ class VariantRanges:
             self.release()
             raise
 
-    def memory(self, place: VariantKey) -> VirtualRange:
-        return self._ranges[place]
+    def memory(self, variant: VariantKey) -> VirtualRange:
+        return self._ranges[variant]
 
-    def needed(self, place: VariantKey, shard: Shard) -> PageMask:
-        """Raises ValueError for a degree that the weights are not laid out for."""
-        _, part, precision = place
+    def needed(self, variant: VariantKey, shard: Shard) -> PageMask:
+        """Return a mask of the pages that a shard needs.
+
+        Raises ValueError for a degree that the weights are not laid out for.
+        """
+        _, part, precision = variant
         key = (part, precision, shard)
         if key not in self._needed:
             if shard.size not in self._degrees:
@@ -70,40 +76,44 @@ class VariantRanges:
             self._needed[key] = self.plans[part, precision].at(shard).pages(self._pool.page_bytes)
         return self._needed[key]
 
-    def spans(self, place: VariantKey, pages: PageMask) -> list[ByteSpan]:
-        """The bytes of the half in these pages."""
-        return spans_of(pages, self._pool.page_bytes, self.plans[place[1:]].nbytes)
+    def spans(self, variant: VariantKey, pages: PageMask) -> list[ByteSpan]:
+        """Return the spans of bytes of the half in these pages."""
+        return spans_of(pages, self._pool.page_bytes, self.plans[variant[1:]].nbytes)
 
-    def half(self, place: VariantKey, shard: Shard) -> LayerHalf:
-        """Over the pages that are mapped; the shard's must be."""
-        memory = self._ranges[place]
-        if np.any(self.needed(place, shard) & (memory.pages == NO_PAGE)):
+    def half(self, variant: VariantKey, shard: Shard) -> LayerHalf:
+        """Build the half over its pages; those of the shard must be mapped."""
+        memory = self._ranges[variant]
+        if np.any(self.needed(variant, shard) & (memory.pages == NO_PAGE)):
             raise ValueError(f"{memory.owner}: pages of {shard} are not mapped")
-        tensors = tensors_of(memory, self.plans[place[1:]].at(shard))
-        return build_half(self._model, place, tensors, shard)
+        tensors = tensors_of(memory, self.plans[variant[1:]].at(shard))
+        return build_half(self._model, variant, tensors, shard)
 
-    def map(self, place: VariantKey, shard: Shard) -> int:
-        """What the shard needs and is not mapped yet, not zeroed; returns how many pages. Raises OutOfPages
-        and MappingFailed; then none."""
-        memory = self._ranges[place]
+    def map(self, variant: VariantKey, shard: Shard) -> int:
+        """Map the missing pages that the shard needs, not zeroed; return how many: all or none.
+
+        Raises OutOfPages and MappingFailed.
+        """
+        memory = self._ranges[variant]
         before = memory.pages != NO_PAGE
         try:
-            memory.have(before | self.needed(place, shard), zeroed=False)
+            memory.have(before | self.needed(variant, shard), zeroed=False)
         except BaseException:
             memory.have(before)
             raise
         return memory.num_mapped - int(before.sum())
 
-    def unmap_others(self, place: VariantKey, shard: Shard) -> int:
-        """All that the shard does not need; returns how many pages. Raises MappingFailed, perhaps half-way;
-        then it may be tried again."""
-        memory = self._ranges[place]
+    def unmap_others(self, variant: VariantKey, shard: Shard) -> int:
+        """Unmap the pages that the shard does not need; return how many.
+
+        Raises MappingFailed, perhaps half-way; then call it again.
+        """
+        memory = self._ranges[variant]
         before = memory.pages != NO_PAGE
-        memory.have(before & self.needed(place, shard))
+        memory.have(before & self.needed(variant, shard))
         return int(before.sum()) - memory.num_mapped
 
     def release(self) -> None:
-        """Give back all pages but those of full, which are the model's."""
+        """Free all pages but those of full, which are the model's."""
         for (_, _, precision), memory in self._ranges.items():
             if precision != "full":
                 memory.release()
@@ -117,28 +127,28 @@ class VariantRanges:
 
 
 def spans_of(pages: PageMask, page_bytes: int, nbytes: int) -> list[ByteSpan]:
-    """The bytes in these pages of a range of `nbytes`."""
+    """Return the spans of bytes in these pages of a range of `nbytes`."""
     return [
         (first * page_bytes, min((first + length) * page_bytes, nbytes)) for first, length in runs_of(pages)
     ]
 
 
-def variant_name(place: VariantKey) -> str:
-    layer, part, precision = place
+def variant_name(variant: VariantKey) -> str:
+    layer, part, precision = variant
     return f"{part} of layer {layer} in {precision}"
 
 
-def checked_pages(place: VariantKey, ranges: VariantRanges, sums: torch.Tensor | None) -> CheckedPages:
-    """For what other ranks send."""
-    advice = "memory of this device or of another rank is damaged, or the way between them"
+def checked_pages(variant: VariantKey, ranges: VariantRanges, sums: torch.Tensor | None) -> CheckedPages:
+    """Return the pages of a variant for data from other ranks, checked against `sums` if given."""
+    advice = "memory of this device or of another rank, or the link between them, is damaged"
     return CheckedPages(
-        variant_name(place), ranges.memory(place), ranges.plans[place[1:]].nbytes, sums, advice
+        variant_name(variant), ranges.memory(variant), ranges.plans[variant[1:]].nbytes, sums, advice
     )
 
 
-def build_half(model: Model, place: VariantKey, tensors: Tensors, shard: Shard) -> LayerHalf:
-    """tensors: of the whole attention, or of the shard's FFN."""
-    layer, part, precision = place
+def build_half(model: Model, variant: VariantKey, tensors: Tensors, shard: Shard) -> LayerHalf:
+    """Build a half over the tensors of the whole attention, or of the shard's FFN."""
+    layer, part, precision = variant
     if part == "attention":
         return build_attention(model.config, tensors, shard, model.config.sliding_windows[layer], precision)
     return build_feed_forward(model.config, tensors, precision)

@@ -1,12 +1,8 @@
-"""A file that is made once on a host, shared by whoever needs it, and gone with the last of them.
+"""A file that is made once on a host, shared by the processes that need it, and removed by the last one.
 
-Who uses the file holds a shared lock of it (flock), who makes or removes it the exclusive one; the kernel
-drops a lock with its process, however that ends. The header says how much is written; it says "whole" only
-when everything before it is in the file, and what is not whole is made anew.
-
-::
-
-    header, one page     magic | key | bytes written | bytes in all | 1 if whole
+Users of the file hold a shared lock on it (flock), makers and removers the exclusive one. The kernel releases
+a lock with its process, however that ends. The header counts the bytes written, and says "whole" only when
+everything is in the file; a file that is not whole is made again.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ _POLL_S = 0.05  # while another process makes the file
 
 
 class FolderFull(OSError):
-    """The folder cannot hold the file; `free_bytes` is what it has."""
+    """The folder cannot hold the file; it has `free_bytes`."""
 
     def __init__(self, free_bytes: int) -> None:
         super().__init__(f"{free_bytes} bytes are free")
@@ -42,7 +38,7 @@ class SharedFile:
         self.path, self.fd = path, fd
 
     def close(self) -> None:
-        """Leave it; the last one removes it. Repeating it is harmless."""
+        """Release the file; the last process removes it. Repeating it is harmless."""
         if self.fd < 0:
             return
         fcntl.flock(self.fd, fcntl.LOCK_UN)
@@ -55,11 +51,11 @@ class SharedFile:
 def open_shared(
     folder: Path, key: str, nbytes: int, write: Callable[[int, OnProgress], None], progress: OnProgress
 ) -> SharedFile:
-    """The whole file of this `key` (64 letters), made if nobody has.
+    """Open the whole file of this `key` (64 letters); make it if no process has yet.
 
-    write(fd, progress) fills bytes HEADER_BYTES.. of a file of zeros. progress is called while the file is
-    written or waited for; whatever either of them raises ends the attempt and leaves no file.
-    Raises NoRoom before anything is written, OSError.
+    write(fd, progress) fills bytes HEADER_BYTES and later of a file of zeros. progress is called while the
+    file is written or waited for; what either of them raises ends the attempt and leaves no file. Raises
+    FolderFull before anything is written, and OSError.
     """
     path = folder / f"instar-{os.getuid()}-{key[:24]}.images"
     remove_abandoned(folder, but=path)
@@ -71,13 +67,13 @@ def open_shared(
         except BaseException:
             os.close(fd)
             raise
-        # By name: mappings keep the open file, and its lock with it, until the last view of them is gone.
+        # Unlock explicitly: a mapping keeps the open file and its lock until the last view of it is gone.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
 def remove_abandoned(folder: Path, but: Path | None = None) -> list[Path]:
-    """Remove files of this user that nobody holds; they were left by processes that were killed."""
+    """Remove files of this user that no process holds, left by processes that were killed."""
     removed = []
     for path in folder.glob(f"instar-{os.getuid()}-*.images"):
         with contextlib.suppress(OSError), _opened(path) as fd:
@@ -90,7 +86,7 @@ def remove_abandoned(folder: Path, but: Path | None = None) -> list[Path]:
 def _is_ready(
     path: Path, fd: int, key: str, size: int, write: Callable[[int, OnProgress], None], progress: OnProgress
 ) -> bool:
-    """True with the shared lock on a whole file; False to begin again. Makes the file if it is to be made."""
+    """Return True with the shared lock on a whole file, which is made if necessary; False to try again."""
     if os.fstat(fd).st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
     while not _try_lock(fd, fcntl.LOCK_SH):
@@ -100,12 +96,12 @@ def _is_ready(
         return False  # removed between opening and locking
     if _is_whole(fd, key, size):
         return True
-    if not _try_lock(fd, fcntl.LOCK_EX):  # from shared to exclusive: another one may be faster
+    if not _try_lock(fd, fcntl.LOCK_EX):  # another process may be faster from shared to exclusive
         time.sleep(_POLL_S)
         return False
     if _is_at(path, fd) and not _is_whole(fd, key, size):
         _make(path, fd, key, size, write, progress)
-    # Begin again and take the shared lock: turning one into the other is not atomic either.
+    # Start again and take the shared lock: converting a lock is not atomic.
     return False
 
 
@@ -114,15 +110,15 @@ def _make(
 ) -> None:
     total = size - HEADER_BYTES
 
-    def told(done: int, in_all: int) -> None:
+    def on_progress(done: int, in_all: int) -> None:
         _write_header(fd, key, done, in_all, is_whole=False)
         progress(done, in_all)
 
     try:
-        os.ftruncate(fd, 0)  # whatever a killed process left
+        os.ftruncate(fd, 0)  # drop what a killed process left
         _take_room(fd, path.parent, size)
-        told(0, total)
-        write(fd, told)
+        on_progress(0, total)
+        write(fd, on_progress)
         os.fsync(fd)
         _write_header(fd, key, total, total, is_whole=True)
     except BaseException:
@@ -131,7 +127,10 @@ def _make(
 
 
 def _take_room(fd: int, folder: Path, size: int) -> None:
-    """Now, with an error: a page that cannot be had while it is written would end the process by a signal."""
+    """Allocate the file's blocks now. Raises FolderFull.
+
+    A page that cannot be had while it is written would end the process by a signal.
+    """
     free = room(folder)
     if free < size:
         raise FolderFull(free)
@@ -142,8 +141,10 @@ def _take_room(fd: int, folder: Path, size: int) -> None:
 
 
 def room(folder: Path) -> int:
-    """Bytes that can be written to a folder: what its file system has free, and if it is memory, what the
-    machine has."""
+    """Return the bytes that can be written to a folder.
+
+    The free bytes of its file system, limited by the machine's free memory if the file system is in memory.
+    """
     stats = os.statvfs(folder)
     free = stats.f_bavail * stats.f_frsize
     return min(free, _available_memory()) if _is_memory(folder) else free
@@ -157,7 +158,7 @@ def _available_memory() -> int:
 
 
 def _is_memory(folder: Path) -> bool:
-    """Whether the folder's file system is a tmpfs."""
+    """Return True if the folder's file system is a tmpfs."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     above = {str(parent) for parent in (folder.resolve(), *folder.resolve().parents)}
     inside = [(len(mount[1]), mount[2]) for mount in mounts if mount[1] in above]
@@ -173,7 +174,7 @@ def _try_lock(fd: int, kind: int) -> bool:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether the path still leads to this very file."""
+    """Return True if the path still leads to this open file."""
     try:
         there, here = path.stat(), os.fstat(fd)
     except FileNotFoundError:
@@ -187,7 +188,7 @@ def _is_whole(fd: int, key: str, size: int) -> bool:
 
 
 def _read_header(fd: int) -> tuple[str, int, int, bool]:
-    """(key, bytes written, bytes in all, whether whole)"""
+    """Return (key, bytes written, bytes in all, is_whole)."""
     raw = os.pread(fd, _HEADER.size, 0)
     if len(raw) < _HEADER.size:
         return "", 0, 1, False

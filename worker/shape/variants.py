@@ -1,7 +1,7 @@
-"""The variants of a model's layers: which there are, in which pages they go, and how they get there.
+"""The variants of a model's layers: their ranges, their host images, and the copies into pages.
 
 Every half of every layer has one range for each precision. Full is mapped when the model is loaded; the
-others are addresses until a swap maps them. All of them wait in host memory (`HostStore`).
+others are reserved addresses until a swap maps them. All variants wait in host memory (`HostStore`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from worker.shape.host_store import HostStore, Images
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, build_half, checked_pages, variant_name
 from worker.shape.shared_file import OnProgress
 
-ImageKey = tuple[int, Part, Precision, str]  # the last: "weights", their "sums", or "outputs" of the check
+ImageKey = tuple[int, Part, Precision, str]  # the last is "weights", their "sums", or the check's "outputs"
 
 
 class LayerVariants:
-    """What swaps ask of a model (`worker.morph.verbs.Variants`). Verbs of the engine's thread."""
+    """What swaps ask of a model (`worker.morph.verbs.Variants`), called in the engine's thread."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class LayerVariants:
         progress: OnProgress | None = None,
         matrices: Mapping[Precision, MatrixSource] | None = None,
     ) -> None:
-        """Reserve the ranges, and have the host images of this model, made if no worker has yet.
+        """Reserve the ranges, and open this model's host images, making them if no worker has yet.
 
-        precisions: besides full. method: whose quantisation, as in `find_matrices`. progress: bytes of the
-        images done and in all. matrices: what was found already, of a model without pages; then the images
-        are for `open` to have. Raises ModelError: a set that cannot be used, no room on the host.
+        precisions: besides full. method: of quantisation, as in `find_matrices`. progress: bytes of the
+        images done and in all. matrices: found already, for a model without pages; then call `open` for the
+        images. Raises ModelError: a set that cannot be used, no room on the host.
         """
         self._model, self._pool = model, pool
         self.precisions: list[Precision] = [name for name in PRECISIONS if name in ("full", *precisions)]
-        self._proven: set[VariantKey] = set()  # the products of these were right once
+        self._proven: set[VariantKey] = set()  # their outputs were right once
         self._is_filled = matrices is None
         if matrices is None:
             matrices = {
@@ -71,61 +71,72 @@ class LayerVariants:
             raise
 
     def open(self, host_dir: Path, progress: OnProgress | None = None) -> None:
-        """Have the host images, made if no worker has yet. In any thread, before anything is copied; raises
-        ModelError and what `progress` raises."""
+        """Open the host images, making them if no worker has yet; in any thread, before any copy.
+
+        Raises ModelError and what `progress` raises.
+        """
         self._opened = self._open_store(host_dir, progress)
 
     def pages(self, layer: int, part: Part, precision: Precision) -> int:
-        """How many a variant takes while it is mapped."""
+        """Return the pages that a variant takes while it is mapped."""
         return int(self._needed((layer, part, precision)).sum())
 
     def map(self, layer: int, part: Part, precision: Precision) -> None:
-        """All that its shard needs, for the copy to fill. Raises MappingFailed or OutOfPages; then none."""
+        """Map what the variant's shard needs, for a copy to fill: all or none.
+
+        Raises MappingFailed or OutOfPages.
+        """
         self.ranges.map((layer, part, precision), self._shard(layer))
 
     def copy_job(self, layer: int, part: Part, precision: Precision) -> HostCopy:
-        """Fills the mapped pages from the host image, in another thread, and raises WrongVariant there if
-        they do not hold it then."""
-        place = (layer, part, precision)
-        return self.copy_pages(place, self._needed(place))
+        """Return the job that fills the mapped pages from the host image in another thread.
 
-    def copy_pages(self, place: VariantKey, pages: PageMask) -> HostCopy:
-        """The same for some pages."""
-        image, sums = (self._store.image((*place, kind)) for kind in ("weights", "sums"))
-        spans = self.ranges.spans(place, pages)
-        memory = self.ranges.memory(place)
-        return HostCopy(variant_name(place), image, sums.view(torch.int64), memory, self._device, spans)
+        It raises WrongVariant there if the pages do not hold the image afterwards.
+        """
+        variant = (layer, part, precision)
+        return self.copy_pages(variant, self._needed(variant))
 
-    def checked(self, place: VariantKey) -> CheckedPages:
-        """A variant's pages, for bytes that come from elsewhere."""
-        sums = self._store.image((*place, "sums")).view(torch.int64)
-        return checked_pages(place, self.ranges, sums)
+    def copy_pages(self, variant: VariantKey, pages: PageMask) -> HostCopy:
+        """Return the job that fills some of the pages."""
+        image, sums = (self._store.image((*variant, kind)) for kind in ("weights", "sums"))
+        spans = self.ranges.spans(variant, pages)
+        memory = self.ranges.memory(variant)
+        return HostCopy(variant_name(variant), image, sums.view(torch.int64), memory, self._device, spans)
+
+    def checked(self, variant: VariantKey) -> CheckedPages:
+        """Return a variant's pages for data from elsewhere."""
+        sums = self._store.image((*variant, "sums")).view(torch.int64)
+        return checked_pages(variant, self.ranges, sums)
 
     def image(self, layer: int, part: Part, precision: Precision) -> torch.Tensor:
-        """What is copied: uint8 [n] in host memory, for reading only."""
+        """Return the variant's bytes: uint8 [n] in host memory, read-only."""
         return self._store.image((layer, part, precision, "weights"))
 
     def check(self, layer: int, part: Part, precision: Precision) -> None:
-        """Raises WrongVariant unless the mapped variant computes what its host image does. Once: the same
-        bytes at the same addresses give the same products, and that they are the same the copy sees to. Of a
-        part of a half the image has no outputs."""
-        place = (layer, part, precision)
-        if place not in self._proven and self._shard(layer).size == 1:
-            expected = self._store.image((*place, "outputs")).view(torch.float32)
-            check_outputs(variant_name(place), self._resident(place), expected, self._model.dtype)
-            self._proven.add(place)
+        """Check that the mapped variant computes what its host image does. Raises WrongVariant.
+
+        Once for each variant: the same bytes at the same addresses give the same outputs, and the copy checks
+        the bytes. The image has no outputs for a part of a half.
+        """
+        variant = (layer, part, precision)
+        if variant not in self._proven and self._shard(layer).size == 1:
+            expected = self._store.image((*variant, "outputs")).view(torch.float32)
+            check_outputs(variant_name(variant), self._resident(variant), expected, self._model.dtype)
+            self._proven.add(variant)
 
     def install(self, layer: int, part: Part, precision: Precision) -> None:
-        """The next step runs on it."""
+        """Make the next step run on this variant."""
         self._model.install(layer, self._resident((layer, part, precision)))
 
     def unmap(self, layer: int, part: Part, precision: Precision) -> None:
-        """Give its pages back, when the device is done with what used them. Raises MappingFailed, perhaps
-        half-way; then it may be tried again."""
+        """Unmap a variant that no launched work uses.
+
+        Raises MappingFailed, perhaps half-way; then call it again.
+        """
         self.ranges.memory((layer, part, precision)).resize(0)
 
     def release(self) -> None:
-        """Give back all pages but those of full, which are the model's, and leave the host images."""
+        """Free all pages but those of full, which are the model's, and leave the host images."""
         self.ranges.release()
         if self._opened:
             self._opened.close()
@@ -144,7 +155,7 @@ class LayerVariants:
                     yield layer, part, precision
 
     def _lay_out(self) -> dict[tuple[Part, Precision], RangePlan]:
-        """Those below full; the layers are alike."""
+        """Return the layouts below full; the layers are alike."""
         model = self._model
         pairs: dict[Precision, tuple[RangePlan, RangePlan]] = {
             name: plan_quantized(
@@ -164,16 +175,18 @@ class LayerVariants:
     def _shard(self, layer: int) -> Shard:
         return self._model.layers[layer].shard
 
-    def _needed(self, place: VariantKey) -> PageMask:
-        return self.ranges.needed(place, self._shard(place[0]))
+    def _needed(self, variant: VariantKey) -> PageMask:
+        return self.ranges.needed(variant, self._shard(variant[0]))
 
-    def _resident(self, place: VariantKey) -> LayerHalf:
-        """Over the pages that are mapped."""
-        return self.ranges.half(place, self._shard(place[0]))
+    def _resident(self, variant: VariantKey) -> LayerHalf:
+        """Build the half over the pages that are mapped."""
+        return self.ranges.half(variant, self._shard(variant[0]))
 
     def _full(self, layer: int, part: Part) -> tuple[torch.Tensor, Tensors]:
-        """The half in full precision: uint8 [its bytes], and the tensors in them. From the model's pages or,
-        of a model that is not filled yet, from where it is loaded from."""
+        """Return the half in full precision: uint8 [its bytes], and the tensors in them.
+
+        From the model's pages or, if it is not filled yet, from its source.
+        """
         weights, plan = self._model.weights[layer], self._model.plan.layers[layer][PARTS.index(part)]
         if self._is_filled:
             full = weights.attention if part == "attention" else weights.feed_forward
@@ -183,20 +196,20 @@ class LayerVariants:
         laid_out = lay_out(plan, source, where).to(self._device)
         return laid_out, tensors_in(laid_out, plan)
 
-    def _whole(self, place: VariantKey, image: torch.Tensor) -> LayerHalf:
-        """Of all heads and rows, over uint8 [n] anywhere."""
-        return build_half(self._model, place, tensors_in(image, self.ranges.plans[place[1:]]), Shard())
+    def _whole(self, variant: VariantKey, image: torch.Tensor) -> LayerHalf:
+        """Build the half of all heads and rows over uint8 [n] anywhere."""
+        return build_half(self._model, variant, tensors_in(image, self.ranges.plans[variant[1:]]), Shard())
 
     # ----------------------------------------------------------------------------- host images
 
     def _open_store(self, folder: Path, progress: OnProgress | None) -> HostStore[ImageKey]:
         model = self._model
         sizes: dict[ImageKey, int] = {}
-        for place in self._places():
-            plan = self.ranges.plans[place[1:]]
-            imagined = self._whole(place, torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"))
-            sizes[*place, "weights"], sizes[*place, "sums"] = plan.nbytes, 8 * num_rows(plan.nbytes)
-            sizes[*place, "outputs"] = 4 * num_outputs(imagined)
+        for variant in self._places():
+            plan = self.ranges.plans[variant[1:]]
+            imagined = self._whole(variant, torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"))
+            sizes[*variant, "weights"], sizes[*variant, "sums"] = plan.nbytes, 8 * num_rows(plan.nbytes)
+            sizes[*variant, "outputs"] = 4 * num_outputs(imagined)
         contents = [identity(model, self._device), *(matrices.name for matrices in self._matrices.values())]
         return HostStore(
             folder,
@@ -208,26 +221,26 @@ class LayerVariants:
         )
 
     def _make(self, images: Images[ImageKey], progress: OnProgress) -> None:
-        total, done = sum(self.ranges.plans[place[1:]].nbytes for place in self._places()), 0
-        for place in self._places():
-            layer, part, precision = place
+        total, done = sum(self.ranges.plans[variant[1:]].nbytes for variant in self._places()), 0
+        for variant in self._places():
+            layer, part, precision = variant
             plan = self.ranges.plans[part, precision]
             if precision == "full":  # the first of each half
                 made, tensors = self._full(layer, part)
             else:
                 made = torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device)
                 write_half(tensors_in(made, plan), self._matrices[precision], layer, tensors)
-            images[*place, "weights"].copy_(made)
-            images[*place, "sums"].view(torch.int64).copy_(row_sums(made))
-            images[*place, "outputs"].view(torch.float32).copy_(
-                self._expected(place, images[*place, "weights"])
+            images[*variant, "weights"].copy_(made)
+            images[*variant, "sums"].view(torch.int64).copy_(row_sums(made))
+            images[*variant, "outputs"].view(torch.float32).copy_(
+                self._expected(variant, images[*variant, "weights"])
             )
             done += plan.nbytes
             progress(done, total)
 
-    def _expected(self, place: VariantKey, image: torch.Tensor) -> torch.Tensor:
-        """By the plain reference, from what is in host memory."""
-        return expected_outputs(self._whole(place, image.to(self._device)), self._model.dtype)
+    def _expected(self, variant: VariantKey, image: torch.Tensor) -> torch.Tensor:
+        """Return the outputs by the plain reference, from the image in host memory."""
+        return expected_outputs(self._whole(variant, image.to(self._device)), self._model.dtype)
 
     @property
     def _device(self) -> torch.device:
@@ -235,8 +248,10 @@ class LayerVariants:
 
 
 def identity(model: Model, device: torch.device) -> str:
-    """Which layers these are: the same for a checkpoint wherever it lies, and with the ends or without them:
-    of the ranks of a first stage one alone has them, and they share the images."""
+    """Return a name for these layers: the same for a checkpoint wherever its files lie, with or without ends.
+
+    Of the ranks of a first stage only one has the ends, and all share the images.
+    """
     source = model.source
     if isinstance(source, CheckpointWeights):
         return checkpoint_digest(replace(model.config, has_ends=False), source)

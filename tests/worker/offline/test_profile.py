@@ -217,7 +217,7 @@ def test_plain_orders_need_no_profile(folder: Path) -> None:
 def test_a_missing_profile_and_an_unknown_order_say_what_to_do(folder: Path) -> None:
     with pytest.raises(ModelError, match="has none: make one with `instar profile"):
         load_order(folder, "profile")
-    with pytest.raises(ModelError, match="layer_order = 'sideways': there are profile, front-to-back"):
+    with pytest.raises(ModelError, match="layer_order = 'sideways': use one of profile, front-to-back"):
         load_order(folder, "sideways")
 
 
@@ -264,12 +264,12 @@ def test_a_damaged_profile_is_refused(folder: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--weights", "1,2"], "'1,2' is no three numbers"),
+        (["--weights", "1,2"], "'1,2' is not three numbers"),
         (["--weights", "0,0,0"], "not all zero"),
-        (["--weights=-1,1,1"], "weights are not negative"),
-        (["--weights", "nan,1,1"], "weights are not negative"),
+        (["--weights=-1,1,1"], "weights must be 0 or more"),
+        (["--weights", "nan,1,1"], "weights must be 0 or more"),
         (["--precision", "int5"], "invalid choice: 'int5'"),
-        (["--windows", "0"], "'0' is no positive number"),
+        (["--windows", "0"], "'0' is not a positive number"),
     ],
 )
 def test_a_slip_on_the_command_line_is_answered_in_two_lines(

@@ -182,7 +182,7 @@ def test_the_command_makes_what_the_worker_reads(
         error = (made["mlp.down_proj"].dense() - full).norm() / full.norm()
         assert 0.01 < float(error) < 0.25
     assert quantize(folder, text) == 0
-    assert "is there already" in capsys.readouterr().out
+    assert "exists already" in capsys.readouterr().out
 
 
 def test_a_stopped_run_goes_on_and_makes_the_same(

@@ -231,7 +231,7 @@ def test_one_scale_for_all_inputs_is_repeated(tmp_path: Path) -> None:
         if name.endswith(".g_idx"):
             ready.tensors[name] = ready.tensors[name] * 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("worker.offline.ready_checkpoint._UNLIKE", 100.0)  # the scales are made up
+        patch.setattr("worker.offline.ready_checkpoint._MAX_ERROR", 100.0)  # the scales are made up
         assert take(full, ready.write(), "--group", "64") == 0
     matrix: QuantizedMatrix = taken(full, "gptq").layer(read_config(full), 0)["mlp.down_proj"]
     assert matrix.group == 64

@@ -22,8 +22,8 @@ from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Transport
 from worker.memory import PagePool
 from worker.profiler.measurer import CannotMeasure, Measurer
-from worker.profiler.measuring import Measuring, News
 from worker.profiler.profiler import ProfileSteps
+from worker.profiler.runner import ProfileProgress, ProfileRunner
 from worker.profiler.stored import profile_path, program_version
 
 
@@ -55,8 +55,8 @@ class Hand:
     """Measuring, with what it told."""
 
     def __init__(self, share: float = 0.05, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.measuring = Measuring(share, clock)
-        self.told: list[News] = []
+        self.measuring = ProfileRunner(share, clock)
+        self.told: list[ProfileProgress] = []
 
     def begin(self, name: str, profiler: Any) -> None:
         self.measuring.begin(name, profiler, self.told.append)

@@ -1,4 +1,4 @@
-"""Profiles on their way, in the engine's thread: carried on between steps, a bounded share of the time."""
+"""Profiles in the engine's thread, advanced between steps within a bounded share of its time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from worker.shape.copier import Pace
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05  # while another thread works for it
-# The books or the device are broken: no going on.
+POLL_S = 0.05  # while a profile waits for another thread
+# The pool's records or the device are broken: the engine cannot continue.
 FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """Of one profile: how far it is or, once, that it is over; `problem` says why it was not measured."""
+class ProfileProgress:
+    """The progress of a profile or, once, its end; `problem` says why it was not measured."""
 
     id: str
     progress: str
@@ -33,16 +33,16 @@ class News:
 @dataclass(slots=True)
 class _Job:
     profiler: Profiler
-    tell: Callable[[News], None]
+    tell: Callable[[ProfileProgress], None]
     steps: ProfileSteps | None = None
-    told: str = ""
+    reported: str = ""
 
 
-class Measuring:
-    """One profile after the other, in the order of their coming. `advance` at every boundary."""
+class ProfileRunner:
+    """The profiles to measure, one after the other. Call `advance` at every step boundary."""
 
     def __init__(self, share: float = 0.025, clock: Callable[[], float] = time.perf_counter) -> None:
-        """share: of the time of a busy engine."""
+        """Take `share` of a busy engine's time."""
         self._pace = Pace(share, clock)
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
         self._waits = False
@@ -54,12 +54,12 @@ class Measuring:
             return None
         return POLL_S if self._waits else 0.0
 
-    def begin(self, name: str, profiler: Profiler, tell: Callable[[News], None]) -> None:
-        """tell: called in this thread. The same name again changes nothing."""
+    def begin(self, name: str, profiler: Profiler, tell: Callable[[ProfileProgress], None]) -> None:
+        """Add a profile; `tell` is called in this thread. Repeating a name changes nothing."""
         self._jobs.setdefault(name, _Job(profiler, tell))
 
     def cancel(self, name: str, reason: str = "cancelled") -> None:
-        """Of one that is not here nothing is said."""
+        """End the profile of this name, if there is one."""
         if name in self._jobs:
             self._end(name, reason)
 
@@ -68,8 +68,10 @@ class Measuring:
             self._end(name, reason)
 
     def advance(self, is_busy: bool) -> bool:
-        """Carry on the first, for as long as the pace allows. True if a profile came to its end: pages are
-        others' again."""
+        """Advance the first profile as far as the pace allows.
+
+        Return True if a profile ended: its pages are free again.
+        """
         if not self._jobs:
             return False
         name, job = next(iter(self._jobs.items()))
@@ -92,15 +94,15 @@ class Measuring:
         return name not in self._jobs
 
     def _tell_progress(self, name: str, job: _Job) -> None:
-        if job.profiler.progress != job.told:
-            job.told = job.profiler.progress
-            job.tell(News(name, job.told))
+        if job.profiler.progress != job.reported:
+            job.reported = job.profiler.progress
+            job.tell(ProfileProgress(name, job.reported))
 
     def _end(self, name: str, problem: str = "") -> None:
-        """With every page back. Raises MappingFailed: then pages are lost to others, and no going on."""
+        """End a profile and free its pages. Raises MappingFailed, after which the pool cannot go on."""
         job = self._jobs.pop(name)
         self._waits = False
         if job.steps:
             job.steps.close()
             job.profiler.check_integrity()
-        job.tell(News(name, job.told, is_over=True, problem=problem))
+        job.tell(ProfileProgress(name, job.reported, is_over=True, problem=problem))
