@@ -22,7 +22,7 @@ class Family:
 
 
 # To add a family whose layers are made of these parts, add its entry, under the name that its config.json has
-# in `architectures`, and its options to FAMILIES in tests/support/model_folders.py.
+# in `architectures`, and its options to FAMILIES in bench/common/oracles.py.
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_type="llama", qkv_bias="as the config says", o_bias="as the config says"

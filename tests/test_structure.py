@@ -23,7 +23,6 @@ DUPLICATE_CLASSES = {
     "CannotServe",
     "Choice",
     "Echo",
-    "Ends",
     "Entry",
     "Intake",
     "NoRoom",

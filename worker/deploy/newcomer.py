@@ -26,9 +26,9 @@ from worker.memory.backend import NO_PAGE
 from worker.model import Model, ModelError, read_config
 from worker.model.config import ModelConfig
 from worker.model.layout import ModelPlan, RangePlan, plan_model
-from worker.model.model import DTYPES, reserve_model, view_mapped
+from worker.model.model import DTYPES, reserve_model
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
-from worker.model.weights import LoadedRange
+from worker.model.weights import LoadedRange, view_mapped
 from worker.morph.outcome import NotApplied
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target

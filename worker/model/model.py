@@ -10,10 +10,10 @@ import torch
 
 from bus.messages import LayerShape
 from kernels import AttentionPlan
-from worker.memory import KVCache, PagePool, VirtualRange
+from worker.memory import KVCache, PagePool
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.layer import Attention, Layer, LayerHalf, build_layer
-from worker.model.layout import ModelPlan, RangePlan, plan_model
+from worker.model.layout import ModelPlan, plan_model
 from worker.model.shard import ALONE, ReduceGroup, Shard
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.transformer import Ends, Segment, Transformer
@@ -24,8 +24,7 @@ from worker.model.weights import (
     OnProgress,
     WeightBytes,
     load_weights,
-    tensors_in,
-    tensors_of,
+    reserve_weights,
 )
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -193,30 +192,4 @@ def reserve_model(
     compute; no other part of the FFN needs pages. Runs in the engine's thread. Raises MappingFailed, and then
     keeps nothing.
     """
-    made: list[VirtualRange] = []
-
-    def reserve(part: RangePlan) -> LoadedRange:
-        made.append(pool.reserve(part.nbytes, kind="weights", owner=f"{config.folder.name} {part.name}"))
-        imagined = torch.empty(part.nbytes, dtype=torch.uint8, device="meta")
-        return LoadedRange(made[-1], tensors_in(imagined, part.at(shard)))
-
-    pages = sum(int(part.at(shard).pages(pool.page_bytes).sum()) for part in plan.ranges())
-    try:
-        weights = ModelWeights(
-            embedding=reserve(plan.embedding) if plan.embedding else None,
-            layers=[LayerWeights(reserve(attention), reserve(ffn)) for attention, ffn in plan.layers],
-            head=reserve(plan.head) if plan.head else None,
-            size=WeightBytes(
-                weights=plan.weight_bytes, padding=plan.padding_bytes, mapped=pages * pool.page_bytes
-            ),
-        )
-        return Model(config, plan, weights, source, shard)
-    except BaseException:
-        for memory in made:
-            memory.release()
-        raise
-
-
-def view_mapped(loaded: LoadedRange, plan: RangePlan) -> None:
-    """Replace the tensors of a range by views of its pages, now that all pages of `plan` are mapped."""
-    loaded.tensors.update(tensors_of(loaded.memory, plan))
+    return Model(config, plan, reserve_weights(config.folder.name, plan, pool, shard), source, shard)

@@ -10,6 +10,7 @@ import torch
 from worker.memory import PagePool, VirtualRange
 from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import ModelPlan, RangePlan
+from worker.model.shard import ALONE, Shard
 from worker.model.sources import WeightSource
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -46,10 +47,6 @@ class WeightBytes:
     padding: int
     mapped: int
 
-    @property
-    def padding_share(self) -> float:
-        return self.padding / self.weights
-
 
 @dataclass(slots=True)
 class ModelWeights:
@@ -71,6 +68,34 @@ class ModelWeights:
         return [part for part in (self.embedding, *layers, self.head) if part]
 
 
+def reserve_weights(owner: str, plan: ModelPlan, pool: PagePool, shard: Shard = ALONE) -> ModelWeights:
+    """Reserve the addresses of all ranges without mapping a page; the tensors are on device "meta".
+
+    shard: the part of every layer that will be mapped. Raises MappingFailed, and then keeps nothing.
+    """
+    made: list[VirtualRange] = []
+
+    def reserve(part: RangePlan) -> LoadedRange:
+        made.append(pool.reserve(part.nbytes, kind="weights", owner=f"{owner} {part.name}"))
+        imagined = torch.empty(part.nbytes, dtype=torch.uint8, device="meta")
+        return LoadedRange(made[-1], tensors_in(imagined, part.at(shard)))
+
+    pages = sum(int(part.at(shard).pages(pool.page_bytes).sum()) for part in plan.ranges())
+    try:
+        return ModelWeights(
+            embedding=reserve(plan.embedding) if plan.embedding else None,
+            layers=[LayerWeights(reserve(attention), reserve(ffn)) for attention, ffn in plan.layers],
+            head=reserve(plan.head) if plan.head else None,
+            size=WeightBytes(
+                weights=plan.weight_bytes, padding=plan.padding_bytes, mapped=pages * pool.page_bytes
+            ),
+        )
+    except BaseException:
+        for memory in made:
+            memory.release()
+        raise
+
+
 def load_weights(
     config: ModelConfig,
     plan: ModelPlan,
@@ -84,50 +109,28 @@ def load_weights(
     the system; then nothing stays mapped.
     """
     source.check([tensor for part in plan.ranges() for tensor in part.sources])
-    pages = sum(pool.pages_for(part.nbytes) for part in plan.ranges())
-    _check_budget(config, plan, pool, pages)
-    loader = _Loader(f"{config.folder.name}", pool, source, plan, progress)
+    weights = reserve_weights(config.folder.name, plan, pool)
+    done = 0
     try:
-        return ModelWeights(
-            embedding=loader.load(plan.embedding) if plan.embedding else None,
-            layers=[LayerWeights(loader.load(attention), loader.load(ffn)) for attention, ffn in plan.layers],
-            head=loader.load(plan.head) if plan.head else None,
-            size=WeightBytes(
-                weights=plan.weight_bytes, padding=plan.padding_bytes, mapped=pages * pool.page_bytes
-            ),
-        )
+        _check_budget(config, plan, pool, weights.size.mapped // pool.page_bytes)
+        for loaded, part in zip(weights.ranges(), plan.ranges(), strict=True):
+            loaded.memory.map(0, loaded.memory.num_pages)  # padding needs no filling: a new page is zeros
+            view_mapped(loaded, part)
+            for tensor in part.sources:
+                target = tensor.target(loaded.tensors)
+                source.fill(target, tensor)
+                done += target.numel() * target.itemsize
+                if progress:
+                    progress(done, plan.weight_bytes)
     except BaseException:
-        loader.undo()
+        weights.release()
         raise
+    return weights
 
 
-class _Loader:
-    """Loads ranges one after the other and can release all of them."""
-
-    def __init__(
-        self, owner: str, pool: PagePool, source: WeightSource, plan: ModelPlan, progress: OnProgress | None
-    ) -> None:
-        self._owner, self._pool, self._source = owner, pool, source
-        self._total, self._done = plan.weight_bytes, 0
-        self._progress = progress
-        self._made: list[VirtualRange] = []
-
-    def load(self, part: RangePlan) -> LoadedRange:
-        memory = self._pool.reserve(part.nbytes, kind="weights", owner=f"{self._owner} {part.name}")
-        self._made.append(memory)
-        memory.map(0, memory.num_pages)  # padding needs no filling: a new page is zeros
-        tensors = tensors_of(memory, part)
-        for source in part.sources:
-            target = source.target(tensors)
-            self._source.fill(target, source)
-            self._done += target.numel() * target.itemsize
-            if self._progress:
-                self._progress(self._done, self._total)
-        return LoadedRange(memory, tensors)
-
-    def undo(self) -> None:
-        for memory in self._made:
-            memory.release()
+def view_mapped(loaded: LoadedRange, plan: RangePlan) -> None:
+    """Replace the tensors of a range by views of its pages, now that all pages of `plan` are mapped."""
+    loaded.tensors.update(tensors_of(loaded.memory, plan))
 
 
 def tensors_of(memory: VirtualRange, plan: RangePlan) -> Tensors:

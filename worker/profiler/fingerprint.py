@@ -13,7 +13,7 @@ models exceed any cache; then two are loaded.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,22 +22,20 @@ import kernels
 from bus.messages import PARTS, LayerShape, Part
 from bus.precisions import BITS, Precision
 from kernels import AttentionPlan
-from worker.memory import KVCache, PagePool, VirtualRange
+from worker.memory import KVCache, PagePool
 from worker.model import Model, ModelConfig, Segment
 from worker.model.layer import Attention, FeedForward, Layer, LayerHalf
 from worker.model.layout import CheckpointTensor, RangePlan, degrees, plan_model
 from worker.model.quantized_layout import plan_quantized
 from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
-from worker.model.weights import LayerWeights, LoadedRange, ModelWeights, WeightBytes, tensors_of
+from worker.model.weights import reserve_weights, tensors_of, view_mapped
 from worker.shape.host_images import MatrixSource, Pieces, find_matrices, writing_half
 from worker.shape.ranges import VariantRanges
 
 DEPTHS = (1, 2)
 SHARES = (2,)  # degrees of which one rank's share is measured
 COPY_BYTES = 8 << 20  # of a tensor at a time: takes some milliseconds
-
-Loading = Callable[[RangePlan], Pieces[LoadedRange]]
 
 
 class CutPlan:
@@ -212,25 +210,24 @@ def load_cut(plan: CutPlan, pool: PagePool) -> Pieces[Fingerprint]:
 
     Frees all pages if it fails or is closed. Raises ModelError, OutOfPages, MappingFailed.
     """
-    plan.source.check([source for part in plan.model.ranges() for source in part.sources])
-    made: list[VirtualRange] = []
-
-    def load(part: RangePlan) -> Pieces[LoadedRange]:
-        memory = pool.reserve(part.nbytes, kind="weights", owner=f"fingerprint {part.name}")
-        made.append(memory)
-        memory.map(0, memory.num_pages)
-        tensors = tensors_of(memory, part)
-        for source in part.sources:
-            for _ in _fill(source.target(tensors), source, plan.source):
-                yield
-        return LoadedRange(memory, tensors)
-
+    plan.source.check([tensor for part in plan.model.ranges() for tensor in part.sources])
+    weights, turns = reserve_weights("fingerprint", plan.model, pool), plan.turns["full"]
     try:
-        weights = yield from _load_all(plan, load)
+        # A layer that takes turns in fewer bits only shares the full pages of another.
+        for index in range(turns, len(weights.layers)):
+            weights.layers[index].attention.memory.release()
+            weights.layers[index].feed_forward.memory.release()
+            weights.layers[index] = weights.layers[index % turns]
+        for loaded, part in zip(weights.ranges(), plan.model.ranges(), strict=True):
+            if loaded.memory.num_mapped:
+                continue
+            loaded.memory.map(0, loaded.memory.num_pages)
+            view_mapped(loaded, part)
+            for tensor in part.sources:
+                yield from _fill(tensor.target(loaded.tensors), tensor, plan.source)
         return Fingerprint(plan, Model(plan.config, plan.model, weights, plan.source), pool)
     except BaseException:
-        for memory in made:
-            memory.release()
+        weights.release()
         raise
 
 
@@ -269,25 +266,7 @@ def warm_up(plan: CutPlan, block_tokens: int, device: torch.device) -> Iterator[
         raise problem[0]
 
 
-def _load_all(plan: CutPlan, load: Loading) -> Pieces[ModelWeights]:
-    """Load the ranges. A layer that takes turns in fewer bits only shares the full pages of another."""
-    model = plan.model
-    assert model.embedding and model.head, "the first layers come with both ends"
-    embedding = yield from load(model.embedding)
-    layers = []
-    for attention, feed_forward in model.layers[: plan.turns["full"]]:
-        layers.append(LayerWeights((yield from load(attention)), (yield from load(feed_forward))))
-    head = yield from load(model.head)
-    mapped = sum(part.memory.num_mapped for layer in layers for part in (layer.attention, layer.feed_forward))
-    mapped += embedding.memory.num_mapped + head.memory.num_mapped
-    size = WeightBytes(
-        weights=model.weight_bytes, padding=model.padding_bytes, mapped=mapped * plan.page_bytes
-    )
-    all_layers = [layers[index % len(layers)] for index in range(len(model.layers))]
-    return ModelWeights(embedding, all_layers, head, size)
-
-
-def _fill(target: torch.Tensor, source: CheckpointTensor, weights: WeightSource) -> Iterator[None]:
+def _fill(target: torch.Tensor, source: CheckpointTensor, weights: WeightSource) -> Pieces[None]:
     """Fill the target as `weights.fill` does, a checkpoint's some rows at a time."""
     if not isinstance(weights, CheckpointWeights):
         weights.fill(target, source)

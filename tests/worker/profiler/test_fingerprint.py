@@ -264,7 +264,7 @@ def test_what_workers_say_to_each_other_is_measured_in_a_thread(folder: Path) ->
 
     profiler = profiler_of(folder, make_pool(), probe=probe)
     for can_go_on in profiler.steps():
-        if profiler.progress == "what workers say to each other" and not can_go_on:
+        if profiler.progress == "links between workers" and not can_go_on:
             go.set()
     assert go.is_set()
     assert profiler.profile(model="", digest="", device="", version="").links == samples

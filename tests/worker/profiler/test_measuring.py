@@ -253,7 +253,7 @@ def test_a_folder_that_cannot_be_written_to_still_gives_a_profile(folder: Path, 
     ("changes", "reason"),
     [
         ({"prompt_tokens": []}, "nothing to measure"),
-        ({"batch_sizes": [0]}, "one token and one request at least"),
+        ({"batch_sizes": [0]}, "at least one token and one request"),
         ({"prompt_tokens": [250, 256]}, "longer than the model's context of 256"),
         ({"path": "/nowhere"}, "no such model folder"),
     ],
