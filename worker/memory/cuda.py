@@ -1,8 +1,8 @@
 """Pages on a GPU: CUDA's virtual memory management, through cuda-bindings.
 
-A physical page is made when it is first mapped, and kept: a budget of 128 GiB is 65,536 pages, and a start
-does not wait for those that nobody uses yet. The pool takes the lowest free numbers, so a page is only made
-where every one made before is in use. Same contract as the CPU backend, same tests.
+A physical page is created when it is first mapped, and kept: a budget of 128 GiB is 65,536 pages, and a start
+does not wait for unused ones. The pool takes the lowest free numbers, so a page is created only if every page
+created before is in use. Same contract as the CPU backend, same tests.
 """
 
 from __future__ import annotations

@@ -105,12 +105,12 @@ class PagePool:
 
 
 class VirtualRange:
-    """Addresses of one owner, some with pages of the pool behind them.
+    """Addresses of one owner, of which some pages are mapped to pages of the pool.
 
-    `pages[i]` is the physical page behind the range's page i, or NO_PAGE. `PagePool.reserve` makes ranges.
-    Addresses never change while the range lives, so views, kernels and CUDA graphs stay valid while pages are
-    mapped and unmapped. Unmapping waits for what was launched on the device before; the caller must see that
-    nothing new uses the page.
+    `pages[i]` is the physical page that the range's page i is mapped to, or NO_PAGE. `PagePool.reserve` makes
+    ranges. Addresses never change while the range lives, so views, kernels and CUDA graphs stay valid while
+    pages are mapped and unmapped. Unmapping waits for what was launched on the device before; the caller must
+    see that nothing new uses the page.
     """
 
     def __init__(self, pool: PagePool, space: AddressSpace, kind: RangeKind, owner: str) -> None:

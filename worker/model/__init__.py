@@ -1,8 +1,8 @@
 """Models: a Hugging Face folder becomes weights in the page pool and a forward pass over them.
 
-`load_model` is the way in; `config` reads the folder, `families` says what differs between architectures,
-`layout` and `quantized_layout` say where every weight lies, `sources` where its values come from, `weights`
-fills the ranges, `halves` makes of a variant's tensors what a layer runs (`layer`), `transformer` runs them.
+`load_model` loads a folder. `config` reads it, `families` has the differences between architectures, `layout`
+and `quantized_layout` place every weight, `sources` and `quantized_sets` read them, `weights` fills the
+ranges, `layer` builds what a step runs out of a variant's tensors, `transformer` runs the layers.
 """
 
 from worker.model.config import ModelConfig, ModelError, read_config

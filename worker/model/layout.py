@@ -1,7 +1,7 @@
-"""Where every weight lies: pure arithmetic from a config to ranges, parameters and their sources.
+"""The layout of the weights: pure arithmetic from a config to ranges, parameters and their sources.
 
-A layer has a range for its attention and one for its FFN, each with its own pages, so that either changes
-its precision on its own. In the FFN, `gate`, `up` and (transposed) `down` are [intermediate, hidden]: one
+A layer has a range for its attention and one for its FFN, each with its own pages, so that each can change
+its precision alone. In the FFN, `gate`, `up` and (transposed) `down` are [intermediate, hidden]: one
 rank's shard of any degree is a run of whole rows in each. The intermediate dimension is padded so that
 every such run ends on a page: going to a higher degree is then unmapping, never copying (Gyges, weight
 padding). Zero rows change nothing: silu(0) * 0 = 0. Where a row shares few factors with a page, that takes

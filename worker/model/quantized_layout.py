@@ -1,4 +1,20 @@
-"""The layout of a quantised half: pure arithmetic, as `layout` is for full precision."""
+"""The layout of a quantised half: pure arithmetic, as `layout` is for full precision.
+
+The FFN is stored unit by unit. A unit is the shard of the largest tensor-parallel degree, so every shard of
+any degree is a run of units and ends on a page, and no group straddles a shard. The intermediate dimension is
+padded so that units are equal and whole tiles of codes. Norms and biases are small: they stay full and are
+copied into the attention's range, so that a half is one range in any variant.
+
+::
+
+    FFN range         unit 0 | unit 1 | ...        each padded to whole pages
+    unit              gate codes [Iu, H] | up codes [Iu, H] | their scales, zeros | down codes [H, Iu] | ...
+    attention range   qkv codes [Hq*D + 2*Hkv*D, H] | scales, zeros | o codes [H, Hq*D] | ... | biases, norms
+
+Codes are `kernels.packing`'s; scales are float16 and zeros uint8, one for each group of inputs. With
+activation-aware scales, `input_scale` float32 is beside each product's zeros (each unit's gate and up have
+their own). o stays dense if a head shard of the largest degree is not a whole number of tiles.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +45,7 @@ def plan_quantized(
     """
     group = ENTRIES[precision].group if group is None else group
     if group < 1 or group % GROUP_STEP:
-        raise ValueError(f"groups of {group}: a group is a multiple of {GROUP_STEP}")
+        raise ValueError(f"the group is {group}; it must be a multiple of {GROUP_STEP}")
     units = degrees(config, plan.max_tp)[-1]
     product = _Products(BITS[precision], group, has_input_scale)
     return (

@@ -17,7 +17,7 @@ model's and a layer can be swapped alone:
 
 - q, k, v, gate and up read a norm's output: input_scale = norm of the AWQ model / norm of the full one.
 - o reads what v makes: each row of v is scaled back to the full model's (least squares), and o's input_scale
-  takes the factor. Whatever the estimate is off by cancels between the two.
+  takes the factor. An error of the estimate cancels between the two.
 - down reads what up makes; both belong to the FFN and are swapped together: they stay as they are.
 """
 

@@ -155,8 +155,8 @@ class _Line:
     def close(self) -> None:
         self._link.close()
 
-    def _take(self, link: Link, message: Message, behind: torch.Tensor) -> None:
-        self._mail.put(message.reason if isinstance(message, ProbeFailed) else behind)
+    def _take(self, link: Link, message: Message, tensor: torch.Tensor) -> None:
+        self._mail.put(message.reason if isinstance(message, ProbeFailed) else tensor)
 
     def _lose(self, link: Link, reason: str) -> None:
         self._mail.put(reason)

@@ -171,7 +171,7 @@ class Requests:
 
 
 def _in_order(points: Sequence[Point], number: int) -> list[Point]:
-    """Shuffle the points anew in each round, keeping one precision together.
+    """Shuffle the points differently in each round, keeping one precision together.
 
     While nothing else is read, caches keep as much of a small model as of the whole one.
     """

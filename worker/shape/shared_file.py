@@ -3,6 +3,10 @@
 Users of the file hold a shared lock on it (flock), makers and removers the exclusive one. The kernel releases
 a lock with its process, however that ends. The header counts the bytes written, and says "whole" only when
 everything is in the file; a file that is not whole is made again.
+
+::
+
+    header, one page     magic | key | bytes written | bytes in all | 1 if whole
 """
 
 from __future__ import annotations
