@@ -26,7 +26,7 @@ from worker.engine.engine import Engine, StepResult
 from worker.engine.sequence import Limits, Request
 from worker.memory import CpuBackend, PagePool
 from worker.model import load_model
-from worker.morph.executor import MorphExecutor
+from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
@@ -108,7 +108,7 @@ class GroupWorker(ThreadedWorker):
         )
         self.regrouped: list[tuple[tuple[str, ...], str]] = []
         self.grouping.on_regrouped = lambda members, why: self.regrouped.append((members, why))
-        self.executor = MorphExecutor(
+        self.executor = MorphManager(
             name,
             {self.instance.id: target},
             step_share=1.0,

@@ -23,7 +23,7 @@ from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
 from worker.engine.shape import precision_of
 from worker.memory import CpuBackend, KVCache, MappingFailed, PagePool, VirtualRange
-from worker.morph.executor import MorphExecutor
+from worker.morph.manager import MorphManager
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 
@@ -215,7 +215,7 @@ class Rig:
             self.instance, self.cache, reserve_pages=self.reserve, useful_pages=self.num_pages
         )
         self.target = Target(self.instance, self.variants, self.resizer, self.order)
-        self.executor = MorphExecutor("w0", {"toy@w0": self.target}, step_share=1.0)
+        self.executor = MorphManager("w0", {"toy@w0": self.target}, step_share=1.0)
 
     def advance(self) -> list[MorphReport]:
         """A boundary, as the engine's thread makes it."""

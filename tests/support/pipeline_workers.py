@@ -22,7 +22,7 @@ from worker.engine.sequence import Limits, Request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, load_model
 from worker.model.shard import ALONE, Shard
-from worker.morph.executor import MorphExecutor
+from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
 from worker.morph.verbs import NoVariants
 from worker.pipeline.build import start_leading
@@ -52,7 +52,7 @@ class StageWorker(ThreadedWorker):
         self.thread = EngineThread(
             self.engine,
             self.pool.counts,
-            MorphExecutor(name, {}),
+            MorphManager(name, {}),
             snapshot_s=1.0,
             on_results=self._results,
             on_snapshot=self._told,

@@ -15,7 +15,7 @@ from bus.messages import Delta, InstanceCard, PageCounts, SamplingParams, StepOu
 from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.support.engine_toys import VOCAB, ToyModel, toy_engine
 from worker.engine.core import EngineCore
-from worker.morph.executor import MorphExecutor
+from worker.morph.manager import MorphManager
 from worker.service.loaded import Loaded
 from worker.service.worker import serve
 
@@ -55,7 +55,7 @@ class Bench:
         self.engine, self.instance = toy_engine(num_blocks=40)
         self.model: Any = SlowToy()
         self.instance.model = self.model
-        self.morphs = MorphExecutor("w0", {})
+        self.morphs = MorphManager("w0", {})
 
     def load(self, settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> Loaded:
         progress("loading toy: 50 %")

@@ -177,26 +177,38 @@ class PrepareHalf(Action, frozen=True, kw_only=True, tag=True):
 
 
 class InstallHalf(Action, frozen=True, kw_only=True, tag=True):
-    """The next step runs on what was prepared; the old variant's pages are free."""
+    """Run on the prepared variant from the next step on and unmap the old one."""
+
+    layer: int
+    part: Part
 
 
 class DropHalf(Action, frozen=True, kw_only=True, tag=True):
-    """What was prepared is not wanted any more."""
+    """Unmap the prepared variant, if there is one."""
+
+    layer: int
+    part: Part
 
 
-class Grow(Action, frozen=True, kw_only=True, tag=True):
-    """So many pages more in each layer of each member, and so many blocks in all then."""
+# Why the KV cache changes its size: an operator's order, a swap that needs the pages or sets them free.
+KVPurpose = Literal["order", "swap"]
+
+
+class GrowKV(Action, frozen=True, kw_only=True, tag=True):
+    """Add `pages` to each layer's KV at each member; the instance has `blocks` blocks then."""
 
     pages: int
     blocks: int
+    purpose: KVPurpose
 
 
-class Shrink(Action, frozen=True, kw_only=True, tag=True):
-    """So many pages fewer; live blocks move first (from -> to), and there are so many in all then."""
+class ShrinkKV(Action, frozen=True, kw_only=True, tag=True):
+    """Move live blocks (from -> to), then take `pages` from each layer's KV at each member."""
 
     pages: int
     blocks: int
     moves: dict[int, int]
+    purpose: KVPurpose
 
 
 class EnterNext(Action, frozen=True, kw_only=True, tag=True):
@@ -209,8 +221,8 @@ Actions = (
     PrepareHalf
     | InstallHalf
     | DropHalf
-    | Grow
-    | Shrink
+    | GrowKV
+    | ShrinkKV
     | EnterNext
     | MoveBoundary
     | Settle
@@ -239,6 +251,23 @@ class PackedInput(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.token_ids) // np.dtype(np.int64).itemsize
 
 
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What morphs need to know of one member's memory; pages are the member's own."""
+
+    free_pages: int  # of the device
+    spare_pages: int  # of these, beyond the reserve for swaps; below 0: so many are missing from it
+    own_pages: int  # free pages that belong to the KV cache; below 0: pages that swaps borrowed
+    kv_pages: int  # of each layer of the KV cache
+    growable_pages: int  # pages by which each layer of the KV cache can grow now
+    most_pages: int  # of each layer of the KV cache, if no other model had any KV
+    useful_pages: int  # of each layer of the KV cache; more would lie idle
+    num_used: int  # blocks in use by the member's sequences
+    headroom: int  # blocks that these may fill soon
+    floors: dict[Precision, int]  # requests here that insist on a precision, by precision
+    copied: list[tuple[int, Part]]  # prepared halves whose copy has ended
+    copy_error: str = ""  # of a prepared half
+
+
 class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
     """To the leader: what this planner has for the step. It may come again, with more, until the step is
     called."""
@@ -252,10 +281,7 @@ class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
     used: list[int]  # blocks in use, while layers change their degree or after a Census
     num_used: int
     filled: int  # layers from here on have their wider weights in memory, or pages for what peers send
-    has_prepared: bool  # the half of the last PrepareHalf is copied
-    pages: int  # of each layer of its cache
-    spare_pages: int  # of its device, beyond the reserve
-    floor: Precision | Literal[""]  # no request here may run below it
+    status: MemberStatus
     max_tokens: int  # of a step, that it has memory for
     running: int = 0  # sequences
     long_remaining: int = 0  # tokens to compute of one that no worker alone could hold; 1: it decodes

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from bus.messages import Delta, FinishReason, RejectReason, TokenLogprobs, layers_below_full
-from bus.precisions import PRECISIONS, Precision, is_below
+from bus.precisions import Precision
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
 from worker.engine.input_batch import InputBatch, ScheduledBatch
@@ -257,15 +258,10 @@ class EngineCore:
         self._may_schedule = True
         self.reshaped()
 
-    def highest_floor(self) -> Precision | Literal[""]:
-        """Return the highest precision that a request here insists on; "" for none."""
-        floors = {seq.request.min_precision for seq in self._sequences.values()} - {""}
-        return next((precision for precision in PRECISIONS if precision in floors), "")
-
-    def num_held_above(self, precision: Precision) -> int:
-        """Count the requests that must not run in `precision`."""
+    def floors(self) -> dict[Precision, int]:
+        """Count the requests that insist on a precision, by precision."""
         floors = (seq.request.min_precision for seq in self._sequences.values())
-        return sum(floor != "" and is_below(precision, floor) for floor in floors)
+        return dict(Counter(floor for floor in floors if floor))
 
     def renumber_blocks(self, moved: Mapping[int, int]) -> None:
         """Rename KV blocks that were moved on this device (old id -> new id), and move them elsewhere."""

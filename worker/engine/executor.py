@@ -8,7 +8,8 @@ One interface and three implementations: `LocalExecutor` (this device alone),
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ import torch
 from bus.messages import LayerShape
 from kernels.plan import AttentionPlan
 from worker.engine.input_batch import ScheduledBatch, attention_plan, to_tensor
+
+CountBlocks = Callable[[], Generator[bool, None, list[list[int]]]]
 
 
 class ExecutorLost(Exception):
@@ -38,7 +41,14 @@ class Executor(ABC):
     num_in_flight = 0  # batches that were executed and not collected
     num_steps = 0  # batches run, since this executor was made
     tp = 1  # degree of tensor parallelism; while that changes, the old one
+    num_members = 1  # of the group
     has_peers = False  # other members call steps: `collect` is due whenever something was heard of them
+
+    # How this member carries out one action of a morph, its status and its KV blocks in use: set by the owner
+    # of the instance's memory (`worker.morph.target`), which this module does not know.
+    carry_out: Callable[[Any], None]
+    status: Callable[[], Any]
+    used_blocks: Callable[[], list[int]]
 
     @abstractmethod
     def execute(self, batch: ScheduledBatch) -> None:
@@ -78,6 +88,44 @@ class Executor(ABC):
     def recover(self, error: Exception) -> bool:
         """Go on after a step failed. Returns False if the error is the caller's to handle."""
         return False
+
+    def collective(self, action: Any) -> int:
+        """Have every member carry out `action` between the same two steps.
+
+        Returns a ticket for `is_done`. Raises what carrying it out on this device alone raises.
+        """
+        self.carry_out(action)
+        return 0
+
+    def is_done(self, ticket: int) -> bool:
+        """True when every member has carried out the action of `ticket` and `statuses` shows it."""
+        return True
+
+    def statuses(self) -> list[Any]:
+        """Return the latest status of every member, by rank."""
+        return [self.status()]
+
+    @contextmanager
+    def counting_blocks(self) -> Iterator[CountBlocks]:
+        """Hold all schedulers so that the KV blocks in use stay as they are counted.
+
+        Yields a generator function whose result is the blocks in use, by rank. Until the context ends, or
+        the next `collective`, no scheduler takes a block.
+        """
+
+        def count() -> Generator[bool, None, list[list[int]]]:
+            yield from ()
+            return [self.used_blocks()]
+
+        yield count
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the members are no longer together."""
+        return False
+
+    def raise_lost(self) -> None:  # noqa: B027 an optional step
+        """Raise if the members are no longer together."""
 
     def move_blocks(self, moved: Mapping[int, int]) -> None:  # noqa: B027 an optional step
         """Move KV blocks (old id -> new id) on the other devices, behind every batch in flight."""

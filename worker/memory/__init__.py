@@ -12,7 +12,7 @@
 
 from worker.memory.backend import BlocksInUse, BrokenInvariant, MappingFailed, OutOfBlocks, OutOfPages
 from worker.memory.cpu import CpuBackend
-from worker.memory.kv_cache import BlockAllocator, KVCache
+from worker.memory.kv_cache import BlockAllocator, KVCache, plan_moves_below
 from worker.memory.pool import PagePool, VirtualRange
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "OutOfPages",
     "PagePool",
     "VirtualRange",
+    "plan_moves_below",
 ]

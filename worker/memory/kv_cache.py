@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -100,13 +100,14 @@ class KVCache:
         shape = (self.max_blocks * degree, num_kv_heads // degree, *rest)
         return [layer.view(shape) for layer in self.layers]
 
-    def pages_for(self, num_blocks: int) -> int:
-        """Return the pages per layer that hold `num_blocks` blocks."""
-        return self.pool.pages_for(num_blocks * self.block_bytes)
+    def pages_for(self, num_blocks: int, degree: int = 1) -> int:
+        """Return the pages per layer that hold `num_blocks` blocks of a group of `degree` workers."""
+        return self.pool.pages_for(-(-num_blocks * self.block_bytes // degree))
 
-    def blocks_in(self, pages_per_layer: int) -> int:
-        """Return the whole blocks that so many pages per layer hold."""
-        return min(pages_per_layer * self.pool.page_bytes // self.block_bytes, self._most_blocks)
+    def blocks_in(self, pages_per_layer: int, degree: int = 1) -> int:
+        """Return the whole blocks, of a group of `degree` workers, that so many pages per layer hold."""
+        nbytes = pages_per_layer * self.pool.page_bytes * degree
+        return min(nbytes // self.block_bytes, self._most_blocks * degree)
 
     def limit(self, num_blocks: int) -> None:
         """Set the most blocks that the cache may ever have. Raises as `shrink` does.
@@ -268,24 +269,12 @@ class BlockAllocator:
         """Return the blocks in use at or above `capacity`, which must move before shrinking to it."""
         return [block for block in range(capacity, self.capacity) if self._in_use[block]]
 
-    def moves_below(self, capacity: int) -> list[tuple[int, int]]:
-        """Plan a move (from, to) for every block in use at or above `capacity`.
-
-        The targets are the lowest free blocks below it. Raises OutOfBlocks if there are too few; changes
-        nothing.
-        """
-        live = self.live_from(capacity)
-        targets = heapq.nsmallest(len(live), (block for block in self._free if block < capacity))
-        if len(targets) < len(live):
-            raise OutOfBlocks(len(live), len(targets), capacity)
-        return list(zip(live, targets, strict=True))
-
-    def relocate(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Record that the contents of each block moved, as planned by `moves_below`."""
-        taken = {target for _, target in moves}
-        self._free = [block for block in self._free if block not in taken] + [source for source, _ in moves]
+    def relocate(self, moves: Mapping[int, int]) -> None:
+        """Rename blocks in use whose contents were moved (from -> to); the sources are free."""
+        taken = set(moves.values())
+        self._free = [block for block in self._free if block not in taken] + list(moves)
         heapq.heapify(self._free)
-        for source, target in moves:
+        for source, target in moves.items():
             self._in_use[source], self._in_use[target] = False, True
 
     def extend(self, capacity: int) -> None:
@@ -312,3 +301,16 @@ class BlockAllocator:
             raise BrokenInvariant(
                 f"KV blocks both free and in use, or neither: {sorted(free ^ expected)[:8]}"
             )
+
+
+def plan_moves_below(used: Iterable[int], capacity: int) -> dict[int, int]:
+    """Plan the moves (from -> to) of blocks in use at or above `capacity` to the lowest free ones below it.
+
+    Raises OutOfBlocks if there are not enough.
+    """
+    taken = set(used)
+    live = sorted(block for block in taken if block >= capacity)
+    targets = [block for block in range(capacity) if block not in taken][: len(live)] if live else []
+    if len(targets) < len(live):
+        raise OutOfBlocks(len(live), len(targets), capacity)
+    return dict(zip(live, targets, strict=True))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from bus.messages import Transform
-from bus.precisions import Precision
-from worker.morph.plan import Half
 from worker.morph.run import Run
 
 Peers = Mapping[str, Any]  # by worker, what a group must know to reach it
@@ -18,7 +16,7 @@ class Groups(Protocol):
 
     @property
     def is_in_group(self) -> bool:
-        """Then swaps and resizes are the group's."""
+        """Return whether this worker runs its steps with others."""
 
     @property
     def in_the_way(self) -> str:
@@ -33,10 +31,6 @@ class Groups(Protocol):
         leads is about to leave."""
 
     def transform(self, command: Transform, peers: Peers) -> Run: ...
-
-    def swap(self, halves: Sequence[Half], precision: Precision, wait_s: float) -> Run: ...
-
-    def resize(self, num_blocks: int, wait_s: float) -> Run: ...
 
     def parting(self, epoch: int) -> tuple[Transform, Peers]:
         """The order to part, of the group that this worker leads."""

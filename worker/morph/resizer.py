@@ -6,25 +6,18 @@ unmaps; nothing is recomputed, nothing is taken from a sequence (MorphServe §4.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from itertools import islice
 
 import torch
 
-from bus.messages import Number
 from kernels import copy_blocks
 from worker.engine.core import EngineCore
-from worker.memory import KVCache
-from worker.morph.outcome import NotApplied
-from worker.morph.run import Clock, Patience
+from worker.memory import KVCache, plan_moves_below
 
 # A shrink that nobody asked for by number leaves every running sequence room for so many tokens more:
 # without it the next steps would preempt what the step before admitted.
 HEADROOM_TOKENS = 64
-# Pages per layer that a Resize maps or unmaps between two steps: so the calls' own cost is shared (8 layers,
-# pages of 64 KiB: one takes 0.3 ms, eight 0.6), and no step waits for all of a large change.
-PAGES_AT_ONCE = 8
 
 
 class KVResizer:
@@ -56,24 +49,32 @@ class KVResizer:
         is_rest = owns_rest and self.num_spare_pages < self.num_layers
         self._own_pages = max(0, self.num_spare_pages) if is_rest else 0
         self._useful = useful_pages // self.num_layers
-        longest = -(-instance.limits.max_model_len // cache.block_tokens)
-        self.min_blocks = min(longest, cache.num_blocks)
+        self.longest_blocks = -(-instance.limits.max_model_len // cache.block_tokens)  # of one sequence
+        self.min_blocks = min(self.longest_blocks, cache.num_blocks)
 
     @property
-    def max_blocks(self) -> int:
-        """What would fit if no other model had a page of KV."""
+    def own_pages(self) -> int:
+        """Free pages that belong to the cache; below 0: so many of its pages swaps have borrowed."""
+        return self._own_pages
+
+    @property
+    def most_pages_per_layer(self) -> int:
+        """Pages per layer that the cache could have if no other model had any KV."""
         counts = self.cache.pool.counts()
-        pages = max(0, counts.free + counts.kv - self.reserve_pages)
-        return self.cache.blocks_in(pages // self.num_layers)
+        return max(0, counts.free + counts.kv - self.reserve_pages) // self.num_layers
 
     @property
     def useful_pages_per_layer(self) -> int:
         """More would lie idle."""
         return self._useful
 
-    def pages_for(self, num_blocks: int) -> int:
-        """Pages per layer."""
-        return self.cache.pages_for(min(num_blocks, self.cache.max_blocks))
+    def pages_for(self, num_blocks: int, degree: int = 1) -> int:
+        """Pages per layer that hold `num_blocks` of a group of `degree`, as far as there are addresses."""
+        return self.cache.pages_for(min(num_blocks, self.cache.max_blocks * degree), degree)
+
+    def blocks_in(self, pages_per_layer: int, degree: int = 1) -> int:
+        """Blocks, of a group of `degree`, in so many pages per layer."""
+        return self.cache.blocks_in(max(0, pages_per_layer), degree)
 
     def blocks_without(self, num_pages: int) -> int:
         """What is left of the cache when it gives so many pages, or all that it does not need."""
@@ -112,36 +113,32 @@ class KVResizer:
         places = max(0, limits.max_num_seqs - len(scheduler.running))
         waiting = islice(scheduler.waiting, places)
         needed = sum(seq.num_blocks_needed(self.cache.block_tokens) + 1 for seq in waiting)
-        return max(0, needed + self._headroom() - scheduler.blocks.num_free)
+        return max(0, needed + self.headroom() - scheduler.blocks.num_free)
 
-    def spend(self, num_pages: int) -> None:
-        """A swap mapped so many free pages."""
-        self._own_pages -= num_pages
-
-    def gain(self, num_pages: int) -> None:
-        """A swap set so many pages free. The cache has what is its own of the free pages, as far as that is
-        of use there, makes a page of every layer, and the reserve is whole."""
+    def own(self, num_pages: int) -> None:
+        """Count so many free pages as the cache's own (below 0: a swap has mapped them)."""
         self._own_pages += num_pages
+
+    def grow_own(self) -> None:
+        """Give the cache its own free pages, as far as they are of use and make a page of every layer."""
         useful = self._useful - self.cache.pages_per_layer
         pages_per_layer = min(self._own_pages // self.num_layers, self.growable(), useful)
         if pages_per_layer > 0:
             self.grow(pages_per_layer)
             self._own_pages -= pages_per_layer * self.num_layers
 
-    def settle(self) -> None:
-        """Alone again, after swaps of a group: what swapped layers left free is the cache's own."""
-        spare = self.num_spare_pages
-        self._own_pages = spare if self._instance.layers_below_full else min(0, spare)
-        self.gain(0)
+    def leave_group(self, saved_pages: int) -> None:
+        """Count the cache's own pages anew after it was part of a group, and grow by them.
 
-    def shrink_for_swap(self, pages_per_layer: int) -> None:
-        """As `shrink`; what the swap does not take is given back by the next `gain`."""
-        self.shrink(pages_per_layer)
-        self._own_pages += pages_per_layer * self.num_layers
+        saved_pages: pages by which the swapped halves are smaller than in full precision.
+        """
+        spare = self.num_spare_pages
+        self._own_pages = min(spare, saved_pages)
+        self.grow_own()
 
     def needed_blocks(self) -> int:
-        """Below this nothing may shrink it but a command that says so: what is used, and headroom."""
-        return max(self.min_blocks, self.cache.allocator.num_used + self._headroom())
+        """Blocks below which only an order may shrink the cache: those in use, and headroom."""
+        return max(self.min_blocks, self.cache.allocator.num_used + self.headroom())
 
     def can_take(self, pages_per_layer: int, num_blocks: int) -> bool:
         """Whether so many pages per layer can go and `num_blocks` blocks stay."""
@@ -159,18 +156,19 @@ class KVResizer:
 
     def vacate(self, capacity: int) -> None:
         """Move live blocks below `capacity`. Raises OutOfBlocks if they do not find room."""
-        moves = self.cache.allocator.moves_below(capacity)
+        moves = plan_moves_below(self.cache.allocator.live_from(0), capacity)
         if not moves:
             return
-        sources, targets = torch.tensor(moves, device=self.cache.layers[0].device).unbind(1)
+        pairs = torch.tensor(list(moves.items()), device=self.cache.layers[0].device)
+        sources, targets = pairs.unbind(1)
         for layer in self.cache.layers:
             copy_blocks(layer, sources, targets)
         self.cache.allocator.relocate(moves)
-        self._instance.renumber_blocks(dict(moves))
+        self._instance.renumber_blocks(moves)
         self.num_blocks_moved += len(moves)
 
-    def _headroom(self) -> int:
-        """Blocks that the running sequences may fill within HEADROOM_TOKENS each."""
+    def headroom(self) -> int:
+        """Count the blocks that the running sequences may fill within HEADROOM_TOKENS each."""
         limits, block_tokens = self._instance.limits, self.cache.block_tokens
         total = 0
         for seq in self._instance.scheduler.running:
@@ -178,98 +176,3 @@ class KVResizer:
             tokens = min(len(seq.token_ids) + HEADROOM_TOKENS, longest)
             total += max(0, -(-tokens // block_tokens) - len(seq.block_ids))
         return total
-
-
-class ResizeRun:
-    """One Resize, some pages of every layer at a time. Where it ends before its goal, it goes back to where
-    it began, as far as nobody has taken the pages."""
-
-    def __init__(
-        self, resizer: KVResizer, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic
-    ) -> None:
-        """Raises NotApplied for sizes that can never be, or not as long as the layers are what they are."""
-        self._resizer, self._num_blocks = resizer, num_blocks
-        self._patience = Patience(wait_s, clock)
-        self._goal = resizer.pages_for(num_blocks)
-        self._pages_before = resizer.cache.pages_per_layer
-        self._blocks_before = resizer.cache.num_blocks
-        self._moved_before = resizer.num_blocks_moved
-        least, most = resizer.min_blocks, resizer.max_blocks
-        if not least <= num_blocks <= most:
-            raise NotApplied(
-                "failed" if num_blocks < least else "deferred",  # fewer bits in a layer make room for more
-                f"this instance needs at least {least} KV blocks, since the longest sequence must fit"
-                if num_blocks < least
-                else f"this instance can have at most {most} KV blocks: the device's budget less the weights",
-                blocks_asked=num_blocks,
-                min_blocks=least,
-                max_blocks=most,
-            )
-
-    progress, is_beyond_return = "", False
-
-    @property
-    def deadline(self) -> float | None:
-        return self._patience.deadline
-
-    def numbers(self) -> dict[str, Number]:
-        cache = self._resizer.cache
-        return {
-            "blocks_before": self._blocks_before,
-            "blocks_after": cache.num_blocks,
-            "blocks_used": cache.allocator.num_used,
-            "blocks_moved": self._resizer.num_blocks_moved - self._moved_before,
-            "wait_seconds": round(self._patience.total_s, 6),
-        }
-
-    def steps(self) -> Generator[bool, None, None]:
-        cache, is_done = self._resizer.cache, False
-        try:
-            while missing := self._goal - cache.pages_per_layer:
-                if obstacle := self._obstacle(missing):
-                    if not self._patience.wait():
-                        raise obstacle
-                    yield False
-                    continue
-                self._patience.get_on()
-                if missing > 0:
-                    self._resizer.grow(min(missing, PAGES_AT_ONCE))
-                else:
-                    self._resizer.shrink(min(-missing, PAGES_AT_ONCE))
-                yield True
-            is_done = True
-            self._resizer.num_lent = 0  # as ordered, it is its own
-        finally:
-            if not is_done:
-                self._go_back()
-
-    def _obstacle(self, missing: int) -> NotApplied | None:
-        """Why it cannot go on now."""
-        resizer, cache = self._resizer, self._resizer.cache
-        if missing > resizer.growable():
-            return NotApplied(
-                "deferred",
-                f"{self._num_blocks} KV blocks need {missing * resizer.num_layers} pages more; "
-                f"{cache.pool.num_free} are free, and {resizer.reserve_pages} of them are kept for swaps"
-                f"{resizer.kv_beside(missing * resizer.num_layers - resizer.num_spare_pages)}",
-                pages_needed=missing * resizer.num_layers,
-                pages_free=cache.pool.num_free,
-                pages_reserved=resizer.reserve_pages,
-            )
-        used = cache.allocator.num_used
-        if not resizer.can_take(-missing, used):
-            return NotApplied(
-                "deferred",
-                f"{used} KV blocks are in use, {self._num_blocks} were asked for",
-                blocks_used=used,
-                blocks_asked=self._num_blocks,
-            )
-        return None
-
-    def _go_back(self) -> None:
-        cache = self._resizer.cache
-        missing = self._pages_before - cache.pages_per_layer
-        if missing > 0:
-            self._resizer.grow(min(missing, self._resizer.growable()))
-        elif self._resizer.can_take(-missing, cache.allocator.num_used):
-            self._resizer.shrink(-missing)

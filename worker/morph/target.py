@@ -1,20 +1,39 @@
-"""One instance as morphs see it."""
+"""One instance as morphs see it: its engine core, the variants of its layers, and its KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from bus.messages import LayerShape
+from bus.messages import PARTS, LayerShape
 from bus.precisions import Precision
+from worker.distributed.messages import (
+    Actions,
+    DropHalf,
+    GrowKV,
+    InstallHalf,
+    MemberStatus,
+    PrepareHalf,
+    ShrinkKV,
+)
 from worker.engine.core import EngineCore
 from worker.engine.shape import precision_of
 from worker.morph.plan import Half
 from worker.morph.resizer import KVResizer
 from worker.morph.verbs import Variants
+from worker.shape.copier import Copier, Copy
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedHalf:
+    """A half's new variant: mapped, and being copied."""
+
+    precision: Precision
+    copy: Copy
 
 
 class Target:
-    """An instance, the variants of its layers and its KV cache."""
+    """An instance and its memory; carries out the actions of morphs at this member of its group."""
 
     def __init__(
         self, instance: EngineCore, variants: Variants, resizer: KVResizer, order: Sequence[int] = ()
@@ -22,45 +41,146 @@ class Target:
         """order: in which layers lose bits; default front to back."""
         self.instance, self.variants, self.resizer = instance, variants, resizer
         self.order = list(order) or list(range(len(instance.shape)))
+        self.copier: Copier | None = None  # set when a morph manager takes the target
+        self.prepared: dict[Half, PreparedHalf] = {}
         # Layers below full, the last swapped last.
         self._swapped = [layer for layer in self.order if instance.shape[layer] != LayerShape()]
         self._left_mapped: set[tuple[Half, Precision]] = set()  # the system refused to unmap them
+        instance.executor.carry_out, instance.executor.status = self.carry_out, self.status
+        instance.executor.used_blocks = lambda: resizer.cache.allocator.used
+
+    # ----------------------------------------------------------------------------- what it has
 
     def precision(self, half: Half) -> Precision:
+        """Return the precision in which `half` runs."""
         return precision_of(self.instance.shape[half.layer], half.part)
 
     def pages(self, half: Half, precision: Precision) -> int:
+        """Return the pages that a variant of `half` takes at this member's shard."""
         return self.variants.pages(half.layer, half.part, precision)
 
+    @property
+    def saved_pages(self) -> int:
+        """Pages by which the halves are smaller than in full precision."""
+        halves = [Half(layer, part) for layer in self._swapped for part in PARTS]
+        return sum(self.pages(half, "full") - self.pages(half, self.precision(half)) for half in halves)
+
+    @property
+    def num_copied(self) -> int:
+        """Prepared variants whose copy has ended."""
+        return sum(each.copy.is_done for each in self.prepared.values())
+
     def order_towards(self, precision: Precision) -> list[int]:
-        """Towards full the last swapped goes first."""
+        """Return the order in which layers go to `precision`; towards full the last swapped goes first."""
         if precision != "full":
             return self.order
         return [*reversed(self._swapped), *(layer for layer in self.order if layer not in self._swapped)]
 
-    def install(self, half: Half, precision: Precision) -> None:
-        """The next step runs on it, and tells."""
-        self.variants.install(half.layer, half.part, precision)
+    def status(self) -> MemberStatus:
+        """Return what morphs need to know of this member's memory."""
+        resizer, instance = self.resizer, self.instance
+        ended = {half: each.copy for half, each in self.prepared.items() if each.copy.is_done}
+        error = next((copy.error_text for copy in ended.values() if copy.error_text), "")
+        return MemberStatus(
+            free_pages=resizer.cache.pool.num_free,
+            spare_pages=resizer.num_spare_pages,
+            own_pages=resizer.own_pages,
+            kv_pages=resizer.cache.pages_per_layer,
+            growable_pages=resizer.growable(),
+            most_pages=resizer.most_pages_per_layer,
+            useful_pages=resizer.useful_pages_per_layer,
+            num_used=instance.scheduler.blocks.num_used,
+            headroom=resizer.headroom(),
+            floors=instance.floors(),
+            copied=[(half.layer, half.part) for half in ended],
+            copy_error=error,
+        )
+
+    # ----------------------------------------------------------------------------- actions
+
+    def carry_out(self, action: Actions) -> None:
+        """Carry out one action of a morph at this member alone; raises what makes it fail."""
+        match action:
+            case PrepareHalf():
+                self._prepare(Half(action.layer, action.part), action.precision)
+            case InstallHalf():
+                self._install(Half(action.layer, action.part))
+            case DropHalf():
+                self._drop(Half(action.layer, action.part))
+            case GrowKV():
+                self.resizer.grow(action.pages)
+                self.count_resized(action)
+            case ShrinkKV():
+                self.resizer.shrink(action.pages)
+                self.count_resized(action)
+            case _:
+                raise TypeError(f"a worker alone cannot carry out {type(action).__name__}")
+
+    def count_resized(self, action: GrowKV | ShrinkKV) -> None:
+        """Note whose the pages of a resize are: a swap's are the cache's own, an order's are not."""
+        pages = action.pages * self.resizer.num_layers
+        if action.purpose == "swap":
+            self.resizer.own(pages if isinstance(action, ShrinkKV) else -pages)
+
+    def drop_all(self) -> None:
+        """Unmap every prepared variant. Raises MappingFailed."""
+        for half in list(self.prepared):
+            self._drop(half)
+
+    def unmap_rest(self) -> None:
+        """Unmap what could not be unmapped when it should have been. Raises MappingFailed."""
+        for half, precision in list(self._left_mapped):
+            self._unmap(half, precision)
+
+    def _prepare(self, half: Half, precision: Precision) -> None:
+        """Map a variant and start its copy. Raises MappingFailed and OutOfPages, having changed nothing."""
+        assert self.copier
+        place = (half.layer, half.part, precision)
+        self.variants.map(*place)
+        self.resizer.own(-self.pages(half, precision))
+        try:
+            copy = self.copier.start(self.variants.copy_job(*place))
+        except BaseException:
+            self._unmap(half, precision)
+            raise
+        self.prepared[half] = PreparedHalf(precision, copy)
+
+    def _install(self, half: Half) -> None:
+        """Run on the prepared variant and unmap the old one.
+
+        Raises what the copy raised and what the check finds; then the prepared variant stays prepared.
+        """
+        if (prepared := self.prepared.get(half)) is None:  # dropped meanwhile
+            return
+        prepared.copy.raise_error()
+        old = self.precision(half)
+        self.variants.check(half.layer, half.part, prepared.precision)
+        self.variants.install(half.layer, half.part, prepared.precision)
+        del self.prepared[half]
         self.instance.reshaped()
         if half.layer in self._swapped:
             self._swapped.remove(half.layer)
         if self.instance.shape[half.layer] != LayerShape():
             self._swapped.append(half.layer)
+        self._unmap(half, old)
 
-    def unmap(self, half: Half, precision: Precision) -> None:
-        """Its pages are free again, the KV cache's first. Raises MappingFailed; `unmap_rest` tries again."""
+    def _drop(self, half: Half) -> None:
+        if prepared := self.prepared.pop(half, None):
+            prepared.copy.stop()
+            self._unmap(half, prepared.precision)
+
+    def _unmap(self, half: Half, precision: Precision) -> None:
+        """Give the pages of a variant to the KV cache. Raises MappingFailed; `unmap_rest` tries again."""
         self._left_mapped.add((half, precision))
         self.variants.unmap(half.layer, half.part, precision)
         self._left_mapped.remove((half, precision))
-        self.resizer.gain(self.pages(half, precision))
-
-    def unmap_rest(self) -> None:
-        """What could not be unmapped when it should have been. Raises MappingFailed."""
-        for half, precision in list(self._left_mapped):
-            self.unmap(half, precision)
+        self.resizer.own(self.pages(half, precision))
 
     def check_integrity(self, with_pool: bool = True) -> None:
-        """Raises BrokenInvariant and AssertionError. The whole pool takes milliseconds on a large device."""
+        """Raise BrokenInvariant or AssertionError if a page or a block is lost or owned twice.
+
+        with_pool: check the whole pool, which takes milliseconds on a large device.
+        """
         self.instance.check_integrity()
         self.resizer.cache.check_integrity()
         if with_pool:

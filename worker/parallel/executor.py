@@ -10,7 +10,9 @@ own sequences.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -21,7 +23,7 @@ from worker.distributed.messages import (
     Census,
     DropHalf,
     EnterNext,
-    Grow,
+    GrowKV,
     InstallHalf,
     Lend,
     MoveBoundary,
@@ -32,16 +34,16 @@ from worker.distributed.messages import (
     Ready,
     Settle,
     Show,
-    Shrink,
+    ShrinkKV,
     Step,
     pack,
     unpack,
 )
-from worker.engine.executor import Executor, FinishedBatch
+from worker.engine.executor import CountBlocks, Executor, FinishedBatch
 from worker.engine.input_batch import ModelInput, ScheduledBatch, empty_input, merge_inputs
 from worker.memory import OutOfBlocks
-from worker.morph.executor import FATAL
-from worker.parallel.actions import boundary, cache, falling_apart, halves, parting
+from worker.morph.manager import FATAL
+from worker.parallel.actions import boundary, cache, falling_apart, parting
 from worker.parallel.budget import even
 from worker.parallel.canary import Canary
 from worker.parallel.coordinator import StepCoordinator
@@ -133,11 +135,6 @@ class TensorParallelExecutor(Executor):
         """True if the step after which the members part was called: a peer that has made it is gone."""
         return self._called is not None and any(isinstance(action, Parted) for action in self._called.after)
 
-    def raise_fallen(self) -> None:
-        """Raise PeerLost if the group fell apart."""
-        if self.has_fallen:
-            raise PeerLost("the group fell apart; its members serve alone")
-
     def send_canary(self) -> bool:
         """Send a canary with the next step; then `heard` is its log-probabilities.
 
@@ -158,6 +155,59 @@ class TensorParallelExecutor(Executor):
     def take_step(self, step: Step) -> None:
         """Note the step that the leader has called."""
         self._called = step
+
+    # ----------------------------------------------------------------------------- morphs, at the leader
+
+    @property
+    def num_members(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return self.formation.size
+
+    def collective(self, action: Any) -> int:
+        """Send `action` with the next step."""
+        assert self.coordinator, "only the leader of a group begins a morph"
+        self.coordinator.add(action)
+        return self.coordinator.step + 1
+
+    def is_done(self, ticket: int) -> bool:
+        """Return whether every member has made the step and told of the next one."""
+        assert self.coordinator
+        ranks = range(self.coordinator.size)
+        return self._step >= ticket and all(self.coordinator.ready_of(rank).step >= ticket for rank in ranks)
+
+    def statuses(self) -> list[Any]:
+        """Return what each member told last."""
+        assert self.coordinator
+        return [self.coordinator.ready_of(rank).status for rank in range(self.coordinator.size)]
+
+    @contextmanager
+    def counting_blocks(self) -> Iterator[CountBlocks]:
+        """Count the blocks in use at every member; no step is called after the count until it is decided."""
+        coordinator = self.coordinator
+        assert coordinator
+        coordinator.add(Census())
+        counted_in = coordinator.step + 1
+
+        def count() -> Generator[bool, None, list[list[int]]]:
+            while coordinator.step != counted_in or not coordinator.is_everyone_ready:
+                self.raise_lost()
+                yield False
+            return [coordinator.ready_of(rank).used for rank in range(coordinator.size)]
+
+        try:
+            yield count
+        finally:
+            coordinator.give_up_census()
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the group fell apart."""
+        return self.has_fallen
+
+    def raise_lost(self) -> None:
+        """Raise PeerLost if the group fell apart."""
+        if self.has_fallen:
+            raise PeerLost("the group fell apart; its members serve alone")
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant or AssertionError if a block is lost or owned twice."""
@@ -250,7 +300,7 @@ class TensorParallelExecutor(Executor):
         # While layers run at two degrees a number means another block in each subgroup: nothing is lent.
         wanted = scheduler.num_blocks_wanted if self.formation.is_uniform else 0
         inputs = [each.input for each in (self._proposed, self._canary) if each]
-        told = (self._step, len(inputs), wanted, member.filled, member.is_swap_ready)
+        told = (self._step, len(inputs), wanted, member.filled, self.place.target.num_copied)
         if told == self._told:
             return False
         self._told = told
@@ -276,10 +326,7 @@ class TensorParallelExecutor(Executor):
             used=member.share.used if must_count else [],
             num_used=member.share.num_used,
             filled=member.filled,
-            has_prepared=member.is_swap_ready,
-            pages=place.cache.pages_per_layer,
-            spare_pages=place.resizer.num_spare_pages,
-            floor=instance.highest_floor(),
+            status=place.target.status(),
             max_tokens=self._max_tokens,
             running=len(instance.scheduler.running),
             long_remaining=instance.most_uncomputed(member.tokens_alone),
@@ -342,15 +389,11 @@ class TensorParallelExecutor(Executor):
                 parting.begin(member, action, step.used)
             case Parted():
                 parting.end(member)
-            case Grow():
+            case GrowKV():
                 cache.grow(member, action)
-            case Shrink():
+            case ShrinkKV():
                 cache.shrink(member, action)
-            case PrepareHalf():
-                halves.prepare(member, action)
-            case InstallHalf():
-                halves.install(member)
-            case DropHalf():
-                halves.drop(member)
+            case PrepareHalf() | InstallHalf() | DropHalf():
+                self.place.target.carry_out(action)
             case _:
                 raise RuntimeError(f"a member cannot carry out {type(action).__name__}")

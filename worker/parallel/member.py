@@ -13,7 +13,6 @@ from kernels import copy_blocks
 from worker.distributed.communicator import Communicator
 from worker.parallel.filling import Rows
 from worker.parallel.formation import Formation
-from worker.parallel.half_swap import HalfSwap
 from worker.parallel.place import Place
 from worker.parallel.share import BlockShare, in_parts
 
@@ -45,7 +44,6 @@ class Member:
     on_progress: Callable[[], None] = lambda: None  # in the middle of what takes long, and is no hang
     next_low: Communicator | None = None  # of the subgroup that it will part into
     rows: Rows | None = None  # of layers that go back to the low degree
-    swap: HalfSwap | None = None
     costs: Costs = field(default_factory=Costs)
     tp: int = 0  # the degree; while it changes, the old one
     is_over: bool = False  # it is in this group no more
@@ -57,10 +55,6 @@ class Member:
     def filled(self) -> int:
         """Layers from here on have the weights that the low degree needs, or pages for those of peers."""
         return self.rows.filled if self.rows else self.place.num_layers
-
-    @property
-    def is_swap_ready(self) -> bool:
-        return self.swap is not None and self.swap.is_ready
 
     @property
     def tokens_alone(self) -> int:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from bus.messages import Transform
-from bus.precisions import Precision
 from worker.morph.groups import Peers
-from worker.morph.plan import Half
 from worker.morph.run import Clock
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.grouping import Grouping
-from worker.parallel.resize import GroupResizeRun
-from worker.parallel.swap import GroupSwapRun
 from worker.parallel.transform import TransformRun
 
 
@@ -46,12 +42,6 @@ class GroupMorphs:
         return TransformRun(
             command, self._grouping, peers, layers_per_step=self._layers_per_step, clock=self._clock
         )
-
-    def swap(self, halves: Sequence[Half], precision: Precision, wait_s: float) -> GroupSwapRun:
-        return GroupSwapRun(self._party, halves, precision, wait_s=wait_s, clock=self._clock)
-
-    def resize(self, num_blocks: int, wait_s: float) -> GroupResizeRun:
-        return GroupResizeRun(self._party, num_blocks, wait_s=wait_s, clock=self._clock)
 
     def parting(self, epoch: int) -> tuple[Transform, Peers]:
         command = Transform(

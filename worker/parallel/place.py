@@ -63,7 +63,7 @@ class Place:
         cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
         cache.allocator.claim(share.used)
         self.instance.scheduler.blocks = cache.allocator
-        self.resizer.settle()
+        self.resizer.leave_group(self.target.saved_pages)
 
     def numbers(self, shard: Shard, pages_alone: int | None = None) -> dict[str, Number]:
         """What it has, and what it would have with all layers at `shard`: KV pages of each layer, and blocks

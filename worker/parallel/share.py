@@ -117,17 +117,6 @@ def loans(
     return made
 
 
-def moves_below(used: Iterable[int], capacity: int) -> dict[int, int]:
-    """From -> to for the numbers in use at or above `capacity`; the lowest that nobody uses are the targets.
-    Raises OutOfBlocks if there are not as many."""
-    taken = set(used)
-    live = sorted(block for block in taken if block >= capacity)
-    targets = [block for block in range(capacity) if block not in taken][: len(live)]
-    if len(targets) < len(live):
-        raise OutOfBlocks(len(live), len(targets), capacity)
-    return dict(zip(live, targets, strict=True))
-
-
 class NoRoom(ValueError):
     """A planner's blocks do not fit where it goes. `planner`: its subgroup; `used` and `room`: blocks."""
 

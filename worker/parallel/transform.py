@@ -16,7 +16,6 @@ from worker.distributed.messages import MoveBoundary, Parted, PartingBegins, Pee
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
 from worker.parallel.canary import what_is_wrong
-from worker.parallel.count import counting
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
 from worker.parallel.grouping import Grouping
@@ -153,7 +152,7 @@ class TransformRun:
         assert party.coordinator
         party.coordinator.add(settle)
         while not party.formation.is_uniform:
-            party.raise_fallen()
+            party.raise_lost()
             yield False
         heard = yield from self._heard(party)
         if heard is not None and (reason := what_is_wrong(heard, known, party.place.model.dtype)):
@@ -162,7 +161,7 @@ class TransformRun:
         party.coordinator.add(Show())
         shown_after = party.coordinator.step
         while party.step <= shown_after:
-            party.raise_fallen()
+            party.raise_lost()
             yield False
 
     def _heard(self, party: TensorParallelExecutor) -> Generator[bool, None, torch.Tensor | None]:
@@ -170,7 +169,7 @@ class TransformRun:
         if not party.send_canary():
             return None
         while party.heard is None:
-            party.raise_fallen()
+            party.raise_lost()
             yield False
         return party.heard
 
@@ -195,7 +194,7 @@ class TransformRun:
         party.coordinator.add(Parted())
         while not party.is_over:
             yield False
-        party.raise_fallen()
+        party.raise_lost()
 
     def _begin_parting(
         self, party: TensorParallelExecutor, proposal: Proposal
@@ -205,7 +204,7 @@ class TransformRun:
         formation = proposal.formation
         answers = [proposal.votes[name].numbers for name in formation.members]
         blocks = int(min(each["blocks_after"] for each in answers))
-        with counting(party) as count:
+        with party.counting_blocks() as count:
             used = yield from count()
             try:
                 moves = homes(formation.by_subgroup(used), blocks)
@@ -232,7 +231,7 @@ class TransformRun:
                 )
             )
         while party.formation.is_uniform:
-            party.raise_fallen()
+            party.raise_lost()
             yield False
 
     # ----------------------------------------------------------------------------- both
@@ -243,7 +242,7 @@ class TransformRun:
         assert coordinator
         self._moving_began = self._clock()
         while (boundary := party.formation.boundary) > 0:
-            party.raise_fallen()
+            party.raise_lost()
             to = max(0, boundary - self._layers_per_step)
             if not party.formation.grows:
                 filled = [coordinator.ready_of(rank).filled for rank in range(party.formation.size)]
@@ -251,7 +250,7 @@ class TransformRun:
             if to < boundary:
                 coordinator.add(MoveBoundary(to=to))
                 while party.formation.boundary != to:
-                    party.raise_fallen()
+                    party.raise_lost()
                     yield False
                 self._layers_done = self._num_layers - to
             yield False

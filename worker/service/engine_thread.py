@@ -13,7 +13,7 @@ from bus.messages import InstanceTelemetry, Morph, MorphReport, PageCounts
 from worker.distributed.messages import Peer
 from worker.engine.engine import Engine, StepResult, instance_telemetry
 from worker.engine.sequence import Request
-from worker.morph.executor import MorphExecutor
+from worker.morph.manager import MorphManager
 from worker.parallel.grouping import Grouping
 from worker.profiler.runner import ProfileRunner
 
@@ -43,7 +43,7 @@ class EngineThread:
         self,
         engine: Engine,
         pages: Callable[[], PageCounts],
-        morphs: MorphExecutor,
+        morphs: MorphManager,
         grouping: Grouping | None = None,
         *,
         snapshot_s: float,

@@ -15,7 +15,7 @@ from worker.engine.build import MIB
 from worker.memory import PagePool
 from worker.model import Model
 from worker.model.layout import degrees
-from worker.morph.executor import MorphExecutor
+from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
 from worker.morph.target import Target
 from worker.morph.verbs import NoVariants, Variants
@@ -67,12 +67,12 @@ def make_executor(
     settings: WorkerSettings,
     device: torch.device,
     grouping: Grouping | None,
-) -> MorphExecutor:
+) -> MorphManager:
     """For the models that are there, and those that come. On a CPU copying takes cores and memory from the
     steps: both kinds of work share the allowance."""
     share = settings.morph_share
     of_each = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
-    return MorphExecutor(
+    return MorphManager(
         worker,
         {name: resident.target for name, resident in site.residents.items()},
         step_share=of_each[0],

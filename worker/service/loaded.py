@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the engine brings torch; who only wants to catch CannotServ
     from worker.deploy.site import Site
     from worker.distributed.transport import Transport
     from worker.engine.engine import Engine
-    from worker.morph.executor import MorphExecutor
+    from worker.morph.manager import MorphManager
     from worker.parallel.grouping import Grouping
 
 
@@ -28,7 +28,7 @@ class Loaded:
     pages: Callable[[], PageCounts]
     device: str
     page_bytes: int
-    morphs: MorphExecutor
+    morphs: MorphManager
     grouping: Grouping | None = None  # None: it joins no group
     site: Site | None = None  # None: no model comes or goes
     transport: Transport | None = None  # None: no other worker reaches it

@@ -8,7 +8,7 @@ from dataclasses import replace
 from bus.messages import InstanceCard
 from worker.deploy.site import Resident, Site
 from worker.model.layout import degrees
-from worker.morph.executor import MorphExecutor
+from worker.morph.manager import MorphManager
 from worker.parallel.grouping import Grouping
 from worker.parallel.morphs import GroupMorphs
 from worker.service.engine_thread import EngineThread
@@ -25,7 +25,7 @@ class Regrouping:
         self,
         site: Site,
         thread: EngineThread,
-        morphs: MorphExecutor,
+        morphs: MorphManager,
         *,
         on_regrouped: OnRegrouped,
         on_cards: OnCards,

@@ -50,6 +50,11 @@ class Copy:
         """True if the copy came to its end."""
         return self.is_done and self._error is None and not self._stopping.is_set()
 
+    @property
+    def error_text(self) -> str:
+        """What the job raised, for people; empty for nothing."""
+        return f"{type(self._error).__name__}: {self._error}" if self._error else ""
+
     def raise_error(self) -> None:
         """Raise what the job raised, once the copy is done."""
         if self._error:

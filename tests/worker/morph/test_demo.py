@@ -24,7 +24,7 @@ from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
 from worker.memory import VirtualRange
 from worker.model import load_model
-from worker.morph.executor import MorphExecutor
+from worker.morph.manager import MorphManager
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import reserve_pages
@@ -68,7 +68,7 @@ class Morphing:
         self.engine.add_instance(self.instance)
         useful = useful_pages(self.cache, self.model, limits)
         resizer = KVResizer(self.instance, self.cache, reserve_pages=reserve, useful_pages=useful)
-        self.executor = MorphExecutor(
+        self.executor = MorphManager(
             "w0", {"m@w0": Target(self.instance, self.variants, resizer)}, step_share=1.0
         )
         self.client = Client()

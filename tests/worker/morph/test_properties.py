@@ -19,7 +19,7 @@ from tests.support.engine_toys import VOCAB, Client, continuation, request
 from tests.support.morph_toys import Rig
 from worker.engine.scheduler import SchedulerOutput
 from worker.memory import MappingFailed
-from worker.morph import resizer
+from worker.morph import resize as resizing
 
 VERBS = ("map", "copy_job", "copy", "check", "install", "unmap")
 
@@ -208,5 +208,5 @@ class History:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_any_history_keeps_pages_blocks_order_and_answers(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(resizer, "PAGES_AT_ONCE", 2)
+    monkeypatch.setattr(resizing, "PAGES_AT_ONCE", 2)
     History().play(random_history(seed))

@@ -12,13 +12,13 @@ from bus.messages import MorphReport, Resize, Swap
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import Rig
 from worker.memory import MappingFailed
-from worker.morph import resizer
+from worker.morph import resize as resizing
 from worker.morph.outcome import NotApplied
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(resizer, "PAGES_AT_ONCE", 1)
+    monkeypatch.setattr(resizing, "PAGES_AT_ONCE", 1)
     made = Rig(max_kv_pages=60, model_len=100)
     yield made
     made.check_integrity()

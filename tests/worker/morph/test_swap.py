@@ -143,10 +143,10 @@ def test_there_and_back_again_leaves_the_same_blocks_and_pages(rig: Rig) -> None
 
 
 def test_an_end_is_a_line_of_the_log_with_its_numbers(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "worker.morph.executor")
+    caplog.set_level("INFO", "worker.morph.manager")
     swap(rig, "int4", "mine", count=2)
     rig.settle()
-    (line,) = [record for record in caplog.records if record.name == "worker.morph.executor"]
+    (line,) = [record for record in caplog.records if record.name == "worker.morph.manager"]
     assert line.getMessage() == "swap mine of toy@w0 applied"
     assert {"halves": 4, "halves_applied": 4}.items() <= extras(line).items()
     assert "halves=4 halves_applied=4" in Text("worker").format(line)

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from bus.messages import Number, SamplingParams
 from tests.support.group_workers import BLOCK_TOKENS, model_fixtures, resize, transform, workers
 from tests.worker.tensor_parallel.test_workers import oracle, prompt
-from worker.distributed.messages import Census, Prepare, Ready, Show, Vote
+from worker.distributed.messages import Census, MemberStatus, Prepare, Ready, Show, Vote
 from worker.engine.engine import instance_telemetry
 from worker.engine.sequence import Request
-from worker.memory import OutOfBlocks
+from worker.memory import OutOfBlocks, plan_moves_below
+from worker.morph import members
 from worker.morph.outcome import NotApplied
-from worker.parallel import resize as resizing
 from worker.parallel.coordinator import StepCoordinator
 from worker.parallel.formation import Formation
 from worker.parallel.proposal import Proposal
-from worker.parallel.share import BlockShare, NoRoom, homes, in_parts, loans, moves_below
+from worker.parallel.share import BlockShare, NoRoom, homes, in_parts, loans
 from worker.parallel.transform import TransformRun
 
 
@@ -38,10 +38,19 @@ def ready(rank: int, step: int, *, num_used: int = 0) -> Ready:
         used=[],
         num_used=num_used,
         filled=0,
-        has_prepared=False,
-        pages=0,
-        spare_pages=0,
-        floor="",
+        status=MemberStatus(
+            free_pages=0,
+            spare_pages=0,
+            own_pages=0,
+            kv_pages=0,
+            growable_pages=0,
+            most_pages=0,
+            useful_pages=0,
+            num_used=num_used,
+            headroom=0,
+            floors={},
+            copied=[],
+        ),
         max_tokens=64,
     )
 
@@ -67,7 +76,7 @@ def test_after_a_count_that_nobody_wants_any_more_all_plan_again() -> None:
 def test_a_block_that_is_given_back_as_blocks_move_is_not_lost() -> None:
     """Its request ends in the very step after which they do; it was counted before."""
     shares = [BlockShare(range(0, 12, 2), [2, 10], 12), BlockShare(range(1, 12, 2), [9], 12)]
-    moves = moves_below([2, 10, 9], 8)
+    moves = plan_moves_below([2, 10, 9], 8)
     shares[0].free([10])
     for share in shares:
         share.move(moves, 8)
@@ -189,18 +198,21 @@ def test_nobody_takes_a_block_between_the_count_and_the_moves(
         other.wait(lambda: bool(other.tokens["above"]), "the first token")
         other.thread.cancel(["below"])
         leader.tokens["new"] = []
+        planned: list[dict[int, int]] = []
 
-        def moves(used: Any, blocks: int) -> dict[int, int]:
-            sampling = SamplingParams(max_tokens=20, seed=0, temperature=0.0)
-            leader.engine.submit(
-                leader.instance.id, Request(id="new", prompt_token_ids=prompt(3, 30), sampling=sampling)
-            )
-            moved = moves_below(used, blocks)
-            assert moved
-            return moved
+        def plan(used: Any, blocks: int) -> dict[int, int]:
+            moves = plan_moves_below(used, blocks)
+            if moves and not any(planned):
+                sampling = SamplingParams(max_tokens=20, seed=0, temperature=0.0)
+                leader.engine.submit(
+                    leader.instance.id, Request(id="new", prompt_token_ids=prompt(3, 30), sampling=sampling)
+                )
+            planned.append(moves)
+            return moves
 
-        monkeypatch.setattr(resizing, "moves_below", moves)
+        monkeypatch.setattr(members, "plan_moves_below", plan)
         assert leader.end_of(resize(leader, capacity // 8)).state == "applied"
+        assert any(planned)
         leader.wait_ends("new")
         other.wait_ends("above")
         assert leader.tokens["new"] == oracle(model, prompt(3, 30), 20)

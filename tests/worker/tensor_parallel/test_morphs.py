@@ -114,3 +114,34 @@ def test_workers_whose_layers_differ_in_precision_become_no_group(
         for name, (worker, _, _) in load.asked.items():
             worker.wait_ends(name)
             assert worker.ends[name] == "length"
+
+
+def test_a_group_grows_beyond_what_its_sequences_could_fill_where_it_is_ordered(folder: Path) -> None:
+    with workers(folder, 2, max_num_seqs=1) as each:
+        applied(each[0], transform(each, 2))
+        before = each[0].instance.scheduler.blocks.capacity
+        for blocks in (before * 3 // 4, before, before * 3 // 2):
+            assert blocks <= applied(each[0], resize(each[0], blocks))["blocks_after"] <= blocks * 1.1
+
+
+def test_a_size_that_a_group_was_ordered_to_have_stays_when_it_parts(folder: Path) -> None:
+    with workers(folder, 2) as each:
+        before = each[0].instance.scheduler.blocks.capacity
+        applied(each[0], transform(each, 2))
+        in_group = each[0].instance.scheduler.blocks.capacity
+        taken = in_group - applied(each[0], resize(each[0], in_group * 3 // 4))["blocks_after"]
+        applied(each[0], transform(each, 1))
+        each[1].wait_degree(1)
+        for worker in each:
+            after = worker.instance.scheduler.blocks.capacity
+            assert abs(before - taken / 2 - after) <= 0.02 * before, (before, taken, after)
+
+
+def test_a_swap_in_a_group_does_not_undo_a_resize(folder: Path, tmp_path: Path) -> None:
+    with workers(folder, 2, host_dir=tmp_path) as each:
+        applied(each[0], transform(each, 2))
+        ordered = each[0].instance.scheduler.blocks.capacity // 2
+        resized = applied(each[0], resize(each[0], ordered))["blocks_after"]
+        gained = applied(each[0], swap(each[0], "int4"))["blocks_after"]
+        assert resized < gained < resized * 1.6  # what the layers gave, not what the order took
+        assert applied(each[0], swap(each[0], "full"))["blocks_after"] <= gained

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from worker.memory import BlockAllocator
-from worker.parallel.actions import halves
 from worker.parallel.member import Member
 from worker.parallel.place import ALONE, Place
 
@@ -18,14 +17,14 @@ def fall_apart(member: Member) -> None:
     if member.rows:
         member.rows.stop()
         member.rows = None
-    halves.drop(member)
+    member.place.target.drop_all()
     place, cache = member.place, member.place.cache
     cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
     place.instance.recompute_all(cache.allocator)
     cache.shrink(max(0, cache.pages_per_layer - member.pages_alone))
     _have_all_weights(place, member.on_progress)
     cache.grow(max(0, min(member.pages_alone - cache.pages_per_layer, cache.growable_pages)))
-    place.resizer.settle()
+    place.resizer.leave_group(place.target.saved_pages)
     member.reshaped(1)
 
 

@@ -30,9 +30,9 @@ from worker.morph.groups import Groups, Peers
 from worker.morph.job import Job
 from worker.morph.outcome import NotApplied
 from worker.morph.plan import plan_swap
-from worker.morph.resizer import ResizeRun
+from worker.morph.resize import ResizeRun
 from worker.morph.run import Run
-from worker.morph.swapper import Flights, SwapRun
+from worker.morph.swap import HalvesInProgress, SwapRun
 from worker.morph.target import Target
 from worker.shape.copier import Copier, Pace
 
@@ -43,7 +43,7 @@ MAX_REMEMBERED = 1000  # ids of morphs, for a command that comes again
 FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
 
 
-class MorphExecutor:
+class MorphManager:
     """`begin`, `cancel` and `fence` at once; the work is done by `advance`, at every boundary."""
 
     def __init__(
@@ -68,7 +68,9 @@ class MorphExecutor:
         self._pace = Pace(step_share)
         self._copier = Copier(lambda: self.wake(), lambda: copy_share if self._is_busy else 1.0)
         self._is_busy = False
-        self._flights = Flights()
+        self._in_progress = HalvesInProgress()
+        for target in self.targets.values():
+            target.copier = self._copier
         self._epoch = 0
         self._jobs: dict[str, Job] = {}
         self._known: OrderedDict[str, None] = OrderedDict()
@@ -256,6 +258,7 @@ class MorphExecutor:
         return self._deployments
 
     def _add(self, target: Target) -> None:
+        target.copier = self._copier
         self.targets[target.instance.id] = target
 
     def _drop(self, instance: str) -> None:
@@ -285,22 +288,17 @@ class MorphExecutor:
         order, variants = target.order_towards(command.precision), target.variants.precisions
         halves = plan_swap(command, target.instance.shape, variants, order)
         job.touches = frozenset(halves)
-        if self._groups and self._groups.is_in_group:
-            return self._groups.swap(halves, command.precision, command.wait_s)
         return SwapRun(
             target,
             halves,
             command.precision,
             wait_s=command.wait_s,
-            copier=self._copier,
-            flights=self._flights,
+            in_progress=self._in_progress,
             clock=self._clock,
         )
 
     def _resize(self, command: Resize, target: Target) -> Run:
-        if self._groups and self._groups.is_in_group:
-            return self._groups.resize(command.blocks, command.wait_s)
-        return ResizeRun(target.resizer, command.blocks, wait_s=command.wait_s, clock=self._clock)
+        return ResizeRun(target, command.blocks, wait_s=command.wait_s, clock=self._clock)
 
     def _abort(self, job: Job, reason: str) -> None:
         try:

@@ -1,0 +1,170 @@
+"""The members of an instance's group, as its leader sees them; a worker alone is a group of one.
+
+Morphs are written once against this: `do` has all members carry out an action between the same two steps,
+and `statuses` tells what each has. Alone both are immediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from bus.messages import Number
+from bus.precisions import Precision, is_below
+from worker.distributed.messages import Actions, GrowKV, KVPurpose, MemberStatus, ShrinkKV
+from worker.memory import OutOfBlocks, plan_moves_below
+from worker.morph.outcome import NotApplied
+from worker.morph.plan import Half
+from worker.morph.target import Target
+
+Steps = Generator[bool, None, None]  # as `run.Run.steps`
+
+
+class Members:
+    """The group of an instance when a morph begins; it fails when that group falls apart."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._executor = target.instance.executor
+        self._ticket = 0
+        self._is_counting = False  # blocks in use, to take pages from them
+
+    # ----------------------------------------------------------------------------- actions
+
+    @property
+    def size(self) -> int:
+        """How many members share each layer."""
+        return self._executor.num_members
+
+    def begin(self, action: Actions) -> None:
+        """Have all members carry out `action` after the next step, without waiting for it."""
+        self._ticket = self._executor.collective(action)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the group fell apart; nothing can be begun any more."""
+        return self._executor.is_lost
+
+    @property
+    def has_settled(self) -> bool:
+        """True if nothing that was begun is outstanding: the statuses are of now."""
+        return not self._is_counting and self._executor.is_done(self._ticket)
+
+    def settle(self) -> Steps:
+        """Wait until every member has carried out what was begun."""
+        while not self.has_settled:
+            self._executor.raise_lost()
+            yield False
+
+    def do(self, action: Actions) -> Steps:
+        """Have all members carry out `action`, and wait for it."""
+        self.begin(action)
+        yield from self.settle()
+
+    # ----------------------------------------------------------------------------- what they have
+
+    def statuses(self) -> list[MemberStatus]:
+        """Return the latest status of every member. Raises PeerLost if the group fell apart."""
+        self._executor.raise_lost()
+        return self._executor.statuses()
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of the instance."""
+        return self.target.instance.scheduler.blocks.capacity
+
+    @property
+    def num_used(self) -> int:
+        """KV blocks in use by all members."""
+        return sum(each.num_used for each in self.statuses())
+
+    def needed_blocks(self) -> int:
+        """Blocks below which only an order may shrink the cache: those in use, and headroom."""
+        needed = sum(each.num_used + each.headroom for each in self.statuses())
+        return max(self.min_blocks, needed)
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks below which the cache never shrinks: the longest sequence must fit."""
+        if self.size == 1:
+            return self.target.resizer.min_blocks
+        return min(self.target.resizer.longest_blocks, self.blocks)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that the instance could have if no other model had any KV."""
+        return self.target.resizer.blocks_in(min(each.most_pages for each in self.statuses()), self.size)
+
+    def blocks_after(self, pages: int) -> int:
+        """Return the blocks that there are with so many more (or fewer) pages in each layer."""
+        least = min(each.kv_pages for each in self.statuses())
+        return self.target.resizer.blocks_in(least + pages, self.size)
+
+    def pages_missing(self, num_blocks: int) -> int:
+        """Return the pages by which each layer must grow to hold `num_blocks`; negative: shrink."""
+        least = min(each.kv_pages for each in self.statuses())
+        return self.target.resizer.pages_for(num_blocks, self.size) - least
+
+    def num_held_above(self, precision: Precision) -> int:
+        """Count the requests that must not run in `precision`."""
+        floors = (item for each in self.statuses() for item in each.floors.items())
+        return sum(count for floor, count in floors if is_below(precision, floor))
+
+    def have_copied(self, half: Half) -> bool:
+        """True if every member has copied the prepared variant of `half`. Raises NotApplied for a failure."""
+        statuses = self.statuses()
+        if error := next((each.copy_error for each in statuses if each.copy_error), ""):
+            raise NotApplied("failed", error)
+        return all((half.layer, half.part) in map(tuple, each.copied) for each in statuses)
+
+    # ----------------------------------------------------------------------------- the KV cache
+
+    def grow(self, pages: int, purpose: KVPurpose) -> Steps:
+        """Add pages to each layer of the KV cache."""
+        if pages > 0:
+            blocks = self.blocks_after(pages)
+            yield from self.do(GrowKV(pages=pages, blocks=blocks, purpose=purpose))
+
+    def shrink(self, pages: int, purpose: KVPurpose, then: Actions | None = None) -> Steps:
+        """Take pages from each layer of the KV cache, moving live blocks out of the way (MorphServe §4.4).
+
+        then: an action that needs the pages, between the same two steps. Raises NotApplied where the blocks in
+        use do not fit into the rest.
+        """
+        blocks = self.blocks_after(-pages)
+        self._is_counting = True
+        try:
+            with self._executor.counting_blocks() as count:
+                used = yield from count()
+                try:
+                    moves = plan_moves_below((block for each in used for block in each), blocks)
+                except OutOfBlocks as error:
+                    raise self.in_use(sum(map(len, used)), blocks) from error
+                self.begin(ShrinkKV(pages=pages, blocks=blocks, moves=moves, purpose=purpose))
+                if then:
+                    self.begin(then)
+        finally:
+            self._is_counting = False
+        yield from self.settle()
+
+    def grow_own(self) -> None:
+        """Give the KV cache the free pages that are its own, as far as they make a page of every layer.
+
+        Does nothing while an action is outstanding: the statuses do not show yet what it takes.
+        """
+        if self.is_lost or not self.has_settled:
+            return
+        statuses = self.statuses()
+        layers = self.target.resizer.num_layers
+        pages = min(
+            min(each.own_pages // layers, each.growable_pages, each.useful_pages - each.kv_pages)
+            for each in statuses
+        )
+        if pages > 0:
+            self.begin(GrowKV(pages=pages, blocks=self.blocks_after(pages), purpose="swap"))
+
+    def in_use(self, num_used: int, num_asked: int) -> NotApplied:
+        """Make the refusal of a size that the blocks in use do not fit into."""
+        numbers: dict[str, Number] = {"blocks_used": num_used, "blocks_asked": num_asked}
+        return NotApplied(
+            "deferred", f"{num_used} KV blocks are in use, {num_asked} were asked for", **numbers
+        )

@@ -1,0 +1,121 @@
+"""The KV cache of an instance to another number of blocks, on all its members alike (MorphServe §4.4)."""
+
+from __future__ import annotations
+
+import time
+
+from bus.messages import Number
+from worker.distributed.messages import GrowKV
+from worker.morph.members import Members, Steps
+from worker.morph.outcome import NotApplied
+from worker.morph.run import Clock, Patience
+from worker.morph.target import Target
+
+# Pages per layer that a worker maps or unmaps between two steps: so the calls' own cost is shared (8 layers,
+# pages of 64 KiB: one takes 0.3 ms, eight 0.6), and no step waits for all of a large change. A group takes
+# more at once, since all its members must come to the same boundary for each action.
+PAGES_AT_ONCE, GROUP_PAGES_AT_ONCE = 8, 64
+
+
+class ResizeRun:
+    """One Resize, some pages of every layer at a time.
+
+    Where it ends before its goal, it goes back to where it began, as far as nobody has taken the pages.
+    """
+
+    progress, is_beyond_return = "", False
+
+    def __init__(
+        self, target: Target, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic
+    ) -> None:
+        """Raise NotApplied for sizes that can never be, or not as long as the layers are what they are."""
+        self._target, self._num_blocks = target, num_blocks
+        self._members = members = Members(target)
+        self._patience = Patience(wait_s, clock)
+        self._blocks_before = members.blocks
+        self._moved_before = target.resizer.num_blocks_moved
+        self._at_once = PAGES_AT_ONCE if members.size == 1 else GROUP_PAGES_AT_ONCE
+        self._pages_done = 0  # of each layer; below 0: given back
+        least, most = members.min_blocks, members.most_blocks
+        if not least <= num_blocks <= most:
+            raise NotApplied(
+                "failed" if num_blocks < least else "deferred",  # fewer bits in a layer make room for more
+                f"this instance needs at least {least} KV blocks, since the longest sequence must fit"
+                if num_blocks < least
+                else f"this instance can have at most {most} KV blocks: the device's budget less the weights",
+                blocks_asked=num_blocks,
+                min_blocks=least,
+                max_blocks=most,
+            )
+
+    @property
+    def deadline(self) -> float | None:
+        """When this resize gives up waiting."""
+        return self._patience.deadline
+
+    def numbers(self) -> dict[str, Number]:
+        """What the resize took so far."""
+        return {
+            "blocks_before": self._blocks_before,
+            "blocks_after": self._members.blocks,
+            "blocks_used": self._target.instance.scheduler.blocks.num_used,
+            "blocks_moved": self._target.resizer.num_blocks_moved - self._moved_before,
+            "wait_seconds": round(self._patience.total_s, 6),
+        }
+
+    def steps(self) -> Steps:
+        """Grow or shrink until the goal is reached; see `run.Run.steps`."""
+        members, is_done = self._members, False
+        try:
+            while missing := members.pages_missing(self._num_blocks):
+                if obstacle := self._obstacle(missing):
+                    if not self._patience.wait():
+                        raise obstacle
+                    yield False
+                    continue
+                self._patience.get_on()
+                pages = max(-self._at_once, min(missing, self._at_once))
+                if pages > 0:
+                    yield from members.grow(pages, "order")
+                else:
+                    yield from members.shrink(-pages, "order")
+                self._pages_done += pages
+                yield True
+            is_done = True
+            self._target.resizer.num_lent = 0  # as ordered, all of it is its own
+        finally:
+            if not is_done:
+                self._go_back()
+
+    def _obstacle(self, missing: int) -> NotApplied | None:
+        """Return why it cannot go on now, if anything."""
+        members, resizer = self._members, self._target.resizer
+        statuses = members.statuses()
+        if missing > min(each.growable_pages for each in statuses):
+            free = min(each.free_pages for each in statuses)
+            spare = min(each.spare_pages for each in statuses)
+            needed = missing * resizer.num_layers
+            where = f" in each of {members.size} workers" if members.size > 1 else ""
+            return NotApplied(
+                "deferred",
+                f"{self._num_blocks} KV blocks need {needed} pages more{where}; {free} are free, and "
+                f"{resizer.reserve_pages} of them are kept for swaps{resizer.kv_beside(needed - spare)}",
+                pages_needed=needed,
+                pages_free=free,
+                pages_reserved=resizer.reserve_pages,
+            )
+        used = members.num_used
+        if missing < 0 and members.blocks_after(missing) < used:
+            return members.in_use(used, self._num_blocks)
+        return None
+
+    def _go_back(self) -> None:
+        """Undo what was done; pages that a group has added stay, since taking them needs its consent."""
+        members, resizer, done = self._members, self._target.resizer, self._pages_done
+        if members.is_lost or not done:
+            return
+        if done < 0:
+            pages = min(-done, *(each.growable_pages for each in members.statuses()))
+            members.begin(GrowKV(pages=pages, blocks=members.blocks_after(pages), purpose="order"))
+        elif members.size == 1 and resizer.can_take(done, resizer.cache.allocator.num_used):
+            resizer.shrink(done)

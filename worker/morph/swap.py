@@ -1,0 +1,257 @@
+"""Halves of layers from one precision to another while requests decode (MorphServe §4.3).
+
+A half goes through these stages, each beside running steps or between two of them::
+
+    pages --> mapped --> copied --> checked, installed, old one unmapped --> pages to the KV cache
+    members   members    copiers    members, all between the same two steps
+
+Until it is installed the old variant serves, and whatever happens the new one is unmapped again. Several
+halves are in progress at once, as far as pages allow: the next one is copied while one waits for a boundary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from bus.messages import Number
+from bus.precisions import Precision
+from worker.distributed.messages import DropHalf, InstallHalf, PrepareHalf
+from worker.morph.members import Members, Steps
+from worker.morph.outcome import NotApplied
+from worker.morph.plan import Half
+from worker.morph.run import Clock, Patience, halves_text
+from worker.morph.target import Target
+from worker.shape.copier import Copy
+
+MAX_IN_PROGRESS = 4  # halves: while one is copied others wait for a boundary or for their turn
+
+
+@dataclass(slots=True)
+class HalvesInProgress:
+    """Halves being swapped, in all swaps of one pool, and the pages that their old variants will give back.
+
+    A half that waits for a request with a floor is in progress and does not advance.
+    """
+
+    halves: int = 0
+    advancing: int = 0
+    pages_coming: int = 0
+
+    def begin(self, pages_coming: int) -> None:
+        """Count one half more."""
+        self.halves += 1
+        self.advancing += 1
+        self.pages_coming += pages_coming
+
+    def end(self, pages_coming: int) -> None:
+        """Count one half less."""
+        self.halves -= 1
+        self.advancing -= 1
+        self.pages_coming -= pages_coming
+
+
+class SwapRun:
+    """One Swap, half by half. Halves that are done stay, whatever becomes of the others."""
+
+    is_beyond_return = False
+
+    def __init__(
+        self,
+        target: Target,
+        halves: Sequence[Half],
+        precision: Precision,
+        *,
+        wait_s: float,
+        in_progress: HalvesInProgress,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._target, self._precision = target, precision
+        self._members, self._in_progress = Members(target), in_progress
+        self._patience = Patience(wait_s, clock)
+        self._pending = deque(halves)
+        self._obstacle = NotApplied("deferred", "it did not get its turn")
+        self._blocks_before = self._members.blocks
+        self._moved_before = target.resizer.num_blocks_moved
+        self._num_halves, self._num_applied = len(halves), 0
+        self._pages_mapped = self._pages_unmapped = self._bytes = 0
+        self._copy_s = 0.0
+
+    @property
+    def progress(self) -> str:
+        """How many halves are done, for people."""
+        return halves_text(self._num_applied, self._num_halves)
+
+    @property
+    def deadline(self) -> float | None:
+        """When this swap gives up waiting."""
+        return self._patience.deadline
+
+    def numbers(self) -> dict[str, Number]:
+        """What the swap took so far; pages and bytes are those of this member."""
+        return {
+            "halves": self._num_halves,
+            "halves_applied": self._num_applied,
+            "bytes_copied": self._bytes,
+            "copy_seconds": round(self._copy_s, 6),
+            "wait_seconds": round(self._patience.total_s, 6),
+            "pages_mapped": self._pages_mapped,
+            "pages_unmapped": self._pages_unmapped,
+            "blocks_before": self._blocks_before,
+            "blocks_after": self._members.blocks,
+            "blocks_moved": self._target.resizer.num_blocks_moved - self._moved_before,
+        }
+
+    def steps(self) -> Steps:
+        """Start and carry on halves until all are done; see `run.Run.steps`."""
+        self._target.unmap_rest()
+        running: list[Steps] = []
+        with ExitStack() as undo:
+            undo.callback(_close, running)
+            while self._pending or running:
+                is_advancing = False
+                for half in list(running):
+                    if (has_advanced := next(half, None)) is None:
+                        running.remove(half)
+                    if has_advanced is not False:
+                        is_advancing = True
+                        yield True
+                if self._pending and (kv_pages := self._pages_to_take()) is not None:
+                    running.append(self._swap(self._pending.popleft(), kv_pages))
+                    next(running[-1])
+                    is_advancing = True
+                    yield True
+                if is_advancing:
+                    self._patience.get_on()
+                else:
+                    self._wait()
+                    yield False
+        yield from self._members.settle()
+        self._members.grow_own()
+        yield from self._members.settle()
+
+    # ----------------------------------------------------------------------------- one half
+
+    def _swap(self, half: Half, kv_pages: int) -> Steps:
+        """Swap one half; `kv_pages` of each layer's KV make room for its new variant."""
+        target, members = self._target, self._members
+        layer, part = half.layer, half.part
+        old = target.precision(half)
+        new_pages, old_pages = target.pages(half, self._precision), target.pages(half, old)
+        copy: Copy | None = None
+        self._in_progress.begin(old_pages)
+        try:
+            prepare = PrepareHalf(layer=layer, part=part, precision=self._precision)
+            if kv_pages:
+                yield from members.shrink(kv_pages, "swap", then=prepare)
+            else:
+                yield from members.do(prepare)
+            copy = target.prepared[half].copy
+            yield True
+            while not members.have_copied(half):
+                yield False
+            yield from self._until_released()
+            yield from members.do(InstallHalf(layer=layer, part=part))
+        except BaseException:
+            members.begin(DropHalf(layer=layer, part=part))
+            raise
+        finally:
+            self._in_progress.end(old_pages)
+            if copy and target.precision(half) == self._precision:
+                self._count(copy, new_pages, old_pages)
+            members.grow_own()
+        yield from members.settle()
+
+    def _until_released(self) -> Iterator[bool]:
+        """Wait for requests that came meanwhile and must not run in this precision."""
+        if not self._is_held():
+            return
+        self._in_progress.advancing -= 1
+        try:
+            while self._is_held():
+                yield False
+        finally:
+            self._in_progress.advancing += 1
+
+    def _count(self, copy: Copy, pages_mapped: int, pages_unmapped: int) -> None:
+        self._num_applied += 1
+        self._bytes += copy.nbytes
+        self._copy_s += copy.seconds
+        self._pages_mapped += pages_mapped
+        self._pages_unmapped += pages_unmapped
+
+    # ----------------------------------------------------------------------------- what it may wait for
+
+    def _pages_to_take(self) -> int | None:
+        """Return the pages per layer that the KV cache must give before the next half can start.
+
+        None: it cannot start now.
+        """
+        if self._in_progress.halves >= MAX_IN_PROGRESS or not self._members.has_settled or self._is_held():
+            return None
+        return self._pages_missing(self._pending[0])
+
+    def _is_held(self) -> bool:
+        """Return whether requests are here that must not run in this precision."""
+        held = self._members.num_held_above(self._precision)
+        if held:
+            self._obstacle = NotApplied(
+                "deferred",
+                f"held by {held} requests that take no layer in {self._precision}",
+                requests_holding=held,
+            )
+        return held > 0
+
+    def _pages_missing(self, half: Half) -> int | None:
+        """Return the pages per layer that the KV must give to map the new variant; None if it cannot.
+
+        At the end the reserve must be whole again. On the way it may be used: that is what it is for.
+        """
+        statuses = self._members.statuses()
+        new = self._target.pages(half, self._precision)
+        old = self._target.pages(half, self._target.precision(half))
+        missing_now = new - min(each.free_pages for each in statuses)
+        spare = min(each.spare_pages for each in statuses)
+        missing_after = new - old - self._in_progress.pages_coming - spare
+        if missing_now <= 0 and missing_after <= 0:
+            return 0
+        if missing_after <= 0 and self._in_progress.halves:
+            return None  # the halves in progress bring them
+        return self._take_from_kv(half, max(missing_now, missing_after))
+
+    def _take_from_kv(self, half: Half, num_pages: int) -> int | None:
+        members, resizer = self._members, self._target.resizer
+        pages_per_layer = -(-num_pages // resizer.num_layers)
+        needed = members.needed_blocks()
+        least = min(each.kv_pages for each in members.statuses())
+        if pages_per_layer <= least and members.blocks_after(-pages_per_layer) >= needed:
+            return pages_per_layer
+        free = min(each.free_pages for each in members.statuses())
+        self._obstacle = NotApplied(
+            "deferred",
+            f"the {half} needs {num_pages} pages more; of {members.blocks} KV blocks {needed} must stay"
+            f"{resizer.kv_beside(num_pages)}",
+            pages_needed=num_pages + free,
+            pages_free=free,
+            blocks=members.blocks,
+            blocks_used=members.num_used,
+            blocks_needed=needed,
+            min_blocks=members.min_blocks,
+        )
+        return None
+
+    def _wait(self) -> None:
+        if self._in_progress.advancing or not self._members.has_settled:
+            self._patience.get_on()  # this swap works, or another that will make room
+        elif not self._patience.wait():
+            raise self._obstacle
+
+
+def _close(running: list[Steps]) -> None:
+    """Undo all halves in progress, also where undoing one fails."""
+    with ExitStack() as undo:
+        for half in running:
+            undo.callback(half.close)
