@@ -127,8 +127,8 @@ class Members:
     def shrink(self, pages: int, purpose: KVPurpose, then: Actions | None = None) -> Steps:
         """Take pages from each layer of the KV cache, moving live blocks out of the way (MorphServe §4.4).
 
-        then: an action that needs the pages, between the same two steps. Raises NotApplied where the blocks in
-        use do not fit into the rest.
+        then: an action that needs the pages, between the same two steps. Raises NotApplied where the blocks
+        in use do not fit into the rest.
         """
         blocks = self.blocks_after(-pages)
         self._is_counting = True

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bus.messages import PARTS, MorphReport, Resize, Swap
+from bus.messages import PARTS, MorphReport, RejectReason, Resize, Swap
 from bus.precisions import PRECISIONS
 from tests.support.engine_toys import VOCAB, Client, continuation, request
 from tests.support.morph_toys import Rig
@@ -121,7 +121,7 @@ class History:
         """The system does, once."""
         backend, real = self.rig.pool.backend, getattr(type(self.rig.pool.backend), verb)
 
-        def refuse(*_: Any) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
             setattr(backend, verb, real.__get__(backend))
             raise MappingFailed(f"{verb} is refused")
 
@@ -177,7 +177,7 @@ class History:
 
     def _check_streams(self) -> None:
         for name, (prompt, max_tokens) in self.prompts.items():
-            if self.client.errors.get(name, "").startswith("precision_floor:"):
+            if self.client.reject_reasons.get(name) is RejectReason.PRECISION_FLOOR:
                 assert not self.client.tokens[name]
             elif name not in self.cancelled:
                 wanted = continuation(prompt, min(max_tokens, 60 - len(prompt)))
