@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bus.checkpoints import folder_digest
-from bus.messages import Stage, Swap
+from bus.messages import RejectReason, Stage, Swap
 from tests.support.deploy_models import Place, settings_for, write_model
 from worker.deploy.newcomer import Newcomer
 
@@ -246,5 +246,5 @@ def test_what_is_not_finished_in_time_is_told_to_go_on_elsewhere(
     place.submit("late", "second", [1])
     place.run()
     for name in ("a", "b", "late"):
-        assert place.client.errors[name].startswith("retired:")
+        assert place.client.reject_reasons[name] is RejectReason.RETIRED
     assert len(place.client.tokens["c"]) == 50

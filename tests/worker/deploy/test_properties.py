@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bus.messages import PARTS, Resize, Swap
+from bus.messages import PARTS, RejectReason, Resize, Swap
 from bus.precisions import Precision
 from tests.support.deploy_models import Place, settings_for, write_model
 
@@ -145,7 +145,7 @@ class Histories(RuleBasedStateMachine):
     def _check_answers(self) -> None:
         client = self.place.client
         for name, (model, max_tokens) in self.requests.items():
-            if client.errors.get(name, "").startswith("retired:") or name in self.cancelled:
+            if client.reject_reasons.get(name) is RejectReason.RETIRED or name in self.cancelled:
                 continue
             assert client.ends[name] == "length" and len(client.tokens[name]) == max_tokens
             if model not in self.is_swapped:

@@ -296,7 +296,7 @@ def test_halves_that_were_done_before_a_failure_stay(rig: Rig) -> None:
         install(*place)
         rig.variants.fail_on = {"check"}
 
-    rig.variants.install = install_the_first  # type: ignore[method-assign]
+    rig.variants.install = install_the_first  # type: ignore[assignment,method-assign]
     swap(rig, "int4", layers=[0, 1])
     report = ended(rig)
     assert report.state == "failed" and 0 < report.numbers["halves_applied"] < 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bus.client import connect
-from bus.messages import Deploy, MorphReport, Retire, Stage, WorkerCard
+from bus.messages import Deploy, MorphReport, RejectReason, Retire, Stage, WorkerCard
 from bus.settings import RedisSettings
 from tests.support.deploy_models import settings_for, write_model
 from tests.support.loaded_bench import QUICK, LoadedBench
@@ -121,7 +121,7 @@ async def test_what_is_not_finished_in_time_is_told_to_run_elsewhere(bench: Depl
     assert report.state == "applied" and report.numbers["seconds"] < GATEWAYS_LOOK_S
     if bench.end("a") != "length":
         (last,) = [delta for delta in bench.deltas("a") if delta.finish_reason]
-        assert last.error and last.error.startswith("retired:")
+        assert last.reject_reason is RejectReason.RETIRED
     await bench.until(lambda: bench.end("first") == "length")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bus.client import connect
-from bus.messages import CancelMorph, MorphReport, Resize, Swap, Transform, WorkerTelemetry
+from bus.messages import CancelMorph, MorphReport, RejectReason, Resize, Swap, Transform, WorkerTelemetry
 from bus.settings import RedisSettings
 from tests.conftest import settings_of
 from tests.support.engine_toys import continuation
@@ -166,7 +166,7 @@ async def test_a_request_below_whose_floor_the_shape_is_is_sent_back(bench: Morp
     await bench.submit("a", [1], 5, min_precision="full")
     await bench.until(lambda: bench.end("a"))
     (delta,) = bench.deltas("a")
-    assert delta.finish_reason == "error" and (delta.error or "").startswith("precision_floor:")
+    assert delta.finish_reason == "error" and delta.reject_reason is RejectReason.PRECISION_FLOOR
     await bench.submit("a", [1], 5, attempt=2)
     await bench.until(lambda: bench.tokens("a") == continuation([1], 5))
     await bench.until(bench.is_settled)
