@@ -35,19 +35,11 @@ COMMANDS: Final = {
 DESCRIPTION = """\
 Instar serves large language models and changes shape while it serves.
 
-  instar serve                      serve the demo model on http://127.0.0.1:8000/v1
-  instar serve path/to/model        serve a Llama, Mistral, Qwen2 or Qwen3 folder of Hugging Face
-  instar status                     show workers, memory, instances and requests
-  instar morph resize 400           change KV blocks, precision or the policy of a running instance
-  instar drain w1                   let a worker finish its requests and leave
-  instar model add path/to/llama    measure another model; `instar plan` shows what it would cost
-  instar deploy llama               serve it by an intent: cheap, fast or small
-  instar deployments                show what is deployed, where, and what waits for room
+  instar serve path/to/model        a Llama, Mistral, Qwen2 or Qwen3 folder of Hugging Face [demo model]
+  instar status                     what runs, on which workers, with how much memory
+  instar morph resize 400           change KV blocks, precision or the policy by hand
+  instar deploy llama               serve a registered model by an intent: cheap, fast or small
   instar complete "def fib(n):"     print a completion as it is generated
-  instar bench replay azure.csv     send recorded traffic again and report the latencies
-  instar settings                   show every setting, its value and its source
-  instar quantize models/demo       quantise layers, to swap to under load
-  instar profile models/demo        find the order in which to swap them
 """
 
 

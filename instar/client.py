@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -121,6 +121,22 @@ def _hint(answer: httpx.Response) -> str:
     if answer.status_code == httpx.codes.NOT_FOUND and not path.startswith(("/admin", "/v1")):
         return f"; is --url right? It is the gateway's address, such as {answer.url.copy_with(path='/')}"
     return ""
+
+
+def stream_events(client: httpx.Client, method: str, path: str, **options: Any) -> Iterator[tuple[str, str]]:
+    """Yield (kind, data) of each server-sent event, and ("", "") for other lines.
+
+    Raises ServerError for a refusal, and httpx.HTTPError.
+    """
+    with client.stream(method, path, **options) as answer:
+        if not answer.is_success:
+            answer.read()
+        check_answer(answer)
+        kind = ""
+        for line in answer.iter_lines():
+            name, _, value = line.partition(":")
+            kind = value.strip() if name == "event" else kind
+            yield (kind, value.strip()) if name == "data" else ("", "")
 
 
 # --------------------------------------------------------------------------- waiting

@@ -22,8 +22,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from bench.common.redis import running_redis
 from bench.common.results import conclude, parser, say
-from instar.serve.redis_server import free_port, start_redis
+from instar.serve.redis_server import free_port
 
 BAR_S = 2.0
 READY_S = 180.0
@@ -35,11 +36,8 @@ def main() -> int:
     with serving(*args.model) as (pid, _):
         time.sleep(SETTLE_S)
         per_process = cpu_seconds_a_minute(tree(pid), args.seconds)
-    redis = start_redis()
-    try:
-        baseline = sum(cpu_seconds_a_minute(tree(redis.process.pid), min(args.seconds, 20)).values())
-    finally:
-        redis.stop()
+    with running_redis() as (_, redis_pid):
+        baseline = sum(cpu_seconds_a_minute(tree(redis_pid), min(args.seconds, 20)).values())
     return report(per_process, baseline, args.seconds)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from instar.client import check_answer, gateway_client, get_json, settings_of, unreachable
+from instar.client import gateway_client, get_json, settings_of, stream_events, unreachable
 from instar.errors import InputError, ServerError
 from instar.parser import CommandParser, add_client_flags, at_least_one, temperature
 
@@ -76,16 +76,12 @@ def first_model(client: httpx.Client) -> str:
 def stream_text(client: httpx.Client, body: dict[str, object]) -> Iterator[str]:
     """Yield the text of a streamed completion in pieces. Raises ServerError."""
     try:
-        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-            if not answer.is_success:
-                answer.read()
-            check_answer(answer)
-            for line in answer.iter_lines():
-                if not line.startswith("data:") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data:"))
-                if "error" in event:
-                    raise ServerError(event["error"]["message"])
-                yield from (choice["text"] for choice in event["choices"])
+        for _, data in stream_events(client, "POST", "/v1/completions", json={**body, "stream": True}):
+            if data in ("", "[DONE]"):
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise ServerError(event["error"]["message"])
+            yield from (choice["text"] for choice in event["choices"])
     except httpx.HTTPError as error:
         raise unreachable(client, error) from error

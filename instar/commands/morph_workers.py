@@ -23,94 +23,79 @@ def workers_for(
     Raises InputError for a degree that cannot be, an ambiguous choice, or too few workers.
     """
     try:
-        return _found(state, tp, instance, model)
+        return _choose(state, tp, instance, model)
     except InputError as problem:
-        raise InputError(f"{problem}{_left_out(state['instances'])}") from None
+        others = [f"; {one['id']} is {one['state']}" for one in state["instances"] if one["state"] != SERVING]
+        raise InputError(f"{problem}{''.join(others)}") from None
 
 
-def _found(
+def _choose(
     state: Mapping[str, Any], tp: int, instance: str | None, model: str | None
 ) -> tuple[list[str], str]:
     serving = [one for one in state["instances"] if one["state"] == SERVING]
-    hosts = {worker["id"]: str(worker["host"]) for worker in state["workers"]}
     candidates = [one for one in serving if model in (None, one["model"])]
     if not candidates:
         raise InputError(f"no instance of {model or 'any model'} serves; there are: {_ids(serving)}")
-    candidates = _without_stages(candidates, instance)
-    _check_models(candidates, serving, tp, instance)
+    named = [one for one in candidates if instance in (None, one["id"])]
+    _check_stages(named)
+    candidates = [one for one in candidates if one.get("pp", 1) == 1]
+    if not named:
+        raise InputError(f"no instance {instance} serves; there are: {_ids(candidates)}")
+    named = [one for one in named if one in candidates]
+    _check_models(named, serving, tp)
     if instance is None and all(one["tp"] == tp for one in candidates):
         return list(candidates[0]["workers"]), candidates[0]["model"]
     _check_degree(candidates, tp)
-    first = _named(candidates, instance) if instance else _most_likely(candidates, tp)
+    first = named[0] if instance else _most_likely(candidates, tp)
     if first["tp"] >= tp:
         return list(first["workers"]), first["model"]
+    hosts = {worker["id"]: str(worker["host"]) for worker in state["workers"]}
     return _joined(candidates, hosts, tp, first), first["model"]
 
 
-def _without_stages(candidates: Sequence[Instance], instance: str | None) -> list[Instance]:
-    """Return the instances without pipeline stages. Raises InputError if only those with stages are meant."""
-    left = [one for one in candidates if one.get("pp", 1) == 1]
-    meant = [one for one in candidates if instance in (None, one["id"])]
-    if meant and not [one for one in meant if one in left]:
+def _check_stages(named: Sequence[Instance]) -> None:
+    """Raise InputError if all have pipeline stages: those keep their shape."""
+    if named and all(one.get("pp", 1) > 1 for one in named):
         raise InputError(
-            f"{meant[0]['id']} has stages and keeps the shape it was deployed in: retire it "
-            f"(`instar deployments` shows its id), and deploy {meant[0]['model']} in another"
+            f"{named[0]['id']} has stages and keeps the shape it was deployed in: retire it "
+            f"(`instar deployments` shows its id), and deploy {named[0]['model']} in another"
         )
-    return left
 
 
-def _check_models(
-    candidates: Sequence[Instance], serving: Sequence[Instance], tp: int, instance: str | None
-) -> None:
-    """Raise InputError for an ambiguous model, and for a group of a worker with several models."""
-    models = sorted({str(one["model"]) for one in candidates})
-    if instance is None and len(models) > 1:
+def _check_models(named: Sequence[Instance], serving: Sequence[Instance], tp: int) -> None:
+    """Raise InputError for an ambiguous model, and for a group of workers with several models."""
+    models = sorted({str(one["model"]) for one in named})
+    if len(models) > 1:
         raise InputError(f"say which model (--model); there are: {', '.join(models)}")
-    meant = [one for one in candidates if instance in (None, one["id"])]
-    beside = {one["id"]: _beside(one, serving) for one in meant}
-    if tp > 1 and meant and all(beside.values()):
-        first = meant[0]
+
+    def others(one: Instance) -> list[str]:
+        shared = (other for other in serving if set(other["workers"]) & set(one["workers"]))
+        return sorted({str(other["model"]) for other in shared} - {str(one["model"])})
+
+    if tp > 1 and all(map(others, named)):
+        first, model = named[0], str(named[0]["model"])
         raise InputError(
-            f"{first['workers'][0]} serves {', '.join([str(first['model']), *beside[first['id']]])}, and a "
-            "worker of several models joins no group: retire the others (`instar deployments` shows what was "
-            f"deployed), or deploy {first['model']} with --tp {tp} onto workers without a model"
+            f"{first['workers'][0]} serves {', '.join([model, *others(first)])}, and a worker of several "
+            "models joins no group: retire the others (`instar deployments` shows what was deployed), or "
+            f"deploy {model} with --tp {tp} onto workers without a model"
         )
-
-
-def _beside(one: Instance, serving: Sequence[Instance]) -> list[str]:
-    """Return the other models on the workers of `one`."""
-    others = {str(other["model"]) for other in serving if set(other["workers"]) & set(one["workers"])}
-    return sorted(others - {str(one["model"])})
 
 
 def _check_degree(candidates: Sequence[Instance], tp: int) -> None:
     """Raise InputError for a degree that the model's weights do not allow."""
     allowed = sorted({degree for one in candidates for degree in one.get("degrees") or ()})
     if allowed and tp not in allowed:
-        model, those = candidates[0]["model"], ", ".join(map(str, allowed))
-        raise InputError(f"{model} cannot be served at tp {tp}; allowed is: {those}")
-
-
-def _left_out(instances: Sequence[Instance]) -> str:
-    """Return `; demo@w1 is draining` for instances that are shown but do not count."""
-    return "".join(f"; {one['id']} is {one['state']}" for one in instances if one["state"] != SERVING)
-
-
-def _named(serving: Sequence[Instance], instance: str) -> Instance:
-    for one in serving:
-        if one["id"] == instance:
-            return one
-    raise InputError(f"no instance {instance} serves; there are: {_ids(serving)}")
+        degrees = ", ".join(map(str, allowed))
+        raise InputError(f"{candidates[0]['model']} cannot be served at tp {tp}; allowed is: {degrees}")
 
 
 def _most_likely(serving: Sequence[Instance], tp: int) -> Instance:
     """Return the only group above `tp`, or if all are below, the least loaded of the highest degree."""
     lower = [one for one in serving if one["tp"] < tp]
     higher = [one for one in serving if one["tp"] > tp]
-    is_one_model = len({one["model"] for one in serving}) == 1
-    if is_one_model and lower and not higher:
+    if lower and not higher:
         return min(lower, key=lambda one: (-one["tp"], _load(one), one["id"]))
-    if is_one_model and len(higher) == 1 and not lower:
+    if len(higher) == 1 and not lower:
         return higher[0]
     raise InputError(f"say which instance (--instance); there are: {_ids(serving)}")
 
@@ -118,11 +103,11 @@ def _most_likely(serving: Sequence[Instance], tp: int) -> Instance:
 def _joined(instances: Sequence[Instance], hosts: Mapping[str, str], tp: int, first: Instance) -> list[str]:
     """Return the workers of `first` and of the least loaded instances of its host and degree."""
 
-    def is_neighbour(one: Instance) -> bool:
-        traits = [(each["model"], each["tp"], hosts.get(each["workers"][0])) for each in (one, first)]
-        return one["id"] != first["id"] and traits[0] == traits[1]
+    def kind(one: Instance) -> tuple[Any, ...]:
+        return one["model"], one["tp"], hosts.get(one["workers"][0])
 
-    neighbours = sorted(filter(is_neighbour, instances), key=lambda one: (_load(one), one["id"]))
+    neighbours = [one for one in instances if one["id"] != first["id"] and kind(one) == kind(first)]
+    neighbours.sort(key=lambda one: (_load(one), one["id"]))
     taken = [first, *neighbours[: max(0, tp // first["tp"] - 1)]]
     if sum(one["tp"] for one in taken) != tp:
         host = hosts.get(first["workers"][0], "its host")

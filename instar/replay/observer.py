@@ -29,48 +29,6 @@ COUNTED: Final = (
 _SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)", re.MULTILINE)
 
 
-class _Kv(msgspec.Struct, frozen=True):
-    blocks: int | None = None
-    used: int | None = None
-
-
-class _Instance(msgspec.Struct):
-    id: str
-    kv: _Kv = _Kv()
-    running: int | None = None
-    waiting: int | None = None
-    layers_below_full: int | None = None
-    tp: int = 1
-
-
-class _Report(msgspec.Struct, frozen=True):
-    oldest_wait_seconds: float | None = None
-
-
-class _Measured(msgspec.Struct):
-    id: str
-    queue_delay_seconds: float | None = None
-    last: _Report = _Report()
-
-    def queue_delay_s(self, *, is_of_run: bool) -> float | None:
-        """Return the delay over the metric's window; before that is in the run, of the queue's head."""
-        return self.queue_delay_seconds if is_of_run else self.last.oldest_wait_seconds
-
-
-class _Metrics(msgspec.Struct, frozen=True):
-    instances: list[_Measured] = []
-    window_seconds: float = 0.0
-    age_seconds: float = 0.0
-
-
-class _State(msgspec.Struct):
-    """The fields of GET /admin/state that a run keeps."""
-
-    instances: list[_Instance]
-    metrics: _Metrics = _Metrics()
-    morphs: list[dict[str, Any]] = []
-
-
 class Observer:
     """Samples over time, the last state of each morph by id, and the growth of the counters."""
 
@@ -91,13 +49,11 @@ class Observer:
             return f"its state cannot be read: {problem}"
         if status in (401, 403):
             return "its state needs a key: --admin-key"
-        try:
-            state = msgspec.json.decode(answer, type=_State)
-        except msgspec.DecodeError:
+        if (state := _state(answer)) is None:
             return "it is not an Instar server: KV, layers and morphs are not reported"
         if status != 200:
             return f"/admin/state answers {status}"
-        self._old = {one["id"] for one in state.morphs if one.get("state") != "running"}
+        self._old = {one["id"] for one in state.get("morphs", []) if one.get("state") != "running"}
         self._before = await self._counters()
         return ""
 
@@ -110,18 +66,25 @@ class Observer:
     async def sample(self, now_s: Callable[[], float]) -> None:
         try:
             status, answer = await fetch(self._server, "GET", "/admin/state", within_s=TIMEOUT_S)
-            state = msgspec.json.decode(answer, type=_State) if status == 200 else None
-        except (ServerError, msgspec.DecodeError):
+            state = _state(answer) if status == 200 else None
+        except ServerError:
             state = None
         if state is None:
             self.num_missed += 1
             return
-        metrics = state.metrics
-        is_of_run = now_s() > metrics.age_seconds + metrics.window_seconds + LAG_S
-        delays = {one.id: one.queue_delay_s(is_of_run=is_of_run) for one in metrics.instances}
-        shapes = {one.id: _shape(one, delays.get(one.id)) for one in state.instances}
+        metrics = state.get("metrics") or {}
+        window_s = metrics.get("age_seconds", 0.0) + metrics.get("window_seconds", 0.0) + LAG_S
+        # Until the metric's window is in the run, the wait of the queue's head stands for it.
+        is_in_run = now_s() > window_s
+        delays = {
+            one["id"]: one.get("queue_delay_seconds")
+            if is_in_run
+            else (one.get("last") or {}).get("oldest_wait_seconds")
+            for one in metrics.get("instances", [])
+        }
+        shapes = {one["id"]: _shape(one, delays.get(one["id"])) for one in state["instances"]}
         self.samples.append({"at_s": round(now_s(), 3), "instances": shapes})
-        self.morphs |= {one["id"]: one for one in state.morphs if one["id"] not in self._old}
+        self.morphs |= {one["id"]: one for one in state.get("morphs", []) if one["id"] not in self._old}
 
     async def end(self, now_s: Callable[[], float]) -> None:
         await self.sample(now_s)
@@ -150,16 +113,20 @@ def _grown(after: float, before: float) -> float:
     return after - before if after >= before else after
 
 
-def _shape(one: _Instance, queue_delay_s: float | None) -> dict[str, Any]:
-    return {
-        "kv_blocks": one.kv.blocks,
-        "kv_used": one.kv.used,
-        "running": one.running,
-        "waiting": one.waiting,
-        "layers_below_full": one.layers_below_full,
-        "tp": one.tp,
-        "queue_delay_s": queue_delay_s,
-    }
+def _state(answer: bytes) -> dict[str, Any] | None:
+    """Return the state of an Instar server, None for the answer of another."""
+    try:
+        state = msgspec.json.decode(answer)
+    except msgspec.DecodeError:
+        return None
+    return state if isinstance(state, dict) and isinstance(state.get("instances"), list) else None
+
+
+def _shape(one: dict[str, Any], queue_delay_s: float | None) -> dict[str, Any]:
+    kv = one.get("kv") or {}
+    numbers = {name: one.get(name) for name in ("running", "waiting", "layers_below_full")}
+    sizes = {"kv_blocks": kv.get("blocks"), "kv_used": kv.get("used"), "tp": one.get("tp", 1)}
+    return sizes | numbers | {"queue_delay_s": queue_delay_s}
 
 
 def counters(page: str) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +51,7 @@ def draw(runs: Sequence[RunFile], path: Path) -> None:
     for run, colour in zip(runs, COLOURS * len(runs), strict=False):
         _failed(panels[0][0], run, colour, bin_s)
         _tokens(panels[0][1], run, colour, bin_s)
-        for row, times in ((1, _ttft), (2, _tpot)):
+        for row, times in ((1, attrgetter("ttft_s")), (2, attrgetter("tpot_s"))):
             _over_arrivals(panels[row][0], run, colour, times)
             _distribution(panels[row][1], run, colour, times)
         _kv(panels[3][0], run, colour)
@@ -77,14 +78,6 @@ def _save(figure: Any, path: Path) -> None:
 
 def _end_s(run: RunFile) -> float:
     return max(max(one.due_s, one.last_s or one.ended_s or 0.0) for one in run.outcomes)
-
-
-def _ttft(one: RequestOutcome) -> float | None:
-    return one.ttft_s
-
-
-def _tpot(one: RequestOutcome) -> float | None:
-    return one.tpot_s
 
 
 # ------------------------------------------------------------------------------------- what is drawn

@@ -17,11 +17,12 @@ from typing import Final, TextIO
 
 import httpx
 
-from instar.client import admin_client, check_answer, unreachable
+from instar.client import admin_client, stream_events, unreachable
 from instar.errors import InputError, ServerError
 from instar.replay.requests import TRIAL
 
 PATH: Final = "/admin/requests"
+STOP: Final = ("stop", "")
 MIN_FREE_BYTES: Final = 1 << 20  # on the disk: some thousand requests
 SILENCE_S: Final = 30.0  # longer than between two comments of a live stream
 
@@ -74,7 +75,7 @@ def _open(path: Path, *, is_private: bool) -> TextIO:
 def _write(file: TextIO, events: Iterator[tuple[str, str]], counts: _Counts, limit: int | None) -> bool:
     """Write requests. Returns True if the server ended the stream."""
     for kind, data in events:
-        if kind == "":
+        if (kind, data) == STOP:
             return False
         if kind == "lost":
             counts.lost += int(data)
@@ -91,26 +92,18 @@ def _write(file: TextIO, events: Iterator[tuple[str, str]], counts: _Counts, lim
 
 
 def _events(client: httpx.Client, has_prompts: bool, ends: float | None) -> Iterator[tuple[str, str]]:
-    """Yield (kind, data) of each event, and ("", "") at the time to stop, which each line checks.
+    """Yield (kind, data) of each event, and STOP at the time to stop, which each line checks.
 
     Raises ServerError.
     """
-    timeout = httpx.Timeout(SILENCE_S, read=SILENCE_S)
     params = {"prompts": "true"} if has_prompts else {}
     try:
-        with client.stream("GET", PATH, params=params, timeout=timeout) as answer:
-            if not answer.is_success:
-                answer.read()
-            check_answer(answer)
-            kind = ""
-            for line in answer.iter_lines():
-                if ends is not None and time.monotonic() >= ends:
-                    yield "", ""
-                    return
-                if line.startswith("event: "):
-                    kind = line.removeprefix("event: ")
-                elif line.startswith("data: "):
-                    yield kind, line.removeprefix("data: ")
+        for event in stream_events(client, "GET", PATH, params=params, timeout=SILENCE_S):
+            if ends is not None and time.monotonic() >= ends:
+                yield STOP
+                return
+            if event[1]:
+                yield event
     except httpx.ReadTimeout as error:
         raise ServerError(f"{client.base_url} sent nothing for {SILENCE_S:g} s") from error
     except httpx.ConnectError as error:

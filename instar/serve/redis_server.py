@@ -13,7 +13,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,37 +131,3 @@ def server_version(program: Path) -> tuple[int, int] | None:
         return None
     match = re.search(r"v=(\d+)\.(\d+)", done.stdout)
     return (int(match[1]), int(match[2])) if match else None
-
-
-# --------------------------------------------------------------------------- for tests and benchmarks
-
-
-@dataclass(frozen=True, slots=True)
-class RunningRedis:
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def start_redis(port: int = 0, maxmemory_mb: int = 256) -> RunningRedis:
-    """Start a server for a test or a benchmark.
-
-    Raises RedisServerNotFound, or RuntimeError if it does not listen within 10 s.
-    """
-    server = plan_redis(maxmemory_mb, port)
-    process = subprocess.Popen(server.argv, stdin=subprocess.PIPE, stdout=sys.stderr)
-    assert process.stdin is not None
-    process.stdin.write(server.config)
-    process.stdin.close()
-    running = RunningRedis(server.url, process)
-    if not wait_until_listening(server.port, 10):
-        running.stop()
-        raise RuntimeError(f"{server.program} does not listen on port {server.port} after 10 s")
-    return running

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from bench.common.redis import running_redis
 from bus.settings import Settings, load_settings
 from instar.commands.serve import ready_to_start
 from instar.errors import InputError
@@ -32,7 +33,6 @@ from instar.serve.redis_server import (
     free_port,
     plan_redis,
     server_version,
-    start_redis,
 )
 from instar.serve.supervisor import Supervisor
 from tests.support.paths import ROOT
@@ -154,15 +154,12 @@ def test_the_address_told_can_be_opened_from_here() -> None:
 def test_a_redis_server_is_found_and_listens_with_a_password() -> None:
     import redis
 
-    running = start_redis(maxmemory_mb=32)
-    try:
-        with redis.Redis.from_url(running.url) as client:
+    with running_redis(maxmemory_mb=32) as (url, _):
+        with redis.Redis.from_url(url) as client:
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
-        keyless = redis.Redis.from_url(re.sub(r"//.*@", "//", running.url))
+        keyless = redis.Redis.from_url(re.sub(r"//.*@", "//", url))
         with keyless as client, pytest.raises(redis.AuthenticationError):
             client.ping()
-    finally:
-        running.stop()
 
 
 def test_a_redis_that_is_too_old_is_passed_over_and_named(

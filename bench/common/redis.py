@@ -1,0 +1,30 @@
+"""A Redis server as `instar serve` runs it, for a benchmark or a test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from instar.serve.redis_server import plan_redis, wait_until_listening
+
+START_S = 10
+
+
+@contextmanager
+def running_redis(maxmemory_mb: int = 256) -> Iterator[tuple[str, int]]:
+    """Yield the URL and the process id of a server. Raises RedisServerNotFound, or RuntimeError."""
+    server = plan_redis(maxmemory_mb)
+    with subprocess.Popen(server.argv, stdin=subprocess.PIPE, stdout=sys.stderr) as process:
+        try:
+            assert process.stdin is not None
+            process.stdin.write(server.config)
+            process.stdin.close()
+            if not wait_until_listening(server.port, START_S):
+                raise RuntimeError(
+                    f"{server.program} does not listen on port {server.port} after {START_S} s"
+                )
+            yield server.url, process.pid
+        finally:
+            process.kill()
