@@ -31,8 +31,8 @@ from gateway.openai.formats import CHAT, COMPLETION
 from gateway.openai.params import ChatBody, CompletionBody
 from gateway.openai.problems import sentence
 from gateway.openai.request_log import RequestLog
-from gateway.operations import admin, deployments, models, morphing, public
-from gateway.operations.feeds import Feeds
+from gateway.operations import admin, deployments, public
+from gateway.operations.live import Feeds
 from gateway.operations.sequences import Sequences
 from gateway.state import Gateway
 
@@ -40,7 +40,16 @@ log = logging.getLogger("gateway")
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-ROUTERS: Final = (public.router, admin.router, morphing.router, models.router, deployments.router)
+ROUTERS: Final = (public.router, admin.router, deployments.router)
+# What a 404 under /admin names, in the order of the routes.
+ADMIN_ENDPOINTS: Final = tuple(
+    dict.fromkeys(
+        route.path.replace(":path", "")
+        for router in ROUTERS[1:]
+        for route in router.routes
+        if isinstance(route, Route)
+    )
+)
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 # W3C Trace Context, section 3.2: version, trace id, parent id, flags; neither id is all zeros, version ff is
 # none, and later versions may add fields.
@@ -159,7 +168,7 @@ async def _http_error(request: Request, error: Any) -> Response:
     """Answer what routing refuses: 404, 405."""
     method, path, headers = request.method, request.scope["path"], error.headers or {}
     if error.status_code == 404:
-        refusal = no_such_path(method, path, public.ENDPOINTS, public.ADMIN_ENDPOINTS)
+        refusal = no_such_path(method, path, public.ENDPOINTS, ADMIN_ENDPOINTS)
     elif error.status_code == 405 and "Allow" in headers:
         refusal = wrong_method(method, path, _methods(request) or headers["Allow"])
     else:

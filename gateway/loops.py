@@ -14,8 +14,8 @@ from bus.client import BusFull, BusUnavailable, Restart
 from bus.messages import Event, Metrics, MorphReport, StepOutput
 from bus.pending import as_numbers
 from gateway.delivery.request import RetryReason
-from gateway.operations.deployed import active_models, awaited_models
-from gateway.operations.feeds import Feeds
+from gateway.operations.live import Feeds
+from gateway.operations.picture import active_models, awaited_models
 from gateway.state import BUS_PATIENCE_S, Gateway
 from gateway.text import tokenizer
 
@@ -147,13 +147,13 @@ class Loops:
         if isinstance(message, Event):
             self._gateway.morphs.on_event(message)
             self._feeds.events.publish(message)
-            self._feeds.live.tell(message, is_history=is_history)
+            self._feeds.live.publish(message, is_history=is_history)
         else:
             if message.telemetry and not is_history:
                 self._gateway.cluster.add_report(message.telemetry)
             entry = self._gateway.morphs.on_report(message, is_history=is_history)
             self._feeds.events.publish_morph(entry)
-            self._feeds.live.tell_morph(entry)
+            self._feeds.live.publish_morph(entry)
             if message.kind == "transform" and message.state != "running":
                 self._poll_now.set()  # the cards show another shape
 

@@ -17,7 +17,7 @@ from bus.client import Bus
 from bus.settings import GatewaySettings, Settings, SettingsError
 from gateway.app import create_app
 from gateway.http.connection import Protocol
-from gateway.operations.feeds import Feeds
+from gateway.operations.live import Feeds
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")

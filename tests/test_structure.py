@@ -45,15 +45,6 @@ IMPORT_CYCLES = {
     frozenset({"gateway.delivery.inflight", "gateway.delivery.journey"}),
     frozenset({"gateway.openai.call", "gateway.openai.choice"}),
     frozenset({"gateway.openai.ended", "gateway.tracing.facts", "gateway.tracing.tracer"}),
-    frozenset(
-        {
-            "gateway.operations.deployed",
-            "gateway.operations.live",
-            "gateway.operations.live_state",
-            "gateway.operations.picture",
-            "gateway.state",
-        }
-    ),
 }
 
 

@@ -1,28 +1,32 @@
-"""/admin: what is where, what happens, and orders to workers. Its keys are not those of /v1."""
+"""/admin: the state, event streams, and orders to workers by hand. Its keys are not those of /v1.
+
+An order is answered 202 with its morph; with `?wait=true` when it has ended.
+"""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response, StreamingResponse
 
-from bus.client import BusFull, BusUnavailable
-from bus.messages import Drain
-from gateway.errors import ApiError, unavailable
-from gateway.http.auth import check_admin
-from gateway.openai.formats import to_json
-from gateway.operations.feeds import Feeds
+from bus.messages import CancelMorph, Drain
+from bus.morphs import MORPHS, MorphEntry, TransformOrder
+from bus.policy import describe
+from gateway.errors import ApiError
+from gateway.morphs import MorphRecord
+from gateway.operations import orders, transforms
+from gateway.operations import policy as policies
+from gateway.operations.answers import WAIT_S, Here, allowed, body_of, bus_or_503, json_answer, new_id
+from gateway.operations.live import Feeds
 from gateway.operations.orders import loss_without, meant
 from gateway.operations.picture import picture
+from gateway.operations.sequences import Sequences, send, shown
 from gateway.operations.tables import tables
 from gateway.state import Gateway
-
-
-async def gateway_of(request: Request) -> Gateway:
-    gateway: Gateway = request.app.state.gateway
-    return gateway
 
 
 async def feeds_of(request: Request) -> Feeds:
@@ -30,50 +34,49 @@ async def feeds_of(request: Request) -> Feeds:
     return feeds
 
 
-Here = Annotated[Gateway, Depends(gateway_of)]
+async def sequences_of(request: Request) -> Sequences:
+    sequences: Sequences = request.app.state.sequences
+    return sequences
+
+
 Streams = Annotated[Feeds, Depends(feeds_of)]
-
-
-async def allowed(request: Request, gateway: Here) -> None:
-    """Raises ApiError 401 or 403."""
-    host = request.client.host if request.client else ""
-    loopback_only = gateway.settings.gateway.loopback_only
-    check_admin(gateway.admin_keys, request.headers.raw, host, loopback_only=loopback_only)
-
+Running = Annotated[Sequences, Depends(sequences_of)]
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 
 
 @router.get("/state")
 async def state(gateway: Here) -> Response:
-    return Response(to_json(picture(gateway)), media_type="application/json")
+    return json_answer(picture(gateway))
 
 
 @router.get("/tables")
 async def get_tables() -> Response:
-    """The precisions, kinds of morphs, fields of the policy and charts."""
-    return Response(to_json(tables()), media_type="application/json")
+    """Return the precisions, kinds of morphs, fields of the policy and charts."""
+    return json_answer(tables())
 
 
 @router.get("/events")
 async def events(feeds: Streams) -> StreamingResponse:
-    """Server-sent events of the audit stream, the recent ones first."""
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(feeds.events.listen(), media_type="text/event-stream", headers=headers)
+    """Stream the events of the bus, the recent ones first."""
+    return _stream(feeds.events.listen())
 
 
 @router.get("/live")
 async def live(feeds: Streams) -> StreamingResponse:
-    """Server-sent events for the dashboard: hello, history, state, and what happens from then on."""
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(feeds.live.listen(), media_type="text/event-stream", headers=headers)
+    """Stream to the dashboard: hello, history, state, and what happens from then on."""
+    return _stream(feeds.live.listen())
 
 
 @router.get("/requests")
 async def requests(feeds: Streams, prompts: bool = False) -> StreamingResponse:
-    """Server-sent events: each request as it ends, with its prompt's token ids if `prompts`."""
+    """Stream requests as they end, with the token ids of their prompts if `prompts`."""
+    return _stream(feeds.requests.listen(prompts))
+
+
+def _stream(events: AsyncIterator[bytes]) -> StreamingResponse:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(feeds.requests.listen(prompts), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 @router.post("/workers/{worker}/drain", status_code=202)
@@ -90,9 +93,111 @@ async def drain(worker: str, gateway: Here, force: bool = False) -> dict[str, An
         message = f"{why}. To drain {worker} all the same, add ?force=true (instar drain {worker} --force)"
         raise ApiError(409, message, param="worker", code="last_worker")
     command = Drain(id=uuid.uuid4().hex, epoch=card.epoch)
-    try:
+    with bus_or_503():
         await gateway.bus.publish(gateway.bus.names.control(worker), command)
-    except (BusUnavailable, BusFull) as error:
-        raise unavailable(f"the order cannot be sent: {error}") from error
     gateway.cluster.mark_draining(worker, card.epoch)
     return {"id": command.id, "worker": worker, "epoch": card.epoch, "state": "draining"}
+
+
+# ------------------------------------------------------------------------------------- morphs and the policy
+
+
+@router.post("/instances/transform")
+async def transform(request: Request, gateway: Here, sequences: Running, wait: bool = False) -> Response:
+    """Serve a model on these workers in groups of another degree, in as many steps as it takes. 404 for a
+    worker that is not there, 409 for one that loads or drains, 400 for workers and degrees that make no
+    group."""
+    body = orders.parse_order(TransformOrder, await body_of(request, gateway))
+    model, steps = transforms.plan(gateway.cluster, body)
+    if len(steps) == 1:
+        place, command = transforms.command(gateway.cluster, model, steps[0], body, new_id())
+        record = await send(gateway, place, command)
+    else:
+        record = await sequences.start(model, steps, body)
+    return await _answer(gateway, record, wait)
+
+
+def _add_instance_order(kind: MorphEntry, order: Any) -> None:
+    """Add POST /admin/instances/{instance}/{kind}. It answers 404 for an instance that is not there, 400 for
+    an order that can never be carried out, 409 for an instance whose worker drains."""
+
+    async def handle(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
+        body = orders.parse_order(order, await body_of(request, gateway))
+        place = orders.find(gateway.cluster, instance)
+        record = await send(gateway, place, orders.COMMANDS[kind.name](place, body, new_id()))
+        return await _answer(gateway, record, wait)
+
+    router.add_api_route(f"/instances/{{instance:path}}/{kind.name}", handle, methods=["POST"])
+
+
+for _kind in MORPHS:
+    if _kind.target == "instance":
+        _add_instance_order(_kind, _kind.order)
+
+
+@router.get("/morphs/{morph}")
+async def get_morph(morph: str, gateway: Here, wait: bool = False) -> Response:
+    """Return a morph's progress or outcome; with `?wait=true` when it has ended, or after WAIT_S."""
+    record = _record(gateway, morph)
+    if wait:
+        await record.wait(WAIT_S)
+        await shown(gateway, record)
+    return json_answer(record.as_json())
+
+
+@router.delete("/morphs/{morph}")
+async def cancel_morph(morph: str, gateway: Here, sequences: Running, wait: bool = False) -> Response:
+    """Give a morph up: the old shape continues to serve. 409 for a morph that has ended."""
+    record = _record(gateway, morph)
+    if not record.is_running:
+        message = f"morph {morph} has ended: {record.state}; to undo it, order the way back"
+        raise ApiError(409, message, param="morph", code="morph_ended")
+    sequences.cancel(record.id)
+    steps = (gateway.morphs.get(one) for one in record.steps)
+    for one in [step for step in steps if step and step.is_running] if record.steps else [record]:
+        command = CancelMorph(id=uuid.uuid4().hex, epoch=one.epoch, morph_id=one.id)
+        with bus_or_503():
+            await gateway.bus.publish(gateway.bus.names.control(one.worker), command)
+    return await _answer(gateway, record, wait)
+
+
+@router.get("/policy")
+async def get_policy(gateway: Here) -> Response:
+    with bus_or_503():
+        gateway.policy = await gateway.bus.read_policy()
+    return json_answer(asdict(gateway.policy))
+
+
+@router.get("/policy/fields")
+async def get_policy_fields() -> Response:
+    """Return the declaration of each field: label, type, limits, unit, meaning, effects of modes."""
+    return json_answer(describe())
+
+
+@router.put("/policy")
+async def put_policy(request: Request, gateway: Here) -> Response:
+    """Change the fields that are given. 400 for values out of range or order, 409 for an old revision."""
+    body = orders.parse(policies.PolicyBody, await body_of(request, gateway))
+    with bus_or_503():
+        before, after = await policies.write(gateway.bus, body)
+    gateway.policy = after
+    changes = policies.differences(before, after)
+    gateway.publish("policy_changed", "policy", changes, {"revision": float(after.revision)})
+    return json_answer(asdict(after))
+
+
+def _record(gateway: Gateway, morph: str) -> MorphRecord:
+    record = gateway.morphs.get(morph)
+    if record is None:
+        latest = ", ".join(one.id for one in gateway.morphs.recent(3)) or "none"
+        message = f"no morph {morph[:200]!r}; the latest are: {latest}"
+        raise ApiError(404, message, param="morph", code="morph_not_found")
+    return record
+
+
+async def _answer(gateway: Gateway, record: MorphRecord, wait: bool) -> Response:
+    """Answer 202 while a morph runs. With `wait`, `applied` comes when /admin/state shows the new shape."""
+    if wait:
+        await record.wait(WAIT_S)
+        await shown(gateway, record)
+    return json_answer(record.as_json(), 202 if record.is_running else 200)

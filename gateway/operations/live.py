@@ -1,7 +1,7 @@
-"""What the dashboard is told, as it happens: the state, the monitor's moments, events and morphs.
+"""The feed of the dashboard, /admin/live: the state, the monitor's moments, events and morphs.
 
-Nothing of it costs anything while nobody watches, but for a look at an empty table. While somebody does, the
-state is drawn and written once for all viewers, at most twice a second and only where it changed.
+Without a viewer it costs a look at an empty table. With viewers the state is built and written once for all
+of them, at most twice a second and only where it changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from bus.client import BusUnavailable
 from bus.messages import Event, Moment
 from gateway.morphs import KEPT, MorphRecord
 from gateway.openai.formats import to_json
-from gateway.operations.live_state import live_state
+from gateway.operations.feeds import EndedRequests, EventFeed, follow, sse
+from gateway.operations.picture import live_state
 from gateway.operations.tables import tables
 from gateway.state import Gateway
 
@@ -29,11 +30,11 @@ log = logging.getLogger("gateway")
 HISTORY_S: Final = 900.0
 MOST_EVENTS: Final = 600  # of the history
 MOST_MOMENTS: Final = 900  # as many as the stream keeps
-HISTORY_WAIT_S: Final = 1.0  # for Redis; whoever comes sees without it what is known here
+HISTORY_WAIT_S: Final = 1.0  # for Redis; then a viewer gets what is known here, and the rest later
 STATE_S: Final = 0.5
-LOOK_S: Final = 2.0  # what nobody tells changes, too: reports grow stale
+LOOK_S: Final = 2.0  # without news: reports grow stale
 KEEPALIVE_S: Final = 10.0
-MAX_PENDING: Final = 512  # for a viewer that does not read: then it is sent away, and may come again
+MAX_PENDING: Final = 512  # events that a viewer has not read; then its stream ends, and it may come again
 PAUSE_S: Final = 1.0
 
 
@@ -42,7 +43,7 @@ class _Viewer:
 
     def __init__(self) -> None:
         self.is_open = False  # the history is out
-        self.is_sent_away = False
+        self.is_dropped = False
         self.has_news = asyncio.Event()
         self._pending: deque[bytes] = deque()
         self._state = b""
@@ -52,7 +53,7 @@ class _Viewer:
             return
         self._pending.append(data)
         if len(self._pending) > MAX_PENDING:
-            self.send_away()
+            self.drop()
         self.has_news.set()
 
     def put_state(self, data: bytes) -> None:
@@ -60,13 +61,13 @@ class _Viewer:
             self._state = data
             self.has_news.set()
 
-    def send_away(self) -> None:
-        self.is_sent_away = True
+    def drop(self) -> None:
+        """End the stream."""
+        self.is_dropped = True
         self._pending.clear()
         self.has_news.set()
 
-    def taken(self) -> bytes:
-        self.has_news.clear()
+    def take(self) -> bytes:
         data = b"".join((*self._pending, self._state))
         self._pending.clear()
         self._state = b""
@@ -74,63 +75,60 @@ class _Viewer:
 
 
 class Live:
-    """`run` beside the gateway's other loops; the loops call `changed`, `tell` and `tell_morph`."""
+    """The feed. `run` goes beside the gateway's other loops, which call `changed`, `publish` and
+    `publish_morph`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._viewers: dict[_Viewer, None] = {}
         self._any, self._none = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
-        self._is_loaded = asyncio.Event()  # the moments of before are here
+        self._is_loaded = asyncio.Event()  # the moments of the past are here
         self._moments: deque[Moment] = deque(maxlen=MOST_MOMENTS)
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
-        self._last_shown = b""  # the state, but for its time
+        self._last_shown = b""  # the state without its time
         self._state_event = b""
         self._is_closed = False
 
-    # ------------------------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------------------------- what happens
 
     def changed(self) -> None:
-        """Something of the state may be another now."""
+        """Note that the state may have changed."""
         if self._viewers:
             self._changed.set()
 
-    def tell(self, event: Event, *, is_history: bool = False) -> None:
+    def publish(self, event: Event, *, is_history: bool = False) -> None:
         self._events.append(event)
         if self._viewers and not is_history:
             self._put("event", _event(event))
 
-    def tell_morph(self, entry: MorphRecord) -> None:
+    def publish_morph(self, record: MorphRecord) -> None:
         if self._viewers:
-            self._put("event", entry.as_json())
+            self._put("event", record.as_json())
             self._changed.set()
 
     def close(self) -> None:
-        """Ends every viewer's stream: the process is leaving."""
+        """End every viewer's stream: the process exits."""
         self._is_closed = True
-        self._send_away()
+        self._drop_all()
 
     # ------------------------------------------------------------------------------------- a viewer
 
     async def listen(self) -> AsyncIterator[bytes]:
-        """Server-sent events until `close`: hello, history, state, and then what happens."""
-        yield _sse("hello", self._hello())
+        """Yield server-sent events until `close`: hello, history, state, and then what happens."""
+        yield sse("hello", self._hello())
         with self._watched() as viewer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HISTORY_WAIT_S):
                     await self._is_loaded.wait()
             self._look()
-            opening = _sse("history", self._history()) + self._state_event
-            viewer.is_open = True  # from here on it gets what comes, and what came is in the history
+            opening = sse("history", self._history()) + self._state_event
+            viewer.is_open = True  # later news are put; earlier ones are in the history
             yield opening
-            while not (self._is_closed or viewer.is_sent_away):
-                try:
-                    async with asyncio.timeout(KEEPALIVE_S):
-                        await viewer.has_news.wait()
-                except TimeoutError:
-                    yield b": keepalive\n\n"
-                    continue
-                yield viewer.taken()
+            async for data in follow(
+                viewer.has_news, viewer.take, lambda: self._is_closed or viewer.is_dropped, KEEPALIVE_S
+            ):
+                yield data
 
     @contextmanager
     def _watched(self) -> Iterator[_Viewer]:
@@ -161,21 +159,22 @@ class Live:
         }
 
     def _history(self) -> dict[str, Any]:
-        """Of a morph how it ended, or how far it is."""
+        """Return moments and events; of a morph its latest report."""
         since = time.time() - HISTORY_S
         morphs = [one for one in self._gateway.morphs.recent(KEPT) if (one.ended or since) >= since]
         events = [
             (event.at_ms / 1000, _event(event)) for event in self._events if event.at_ms / 1000 >= since
         ]
         events += [(one.ended or one.started, one.as_json()) for one in morphs]
-        events.sort(key=lambda told: told[0])
+        events.sort(key=lambda dated: dated[0])
         moments = [moment for moment in self._moments if moment.at >= since]
         return {"moments": moments, "events": [event for _, event in events]}
 
     # ------------------------------------------------------------------------------------- while watched
 
     async def run(self) -> None:
-        """For ever; sleeps while nobody watches. A picture that cannot be drawn must not end the serving."""
+        """Sleep while there is no viewer; never return. An error here must not end the serving: it ends the
+        viewers' streams."""
         while True:
             await self._any.wait()
             try:
@@ -187,13 +186,13 @@ class Live:
                     for task in work:
                         task.cancel()
             except Exception:
-                log.exception("the dashboard's feed failed; viewers are sent away and may come again")
+                log.exception("the dashboard's feed failed; viewers reconnect")
                 self._forget()
-                self._send_away()
+                self._drop_all()
                 await asyncio.sleep(PAUSE_S)
 
     def _forget(self) -> None:
-        """Whoever comes next reads the moments again."""
+        """Drop the moments: for the next viewer they are read again."""
         self._is_loaded.clear()
         self._moments.clear()
 
@@ -210,7 +209,7 @@ class Live:
                         self._put("moment", moment)
                 if not self._is_loaded.is_set():
                     self._is_loaded.set()
-                    self._put("history", self._history())  # to those who did not wait so long
+                    self._put("history", self._history())  # to viewers that did not wait so long
 
     async def _watch(self) -> None:
         while True:
@@ -222,35 +221,51 @@ class Live:
             await asyncio.sleep(STATE_S)
 
     def _look(self) -> None:
-        """Draws the state, and tells it where it is another."""
+        """Build the state and put it to the viewers if it changed."""
         state = live_state(self._gateway)
-        at_ms = state["metrics"].pop("at_ms", None)  # time alone is no change
+        at_ms = state["metrics"].pop("at_ms", None)  # another time alone is no change
         shown = to_json(state)
         if shown == self._last_shown:
             return
         self._last_shown = shown
         if at_ms is not None:
             state["metrics"]["at_ms"] = at_ms
-        self._state_event = _sse("state", state)
+        self._state_event = sse("state", state)
         for viewer in self._viewers:
             viewer.put_state(self._state_event)
 
     def _put(self, kind: str, body: object) -> None:
-        data = _sse(kind, body)
+        data = sse(kind, body)
         for viewer in list(self._viewers):
             viewer.put(data)
-            if viewer.is_sent_away:  # its connection may stay for long: nothing is drawn for it
+            if viewer.is_dropped:  # its connection may stay for long; nothing is built for it
                 self._leave(viewer)
 
-    def _send_away(self) -> None:
+    def _drop_all(self) -> None:
         for viewer in list(self._viewers):
-            viewer.send_away()
+            viewer.drop()
             self._leave(viewer)
+
+
+class Feeds:
+    """The streams of /admin/events, /admin/requests and /admin/live."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.events = EventFeed()
+        self.requests = EndedRequests()
+        self.live = Live(gateway)
+        gateway.delivery.endings.on_ended.append(self.requests.publish)
+
+    def close(self) -> None:
+        """End every client's stream."""
+        self.events.close()
+        self.requests.close()
+        self.live.close()
 
 
 @cache
 def _version() -> str:
-    """Empty in a copy that was not installed."""
+    """Return the package's version; "" in a copy that was not installed."""
     try:
         return version("instar")
     except PackageNotFoundError:
@@ -267,7 +282,3 @@ def _event(event: Event) -> dict[str, Any]:
         "numbers": event.numbers,
         "morph_id": event.morph_id,
     }
-
-
-def _sse(kind: str, body: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json(body))

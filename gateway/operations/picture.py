@@ -1,23 +1,39 @@
-"""What /admin/state shows: workers, instances, what the monitor measured, the policy, morphs."""
+"""What /admin/state and the dashboard show: workers, instances, metrics, the policy, models, morphs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from bus.messages import InstanceCard, InstanceTelemetry, WorkerCard, layers_below_full
-from gateway.delivery.cluster import Cluster
-from gateway.operations.deployed import deployment_json, model_json
+from bus.catalogue import Contents
+from bus.deployments import Deployment, ModelCard, Profile
+from bus.messages import (
+    PARTS,
+    InstanceCard,
+    InstanceMetrics,
+    InstanceTelemetry,
+    LayerShape,
+    Metrics,
+    Part,
+    WorkerCard,
+    layers_below_full,
+)
+from bus.morphs import progress_of
+from bus.precisions import Precision
+from gateway.delivery.cluster import Cluster, ReadyInstance
+from gateway.morphs import MorphRecord
 from gateway.operations.transforms import layer_degrees
 from gateway.state import Gateway
 
 SHOWN_MORPHS: Final = 32
+MEASURED: Final = [field.name for field in fields(InstanceMetrics) if field.name != "last"]
+DIGITS: Final = 4
 
 
 def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str, Any]:
-    """metrics: to be shown instead of all that the monitor says."""
+    """Return the state as JSON values. `metrics` are shown in the place of the monitor's."""
     cluster = gateway.cluster
     return {
         "workers": [_worker(gateway, card) for card in cluster.workers.values()],
@@ -26,13 +42,14 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
         "policy": asdict(gateway.policy),
         "models": [model_json(card) for card in gateway.catalogue.models.values()],
         "deployments": [deployment_json(one, gateway) for one in gateway.catalogue.deployments.values()],
-        "morphs": [entry.as_json() for entry in gateway.morphs.recent(SHOWN_MORPHS)],
+        "morphs": [record.as_json() for record in gateway.morphs.recent(SHOWN_MORPHS)],
         "gateway": _gateway(gateway),
     }
 
 
 def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard]]:
-    """And members of a group that parts whose card was read before it: its leader's knows them no more."""
+    """Yield the instances, and members of a group that has parted whose cards were read before it did: the
+    leader's card names them no more."""
     yield from cluster.instances()
     for worker in cluster.workers.values():
         for card in worker.instances:
@@ -60,12 +77,12 @@ def _worker(gateway: Gateway, card: WorkerCard) -> dict[str, Any]:
 
 
 def _state(gateway: Gateway, card: WorkerCard) -> str:
-    """As the card says; "unknown" while the registry cannot be read."""
+    """Return the card's state; "unknown" while the registry cannot be read."""
     return card.state if gateway.bus.up else "unknown"
 
 
 def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[str, Any]:
-    """Of a group the worker that leads tells of the shape and the KV, and each of its own requests."""
+    """Return one instance. In a group the leader reports shape and KV, each worker its own requests."""
     metrics = gateway.cluster.instance_metrics(card.id, worker.epoch, time.monotonic())
     last = metrics.last if metrics else None
     layers = [asdict(layer) for layer in last.layers] if last else None
@@ -106,7 +123,7 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
 
 
 def _members(gateway: Gateway, leader: WorkerCard, card: InstanceCard) -> list[InstanceTelemetry]:
-    """What each worker of the instance reported last; [] where one did not: absent is not zero."""
+    """Return the last report of each worker of the instance; [] if one is missing: absent is not zero."""
     cluster, now = gateway.cluster, time.monotonic()
     found = []
     names = card.workers if card.pp == 1 else []  # a pipeline's leader has all the requests
@@ -121,7 +138,7 @@ def _members(gateway: Gateway, leader: WorkerCard, card: InstanceCard) -> list[I
 
 
 def _metrics(gateway: Gateway) -> dict[str, Any]:
-    """The monitor's picture, with its age in seconds; {} before the first."""
+    """Return the monitor's picture with its age in seconds; {} before the first."""
     cluster = gateway.cluster
     if cluster.metrics is None:
         return {}
@@ -139,4 +156,189 @@ def _gateway(gateway: Gateway) -> dict[str, Any]:
         "unplaced": len(gateway.delivery.table.waiting),
         "streams": len(gateway.streams),
         "models": gateway.cluster.known_models(),
+    }
+
+
+# ------------------------------------------------------------------------------------- models and deployments
+
+
+def active_models(contents: Contents) -> set[str]:
+    """Return the models that deployments serve or are to serve."""
+    return {one.model for one in contents.deployments.values() if one.state not in ("retired", "failed")}
+
+
+def awaited_models(contents: Contents) -> dict[str, str]:
+    """Return the models that deployments do not serve yet, with the progress of each."""
+    return {
+        one.model: f"{one.state}: {one.reason}" if one.reason else one.state
+        for one in contents.deployments.values()
+        if one.state in ("waiting", "loading")
+    }
+
+
+def model_json(card: ModelCard, profiles: list[Profile] | None = None) -> dict[str, Any]:
+    shown = asdict(card)
+    del shown["epoch"], shown["since_ms"]
+    shown["since"] = card.since_ms / 1000
+    return shown | ({} if profiles is None else {"profiles": [profile_json(one) for one in profiles]})
+
+
+def profile_json(profile: Profile) -> dict[str, Any]:
+    return {
+        "device": profile.device,
+        "version": profile.version,
+        "samples": len(profile.latency) + len(profile.memory),
+        "precisions": list(dict.fromkeys(one.configuration.precision for one in profile.latency)),
+        "prompt_tokens": sorted({one.prompt_tokens for one in profile.latency}),
+        "batch_sizes": sorted({one.batch_size for one in profile.latency}),
+        "degrees": profile.degrees,
+        "links": sorted({one.kind for one in profile.links}),
+        "device_seconds": profile.device_seconds,
+        "peak_bytes": profile.peak_bytes,
+        "loss": profile.loss,
+        "ended": profile.ended_ms / 1000,
+    }
+
+
+def deployment_json(deployment: Deployment, gateway: Gateway) -> dict[str, Any]:
+    shown = asdict(deployment)
+    del shown["epochs"], shown["since_ms"]
+    return shown | {"since": deployment.since_ms / 1000, "kv": kv_json(deployment, gateway)}
+
+
+def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
+    """Return the size of a deployment's KV cache now, of all its workers together; None if nothing serves it
+    or there is no fresh report of its shape."""
+    if not deployment.instance:
+        return None
+    cluster, leader = gateway.cluster, deployment.stages[0].workers[0]
+    found = next((one for one in cluster.instances() if one[1].id == deployment.instance), None)
+    metrics = cluster.instance_metrics(deployment.instance, deployment.epochs[leader], time.monotonic())
+    if found is None or metrics is None:
+        return None
+    worker, card = found
+    profile = gateway.catalogue.profiles.get((deployment.model, worker.kind))
+    is_whole = deployment.configuration is None or card.tp == deployment.configuration.tp
+    is_reported = is_whole and cluster.is_of_shape(ReadyInstance(card, worker.id, worker.epoch), metrics)
+    if profile is None or not is_reported:
+        return None
+    blocks = metrics.last.kv_blocks
+    block_bytes = profile.block_bytes_per_layer * profile.num_layers
+    return {"blocks": blocks, "tokens": blocks * profile.block_tokens, "bytes": blocks * block_bytes}
+
+
+# ------------------------------------------------------------------------------------- the dashboard's state
+
+
+def live_state(gateway: Gateway) -> dict[str, Any]:
+    """Return what the dashboard draws: `picture`, the pages of each worker, the progress of morphs.
+
+    Histograms, which it does not draw, are left out, and numbers are rounded, so that noise is no change.
+    `metrics` has `at_ms` and `instances` only.
+    """
+    state = picture(gateway, metrics=_smoothed(gateway.cluster.metrics))
+    for worker in state["workers"]:
+        card = gateway.cluster.workers[worker["id"]]
+        worker["busy"] = _short(worker["busy"])
+        worker["ranges"] = ranges(gateway, card, worker["pages"])
+    state["morphs"] = [_morph(record) for record in gateway.morphs.recent(SHOWN_MORPHS)]
+    return state
+
+
+def _smoothed(metrics: Metrics | None) -> dict[str, Any]:
+    if metrics is None:
+        return {"instances": []}
+    instances = [{name: _short(getattr(one, name)) for name in MEASURED} for one in metrics.instances]
+    return {"at_ms": metrics.at_ms, "instances": instances}
+
+
+def _short(value: Any) -> Any:
+    return round(value, DIGITS) if isinstance(value, float) else value
+
+
+def _morph(record: MorphRecord) -> dict[str, Any]:
+    """Return a morph, while it runs with `progress`: 0 to 1, null if its worker does not report it."""
+    shown = record.as_json()
+    return (
+        shown | {"progress": _short(progress_of(record.kind, record.numbers))} if record.is_running else shown
+    )
+
+
+# ------------------------------------------------------------------------------------- pages
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Layers [first, end) of an instance, which lie on a worker. `epoch` is that of the leader, which reports
+    them."""
+
+    card: InstanceCard
+    epoch: int
+    first: int
+    end: int
+
+
+def ranges(gateway: Gateway, worker: WorkerCard, pages: dict[str, int] | None) -> list[dict[str, Any]]:
+    """Return what lies in a worker's pages; [] without a fresh report.
+
+    Every layer counts as large as the largest: they differ by a page or two. KV pages are divided among
+    models by their blocks times layers, which is exact where their layers are alike.
+    """
+    now = time.monotonic()
+    held = _held(gateway, worker)
+    metrics = [(one, gateway.cluster.instance_metrics(one.card.id, one.epoch, now)) for one in held]
+    known = [(one, found.last) for one, found in metrics if found is not None]
+    if pages is None or len(known) < len(held):
+        return []
+    transform = gateway.morphs.transform_of(worker.id)
+    num_blocks = sum(last.kv_blocks * (one.end - one.first) for one, last in known)
+    found: list[dict[str, Any]] = []
+    for one, last in known:
+        found += _weights(one, last.layers, layer_degrees(one.card, transform))
+        blocks = last.kv_blocks * (one.end - one.first)
+        kv_pages = pages["kv"] * blocks // num_blocks if num_blocks else 0
+        found.append(_range(one.card.id, "kv", None, "", "full", kv_pages))
+    return found
+
+
+def _held(gateway: Gateway, worker: WorkerCard) -> list[_Held]:
+    """Return a worker's instances, and its stages of pipelines that others lead."""
+    whole = [_Held(card, worker.epoch, 0, card.num_layers) for card in worker.instances if not card.stages]
+    parts = [
+        _Held(card, leader.epoch, stage.first, stage.end)
+        for leader in gateway.cluster.workers.values()
+        for card in leader.instances
+        for stage in card.stages
+        if worker.id in stage.workers
+    ]
+    return whole + parts
+
+
+def _weights(one: _Held, layers: list[LayerShape], degrees: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield the pages of layers. Each member of a group has all of the attention and its rows of the FFN; the
+    card of a pipeline has the pages of one rank."""
+    card = one.card
+    for number, (layer, tp) in enumerate(zip(layers, degrees, strict=False)):
+        for part in PARTS if one.first <= number < one.end else ():
+            precision = layer.attention if part == "attention" else layer.ffn
+            pages = _pages(card, part, precision)
+            kept = pages if part == "attention" or card.stages else -(-pages // tp)
+            yield _range(card.id, "weights", number, part, precision, kept)
+
+
+def _pages(card: InstanceCard, part: Part, precision: Precision) -> int:
+    attention = card.attention_pages.get(precision, 0)
+    return attention if part == "attention" else card.layer_pages.get(precision, 0) - attention
+
+
+def _range(
+    owner: str, kind: str, layer: int | None, part: str, precision: Precision, pages: int
+) -> dict[str, Any]:
+    return {
+        "owner": owner,
+        "kind": kind,
+        "layer": layer,
+        "part": part,
+        "precision": precision,
+        "pages": pages,
     }

@@ -1,4 +1,4 @@
-"""The small endpoints: models, probes, metrics, and the dashboard at the root."""
+"""The small endpoints: models, probes, metrics, and the dashboard."""
 
 from __future__ import annotations
 
@@ -10,36 +10,16 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.errors import no_such_model
 from gateway.http.pages import Pages
-from gateway.operations.admin import Here
+from gateway.operations.answers import Here
 from gateway.operations.metrics import CONTENT_TYPE, exposition
 
 
 async def with_key(request: Request, gateway: Here) -> None:
-    """Raises ApiError 401."""
+    """Raise ApiError 401 unless the caller has an API key."""
     gateway.keys.check(request.headers.raw)
 
 
 ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics")
-ADMIN_ENDPOINTS: Final = (
-    "/admin/state",
-    "/admin/tables",
-    "/admin/events",
-    "/admin/live",
-    "/admin/requests",
-    "/admin/policy",
-    "/admin/policy/fields",
-    "/admin/instances/transform",
-    "/admin/instances/{instance}/swap",
-    "/admin/instances/{instance}/resize",
-    "/admin/morphs/{morph}",
-    "/admin/models",
-    "/admin/models/{model}",
-    "/admin/models/{model}/plan",
-    "/admin/deployments",
-    "/admin/deployments/{deployment}",
-    "/admin/workers/{worker}/drain",
-)
-
 PAGES: Final = Pages()
 
 router = APIRouter()
@@ -65,13 +45,13 @@ async def model(model: str, gateway: Here, _: Keyed) -> dict[str, Any]:
 
 @router.get("/health")
 async def health() -> dict[str, str]:
-    """Alive: the process and its event loop answer."""
+    """Answer if the process is alive."""
     return {"status": "ok"}
 
 
 @router.get("/ready")
 async def ready(gateway: Here) -> JSONResponse:
-    """Able to serve: Redis answers, a worker serves, its tokenizer is loaded, not draining."""
+    """Answer 200 if Redis answers and a worker serves with its tokenizer loaded; else 503 and why."""
     if gateway.is_ready:
         return JSONResponse({"status": "ready", "models": list(gateway.cluster.ready_models())})
     why = "draining" if gateway.is_draining else "no Redis" if not gateway.bus.up else "no worker is serving"
@@ -85,7 +65,7 @@ async def metrics(gateway: Here) -> Response:
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def root(request: Request) -> Response:
-    """The dashboard. It shows nothing that /admin would not, so it needs no key itself."""
+    """Return the dashboard. It needs no key: what it shows comes from /admin, which asks for one."""
     return _page(request, "index.html")
 
 
@@ -95,7 +75,7 @@ async def dashboard(request: Request, name: str) -> Response:
 
 
 def _page(request: Request, name: str) -> Response:
-    """Raises HTTPException 404."""
+    """Return a file of the dashboard. Raises HTTPException 404."""
     answer = PAGES.answer(request, name)
     if answer is None:
         raise HTTPException(404)

@@ -13,9 +13,9 @@ from bus import morphs, policy
 from bus.precisions import DEFAULT_SWAP, TABLE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart: a field of InstanceMoment, of several instances their sum or the highest."""
+    """One line of a chart: a field of InstanceMoment; of several instances their sum, or the highest."""
 
     label: str
     field: str
@@ -25,7 +25,7 @@ class Series:
     is_stepped: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ChartEntry:
     """One chart over time. `floor`: the lowest top of its scale. `slo`: the objective drawn in it."""
 
@@ -36,72 +36,24 @@ class ChartEntry:
     slo: Literal["ttft_s", "tpot_s", ""] = ""
 
 
+_LOAD: Final = (
+    Series("running", "running", "sum", "s1", is_area=True),
+    Series("waiting", "waiting", "sum", "s2"),
+)
+_KV: Final = (
+    Series("all", "kv_blocks", "sum", "kv-line", is_stepped=True),
+    Series("used", "kv_used", "sum", "kv-used", is_area=True),
+)
+_BELOW_FULL: Final = Series("layers", "layers_below_full", "sum", DEFAULT_SWAP, is_area=True, is_stepped=True)
 CHARTS: Final = (
-    ChartEntry(
-        title="Load",
-        unit="count",
-        floor=4,
-        series=(
-            Series(label="running", field="running", of="sum", colour="s1", is_area=True),
-            Series(label="waiting", field="waiting", of="sum", colour="s2"),
-        ),
-    ),
-    ChartEntry(
-        title="Throughput",
-        unit="count/s",
-        floor=10,
-        series=(Series(label="tokens", field="tokens_per_s", of="sum", colour="s1", is_area=True),),
-    ),
-    ChartEntry(
-        title="Queue delay",
-        unit="seconds",
-        floor=0.05,
-        series=(Series(label="longest", field="queue_delay_s", of="highest", colour="s2"),),
-    ),
-    ChartEntry(
-        title="TTFT",
-        unit="seconds",
-        floor=0.05,
-        slo="ttft_s",
-        series=(Series(label="P95", field="ttft_p95_s", of="highest", colour="s1"),),
-    ),
-    ChartEntry(
-        title="TPOT",
-        unit="seconds",
-        floor=0.01,
-        slo="tpot_s",
-        series=(Series(label="P95", field="tpot_p95_s", of="highest", colour="s1"),),
-    ),
-    ChartEntry(
-        title="KV blocks",
-        unit="count",
-        floor=16,
-        series=(
-            Series(label="all", field="kv_blocks", of="sum", colour="kv-line", is_stepped=True),
-            Series(label="used", field="kv_used", of="sum", colour="kv-used", is_area=True),
-        ),
-    ),
-    ChartEntry(
-        title="Layers below full",
-        unit="count",
-        floor=4,
-        series=(
-            Series(
-                label="layers",
-                field="layers_below_full",
-                of="sum",
-                colour=DEFAULT_SWAP,
-                is_area=True,
-                is_stepped=True,
-            ),
-        ),
-    ),
-    ChartEntry(
-        title="Degree",
-        unit="whole",
-        floor=2,
-        series=(Series(label="highest", field="tp", of="highest", colour="s1", is_stepped=True),),
-    ),
+    ChartEntry("Load", "count", 4, _LOAD),
+    ChartEntry("Throughput", "count/s", 10, (Series("tokens", "tokens_per_s", "sum", "s1", is_area=True),)),
+    ChartEntry("Queue delay", "seconds", 0.05, (Series("longest", "queue_delay_s", "highest", "s2"),)),
+    ChartEntry("TTFT", "seconds", 0.05, (Series("P95", "ttft_p95_s", "highest", "s1"),), slo="ttft_s"),
+    ChartEntry("TPOT", "seconds", 0.01, (Series("P95", "tpot_p95_s", "highest", "s1"),), slo="tpot_s"),
+    ChartEntry("KV blocks", "count", 16, _KV),
+    ChartEntry("Layers below full", "count", 4, (_BELOW_FULL,)),
+    ChartEntry("Degree", "whole", 2, (Series("highest", "tp", "highest", "s1", is_stepped=True),)),
 )
 
 

@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from bus.settings import RedisSettings
-from gateway.operations.public import ADMIN_ENDPOINTS, ENDPOINTS
+from gateway.app import ADMIN_ENDPOINTS
+from gateway.operations.public import ENDPOINTS
 from tests.conftest import settings_of
 from tests.support import tiny_model
 from tests.support.gateway_harness import ANSWER, Gate, running

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from bus.settings import RedisSettings
-from gateway.operations import controller as orders
+from gateway.operations import answers as orders
 from tests.support import tiny_model
 from tests.support.deployable_worker import KV_BLOCKS, Cluster, cluster_of, controlling, profile
 from tests.support.known_truths import BLOCK_BYTES

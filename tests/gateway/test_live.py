@@ -18,7 +18,7 @@ from bus.precisions import Precision
 from bus.settings import RedisSettings
 from gateway.operations import live as live_module
 from gateway.operations.live import MAX_PENDING, Live, _Viewer
-from gateway.operations.live_state import live_state
+from gateway.operations.picture import live_state
 from gateway.state import Gateway
 from tests.support import metrics_samples
 from tests.support.gateway_core import Core
@@ -268,17 +268,17 @@ def test_each_worker_of_a_pipeline_has_the_layers_of_its_stage() -> None:
     ]
 
 
-async def test_a_viewer_that_does_not_read_is_sent_away_and_gets_one_state_for_many() -> None:
+async def test_a_viewer_that_does_not_read_is_dropped_and_gets_one_state_for_many() -> None:
     one = _Viewer()
     one.put(b"before it is open")
     one.is_open = True
     one.put(b"event ")
     for number in range(3):
         one.put_state(b"state %d" % number)
-    assert one.taken() == b"event state 2"
+    assert one.take() == b"event state 2"
     for _ in range(MAX_PENDING + 1):
         one.put(b"x")
-    assert one.is_sent_away and one.taken() == b""
+    assert one.is_dropped and one.take() == b""
 
 
 async def test_a_picture_that_cannot_be_drawn_ends_no_serving(

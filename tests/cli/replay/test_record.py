@@ -16,7 +16,7 @@ import pytest
 from bus.messages import SamplingParams
 from bus.settings import RedisSettings
 from gateway.delivery.request import GenerationRequest, RequestState
-from gateway.operations.requests import EndedRequests
+from gateway.operations.feeds import EndedRequests
 from instar.cli import main
 from instar.replay.requests import Dialect, find_dialect
 from instar.replay.traces import Shaping, load
@@ -50,10 +50,10 @@ async def taken(stream: AsyncIterator[bytes]) -> list[tuple[str, Any]]:
 
 async def test_nobody_listens_and_nothing_is_kept() -> None:
     ended = EndedRequests()
-    ended.tell(state(0), "stop")
+    ended.publish(state(0), "stop")
     stream = ended.listen(has_prompts=False)
     assert await taken(stream) == []
-    ended.tell(state(1), "length")
+    ended.publish(state(1), "length")
     assert [one["id"] for _, one in await taken(stream)] == ["id1"]
 
 
@@ -61,7 +61,7 @@ async def test_a_record_says_when_it_came_and_what_it_was() -> None:
     ended = EndedRequests(clock=lambda: 7.5)
     plain, full = ended.listen(has_prompts=False), ended.listen(has_prompts=True)
     await anext(plain), await anext(full)
-    ended.tell(state(0), "abort")
+    ended.publish(state(0), "abort")
     [(kind, record)] = await taken(plain)
     expected = {"model": "demo", "prompt_tokens": 3, "output_tokens": 2, "max_tokens": 9, "status": "abort"}
     assert kind == "request" and expected.items() <= record.items() and record["seconds"] == 2.5
@@ -75,7 +75,7 @@ async def test_a_listener_that_is_behind_is_told_how_many_it_lost() -> None:
     stream = ended.listen(has_prompts=False)
     await anext(stream)
     for number in range(5):
-        ended.tell(state(number), "stop")
+        ended.publish(state(number), "stop")
     found = await taken(stream)
     assert [one["id"] for kind, one in found if kind == "request"] == ["id0", "id1", "id2"]
     assert found[-1] == ("lost", 2)
@@ -84,13 +84,13 @@ async def test_a_listener_that_is_behind_is_told_how_many_it_lost() -> None:
 async def test_a_listener_that_is_behind_holds_no_more_than_some_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.operations.requests.KEPT_BYTES", 300)
+    monkeypatch.setattr("gateway.operations.feeds.KEPT_BYTES", 300)
     ended = EndedRequests()
     stream = ended.listen(has_prompts=True)
     await anext(stream)
     for _ in range(2):  # what was taken makes room again
         for number in range(5):
-            ended.tell(state(number), "stop")
+            ended.publish(state(number), "stop")
         found = await taken(stream)
         assert len(found) < 4 and found[-1] == ("lost", 6 - len(found))
 
@@ -99,9 +99,9 @@ async def test_what_ended_before_the_gateway_left_is_told_to_a_slow_listener() -
     ended = EndedRequests()
     stream = ended.listen(has_prompts=False)
     await anext(stream)
-    ended.tell(state(0), "stop")
+    ended.publish(state(0), "stop")
     await taken(stream)
-    ended.tell(state(1), "stop")
+    ended.publish(state(1), "stop")
     ended.close()
     assert [one["id"] for _, one in await taken(stream)] == ["id1"]
     assert [data async for data in stream] == []
