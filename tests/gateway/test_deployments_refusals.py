@@ -171,7 +171,7 @@ async def test_a_folder_that_is_gone_is_not_deployed(cluster: Cluster) -> None:
 BAD_CONFIGS = [
     (None, "no config.json"),
     ("{", "cannot be read as JSON"),
-    ("[]", "num_hidden_layers = None"),
+    ("[]", "holds a list, not an object"),
     ('{"num_hidden_layers": 0}', "num_hidden_layers = 0; it must be 1 or more"),
 ]
 
