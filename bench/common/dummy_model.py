@@ -36,23 +36,34 @@ CONFIGS: dict[str, dict[str, int]] = {
     "50M": _config(512, 14, 8, 8, 1408),  # layers of 30M with a KV head for every head, and more of them
     "60M": _config(512, 18, 8, 4, 1408),  # more of the layers of 30M
     "100M": _config(768, 12, 12, 4, 2432, 8192),
+    "100M, 32 layers": _config(512, 32, 8, 4, 1408),
+    "300M, 24 layers": _config(1024, 24, 16, 4, 2816, 8192),
     "wide": _config(2048, 4, 16, 4, 5632),  # 200M in four layers, as wide as those of models of 1B to 2B
 }
 
 
 @contextlib.contextmanager
-def saved_model(size: str, max_len: int = 2048) -> Iterator[Path]:
-    """Make a Hugging Face folder of a model in float32, with a context of `max_len` tokens, for a while."""
+def config_folder(size: str, max_len: int = 2048) -> Iterator[Path]:
+    """Make a model folder that holds nothing but a config; weights are drawn when they are loaded."""
     config = LlamaConfig(
         **CONFIGS[size],
         max_position_embeddings=max_len,
         initializer_range=STANDARD_DEVIATION,
         tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
     )
-    torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="instar-bench-") as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
+        config.save_pretrained(folder)
         yield Path(folder)
+
+
+@contextlib.contextmanager
+def saved_model(size: str, max_len: int = 2048) -> Iterator[Path]:
+    """Make a Hugging Face folder of a model in float32, with a context of `max_len` tokens."""
+    with config_folder(size, max_len) as folder:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)
+        yield folder
 
 
 @contextlib.contextmanager
