@@ -278,7 +278,8 @@ class Service:
 
     def messages(self, stream: str, kind: type[T], since_s: float = 0.0) -> list[T]:
         """Return the messages of a kind that a stream of the bus got since `since_s` (time.time())."""
-        entries: Any = self.redis.xrange(stream, min=int(since_s * 1000))
+        with self.redis as client:
+            entries: Any = client.xrange(stream, min=int(since_s * 1000))
         found = [decode(fields[b"m"]) for _, fields in entries]
         return [message for message in found if isinstance(message, kind)]
 

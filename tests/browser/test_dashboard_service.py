@@ -35,7 +35,7 @@ def service() -> Iterator[Service]:
     # Little memory, so that weights are a good part of it; mode manual, so that only this test morphs.
     settings = {"WORKER__MEMORY_MB": "64", "WORKER__LAYERS_PER_STEP": "1", "MONITOR__INTERVAL_S": "0.25"}
     with Service(num_workers=2, settings=settings) as running:
-        httpx.put(f"{running.url()}/admin/policy", json={"mode": "manual"}, timeout=10).raise_for_status()
+        running.set_policy(mode="manual")
         yield running
 
 

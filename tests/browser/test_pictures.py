@@ -8,13 +8,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from bench.common.service import Service, wait_for
+from bench.common.service import Service
 from tests.browser.conftest import OpenPage
 from tests.support.paths import DEMO_MODEL
 
@@ -104,16 +103,10 @@ def take_both(page: Page, picture: Callable[..., None]) -> None:
 
 def everything_back(service: Service) -> None:
     """All layers full, and nothing by itself: a group's members must be alike."""
-    httpx.put(f"{service.url()}/admin/policy", json={"mode": "manual"}, timeout=20).raise_for_status()
+    service.set_policy(mode="manual")
     for worker in ("w0", "w1"):
         body: dict[str, Any] = {"layers": list(range(8)), "precision": "full", "wait_s": 20}
-        url = f"{service.url()}/admin/instances/demo@{worker}/swap?wait=true"
-        wait_for("full layers", partial(is_applied, url, body))
-
-
-def is_applied(url: str, body: dict[str, Any]) -> bool:
-    """Not while the controller's last morph is under way."""
-    return bool(httpx.post(url, json=body, timeout=60).json()["state"] == "applied")
+        service.apply(f"demo@{worker}/swap", body, tries=60)
 
 
 class Load:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from bench.common.service import Service, wait_for
-from bus.codec import decode, encode
+from bus.codec import encode
 from bus.messages import Deploy, MorphReport, Retire, Stage
 from tests.support.paths import DEMO_MODEL
 
@@ -55,9 +55,7 @@ def deploy(service: Service, name: str, path: Path, **fields: Any) -> None:
 
 def end_of(service: Service, name: str) -> MorphReport:
     def ended() -> MorphReport | None:
-        with service.redis as redis:
-            entries = [fields[b"m"] for _, fields in redis.xrange("instar:events")]
-        reports = [one for one in map(decode, entries) if isinstance(one, MorphReport)]
+        reports = service.messages("instar:events", MorphReport)
         return next((one for one in reports if one.id == name and one.state != "running"), None)
 
     report: MorphReport = wait_for(f"the end of {name}", ended, 90)

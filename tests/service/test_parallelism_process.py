@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -30,8 +29,7 @@ FAST = {"MONITOR__INTERVAL_S": "0.1", "WORKER__TELEMETRY_S": "0.1", "WORKER__LEA
 def service() -> Iterator[Service]:
     """640 tokens of KV in each, 2048 in both together."""
     with Service(num_workers=2, settings=FAST | {"WORKER__MEMORY_MB": "35"}) as service:
-        policy = {"windows": 2, "cooldown_s": 0.5}
-        assert httpx.put(service.url() + "/admin/policy", json=policy, timeout=20).status_code == 200
+        service.set_policy(windows=2, cooldown_s=0.5)
         yield service
 
 

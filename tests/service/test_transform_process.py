@@ -39,13 +39,8 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     with Service(num_workers=2, settings=SETTINGS) as service:
-        be_manual(service)
+        service.set_policy(mode="manual")
         yield service
-
-
-def be_manual(service: Service) -> None:
-    answer = httpx.put(service.url() + "/admin/policy", json={"mode": "manual"}, timeout=20)
-    assert answer.status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +114,7 @@ def test_what_is_so_already_is_applied_at_once(service: Service) -> None:
 @pytest.mark.slow
 def test_a_target_that_takes_two_steps_is_reached_while_streams_run(oracle: list[str]) -> None:
     with Service(num_workers=3, settings=SETTINGS) as three, three.explained():
-        be_manual(three)
+        three.set_policy(mode="manual")
         transform(three, 2, "w0", "w1")
         streams = [Stream(three, LONG, prompt=prompt).start().wait_chunks(5) for prompt in PROMPTS]
         morph = transform(three, 2, "w1", "w2")
