@@ -1,1 +1,1 @@
-"""Decides for the cluster: who is alive, what the dead leave behind is put away, and what morphs when."""
+"""Decisions for the cluster: membership of workers, morphs of instances, and deployments."""

@@ -1,4 +1,4 @@
-"""`python -m controller`: says who joined, left and died, and morphs the models of those that live."""
+"""`python -m controller`: membership of workers, morphs of instances, and deployments."""
 
 import sys
 

@@ -287,8 +287,7 @@ class Deployer:
             now_ms=seen.now_ms,
             checkpoint=await asyncio.to_thread(_checkpoint, path) if path else "",
             by_settings=named_by_settings(seen.workers.values()),
-            estimates=tuple(found.estimates),
-            unmet=found.reason if found.is_unmet else "",
+            plan=found,
             bad_intent=bad_intent,
             max_model_len=self._settings.worker.max_model_len,
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from bus.catalogue import Contents, Record
 from bus.checkpoints import Checkpoint
@@ -19,7 +20,6 @@ from bus.deployments import (
     Deployment,
     DeploymentState,
     DeployModel,
-    Estimate,
     Intent,
     ModelCard,
     Order,
@@ -30,8 +30,17 @@ from bus.deployments import (
 )
 from controller.deployments.profiling import cancel_of, profiles_of
 from controller.deployments.transitions import ORDERED, Command
+from controller.planning.plan import Plan
 
 ENDED = ("retired", "failed")
+
+
+class OrderRefused(Exception):
+    """An order that is not carried out, with the status of its answer."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +48,13 @@ class Facts:
     """What an order depends on beside the records.
 
     `checkpoint`: of the order's folder, or why it is none. `by_settings`: models that workers serve by their
-    settings. `estimates`: for the order's intent, best first. `unmet`: why no cluster could have any of them.
+    settings. `plan`: for the order's intent.
     """
 
     now_ms: int
     checkpoint: Checkpoint | str = "it was not looked at"
     by_settings: Mapping[str, str] = field(default_factory=dict)
-    estimates: tuple[Estimate, ...] = ()
-    unmet: str = ""
+    plan: Plan = field(default_factory=Plan)
     bad_intent: str = ""
     max_model_len: int = 0  # tokens that workers let a sequence have; 0: as many as the model may
 
@@ -63,19 +71,29 @@ class OrderResult:
 
 def carry_out(order: Order, contents: Contents, facts: Facts) -> OrderResult:
     """Carry out an order. Repeating one is harmless: it is answered as before."""
+    try:
+        if isinstance(order, RegisterModel):
+            return _register(order, contents, facts)
+        if isinstance(order, RemoveModel):
+            return _remove(order, contents)
+        if isinstance(order, RetireModel):
+            return _retire(order, contents, facts.now_ms)
+        return _plan_or_deploy(order, contents, facts)
+    except OrderRefused as refusal:
+        return _answered(order, refusal.status, error=str(refusal))
+
+
+def _answered(order: Order, status: int, *write: Record, **fields: Any) -> OrderResult:
+    return OrderResult(answer=Answer(id=order.id, status=status, **fields), write=write)
+
+
+def path_of(order: Order, contents: Contents) -> str:
+    """Return the folder that the order is about; "": none."""
     if isinstance(order, RegisterModel):
-        return _register(order, contents, facts)
-    if isinstance(order, RemoveModel):
-        return _remove(order, contents)
-    if isinstance(order, PlanModel):
-        return _plan(order, contents, facts)
-    if isinstance(order, DeployModel):
-        return _deploy(order, contents, facts)
-    return _retire(order, contents, facts.now_ms)
-
-
-def _refused(order: Order, status: int, error: str) -> OrderResult:
-    return OrderResult(answer=Answer(id=order.id, status=status, error=error))
+        return order.path
+    if isinstance(order, PlanModel | DeployModel) and (card := contents.models.get(order.name)):
+        return card.path
+    return ""
 
 
 # --------------------------------------------------------------------------- models
@@ -83,17 +101,15 @@ def _refused(order: Order, status: int, error: str) -> OrderResult:
 
 def _register(order: RegisterModel, contents: Contents, facts: Facts) -> OrderResult:
     if not Path(order.path).is_absolute():
-        return _refused(
-            order, 400, f"path is {order.path!r}; it must begin with /, for all processes read it"
-        )
+        raise OrderRefused(400, f"path is {order.path!r}; it must begin with /, for all processes read it")
     if isinstance(facts.checkpoint, str):
-        return _refused(order, 400, f"path: {facts.checkpoint}")
+        raise OrderRefused(400, f"path: {facts.checkpoint}")
     if taken := contents.models.get(order.name):
         why = f"a model {order.name!r} is registered already ({taken.state}, from {taken.path})"
-        return _refused(order, 409, f"{why}; remove it first, or give this one another name")
+        raise OrderRefused(409, f"{why}; remove it first, or give this one another name")
     if worker := facts.by_settings.get(order.name):
         why = f"{worker} serves a model {order.name!r} by its settings"
-        return _refused(order, 409, f"{why}; give this one another name")
+        raise OrderRefused(409, f"{why}; give this one another name")
     card = ModelCard(
         name=order.name,
         path=order.path,
@@ -103,32 +119,32 @@ def _register(order: RegisterModel, contents: Contents, facts: Facts) -> OrderRe
         since_ms=facts.now_ms,
         context=_context(facts.checkpoint, facts),
     )
-    return OrderResult(answer=Answer(id=order.id, status=201, model=card), write=(card,))
+    return _answered(order, 201, card, model=card)
 
 
 def _remove(order: RemoveModel, contents: Contents) -> OrderResult:
-    card = contents.models.get(order.name)
-    if card is None:
-        return _no_model(order, order.name, contents)
+    card = _registered(order.name, contents)
     active = [
         one.id for one in contents.deployments.values() if one.model == order.name and not _is_over(one)
     ]
     if active:
         why = f"{order.name} is deployed ({', '.join(active)})"
-        return _refused(order, 409, f"{why}; retire {'it' if len(active) == 1 else 'them'} first")
+        raise OrderRefused(409, f"{why}; retire {'it' if len(active) == 1 else 'them'} first")
     profiles = [one for (model, _), one in contents.profiles.items() if model == order.name]
     cancels = (cancel_of(card),) if card.state == "profiling" else ()
-    answer = Answer(id=order.id, status=200, model=card)
-    return OrderResult(answer=answer, remove=(card, *profiles), commands=cancels)
+    return replace(_answered(order, 200, model=card), remove=(card, *profiles), commands=cancels)
 
 
 def _is_over(deployment: Deployment) -> bool:
     return deployment.state in ENDED and not deployment.stages
 
 
-def _no_model(order: Order, name: str, contents: Contents) -> OrderResult:
-    there = _meant(name, contents.models) if contents.models else "`instar model add DIR` registers one"
-    return _refused(order, 404, f"no model {name[:200]!r} is registered; {there}")
+def _registered(name: str, contents: Contents) -> ModelCard:
+    card = contents.models.get(name)
+    if card is None:
+        there = _meant(name, contents.models) if contents.models else "`instar model add DIR` registers one"
+        raise OrderRefused(404, f"no model {name[:200]!r} is registered; {there}")
+    return card
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
@@ -140,40 +156,54 @@ def _meant(name: str, known: Iterable[str]) -> str:
 # --------------------------------------------------------------------------- plans and deployments
 
 
-def _plan(order: PlanModel, contents: Contents, facts: Facts) -> OrderResult:
-    card = contents.models.get(order.name)
-    if refusal := _why_not_planned(order, card, contents, facts):
-        return refusal
-    assert card is not None
-    if not profiles_of(contents, card):
-        how = card.progress or "no worker is free for it"
-        return _refused(order, 409, f"{card.name} is not measured yet ({card.state}: {how}); ask again")
-    answer = Answer(id=order.id, status=200, model=card, estimates=list(facts.estimates), error=facts.unmet)
-    return OrderResult(answer=answer)
+def _plan_or_deploy(order: PlanModel | DeployModel, contents: Contents, facts: Facts) -> OrderResult:
+    if isinstance(order, DeployModel) and (there := contents.deployments.get(order.id)):
+        return _answered(order, 202, deployment=there)
+    card = _registered(order.name, contents)
+    _check_plannable(order.intent, card, contents, facts)
+    unmet = facts.plan.reason if facts.plan.is_unmet else ""
+    if isinstance(order, PlanModel):
+        if not profiles_of(contents, card):
+            how = card.progress or "no worker is free for it"
+            raise OrderRefused(409, f"{card.name} is not measured yet ({card.state}: {how}); ask again")
+        return _answered(order, 200, model=card, estimates=facts.plan.estimates, error=unmet)
+    if unmet:
+        return _answered(order, 409, estimates=facts.plan.estimates, error=unmet)
+    deployment = Deployment(
+        id=order.id, model=order.name, intent=order.intent, state="waiting", since_ms=facts.now_ms
+    )
+    return _answered(order, 202, deployment, deployment=deployment)
 
 
-def _why_not_planned(
-    order: PlanModel | DeployModel, card: ModelCard | None, contents: Contents, facts: Facts
-) -> OrderResult | None:
-    """Return the refusal of a plan or deployment; None if nothing is against it."""
-    if card is None:
-        return _no_model(order, order.name, contents)
+def _check_plannable(intent: Intent, card: ModelCard, contents: Contents, facts: Facts) -> None:
+    """Raise OrderRefused for a bad intent, a changed checkpoint or a model that was not measured."""
     name = card.name
     if facts.bad_intent:
-        return _refused(order, 400, f"intent: {facts.bad_intent}")
+        raise OrderRefused(400, f"intent: {facts.bad_intent}")
     if isinstance(facts.checkpoint, str):
-        return _refused(order, 409, f"the checkpoint of {name} cannot be read any more: {facts.checkpoint}")
+        raise OrderRefused(409, f"the checkpoint of {name} cannot be read any more: {facts.checkpoint}")
     if facts.checkpoint.digest != card.digest:
         why = f"the checkpoint in {card.path} is not the one that was registered as {name}"
-        return _refused(order, 409, f"{why}: what was measured does not hold; remove {name} and add it again")
-    intent = order.intent
-    if why := _too_long(intent, name, _context(facts.checkpoint, facts)) or _uncut(intent, card, contents):
-        return _refused(order, 400, f"intent: {why}")
-    if card.state == "failed":
-        return _refused(
-            order, 409, f"{name} could not be measured: {card.reason}; remove it and add it again"
+        raise OrderRefused(409, f"{why}: what was measured does not hold; remove {name} and add it again")
+    context, tokens = _context(facts.checkpoint, facts), intent.prompt_tokens + intent.output_tokens
+    if context and tokens > context:
+        raise OrderRefused(
+            400,
+            f"intent: prompt_tokens {intent.prompt_tokens} and output_tokens {intent.output_tokens} are "
+            f"{tokens} tokens, and the context of {name} has {context}; ask for {context} or fewer of both "
+            "together",
         )
-    return None
+    degrees = [one.degrees for one in profiles_of(contents, card).values()]
+    possible = {1}.union(*degrees)
+    if intent.tp is not None and degrees and all(degrees) and intent.tp not in possible:
+        could = ", ".join(map(str, sorted(set().union(*degrees))))
+        raise OrderRefused(
+            400,
+            f"intent: tp is {intent.tp}, and the weights of {name} can be cut for {could}: its KV heads and "
+            "worker.max_tp set that",
+        )
+    if card.state == "failed":
+        raise OrderRefused(409, f"{name} could not be measured: {card.reason}; remove it and add it again")
 
 
 def _context(checkpoint: Checkpoint, facts: Facts) -> int:
@@ -181,70 +211,16 @@ def _context(checkpoint: Checkpoint, facts: Facts) -> int:
     return min((limit for limit in (checkpoint.context, facts.max_model_len) if limit), default=0)
 
 
-def _too_long(intent: Intent, name: str, context: int) -> str:
-    """Return why requests of the intent's length do not fit into the context; "": they do."""
-    tokens = intent.prompt_tokens + intent.output_tokens
-    if not context or tokens <= context:
-        return ""
-    return (
-        f"prompt_tokens {intent.prompt_tokens} and output_tokens {intent.output_tokens} are {tokens} tokens, "
-        f"and the context of {name} has {context}; ask for {context} or fewer of both together"
-    )
-
-
-def _uncut(intent: Intent, card: ModelCard, contents: Contents) -> str:
-    """Return why the degree that the intent fixes is impossible; "": it is not, or not known to be."""
-    told = [one.degrees for one in profiles_of(contents, card).values()]
-    if intent.tp in (None, 1) or not all(told) or not told or any(intent.tp in degrees for degrees in told):
-        return ""
-    possible = sorted({degree for degrees in told for degree in degrees})
-    return (
-        f"tp is {intent.tp}, and the weights of {card.name} can be cut for {', '.join(map(str, possible))}: "
-        "its KV heads and worker.max_tp set that"
-    )
-
-
-def _deploy(order: DeployModel, contents: Contents, facts: Facts) -> OrderResult:
-    if there := contents.deployments.get(order.id):
-        return OrderResult(answer=Answer(id=order.id, status=202, deployment=there))
-    card = contents.models.get(order.name)
-    if refusal := _why_not_planned(order, card, contents, facts):
-        return refusal
-    if facts.unmet:
-        answer = Answer(id=order.id, status=409, error=facts.unmet, estimates=list(facts.estimates))
-        return OrderResult(answer=answer)
-    deployment = Deployment(
-        id=order.id, model=order.name, intent=order.intent, state="waiting", since_ms=facts.now_ms
-    )
-    return OrderResult(answer=Answer(id=order.id, status=202, deployment=deployment), write=(deployment,))
-
-
 def _retire(order: RetireModel, contents: Contents, now_ms: int) -> OrderResult:
-    deployment = _latest(order.deployment, contents)
+    deployment = contents.deployments.get(order.deployment)
+    while deployment and deployment.heir and (heir := contents.deployments.get(deployment.heir)):
+        deployment = heir  # what has replaced it
     if deployment is None:
         there = [one.id for one in contents.deployments.values() if not _is_over(one)]
         why = f"no deployment {order.deployment[:200]!r}; {_meant(order.deployment, there)}"
-        return _refused(order, 404, why)
+        raise OrderRefused(404, why)
     if deployment.state == "retired":
-        return OrderResult(answer=Answer(id=order.id, status=200, deployment=deployment))
+        return _answered(order, 200, deployment=deployment)
     state: DeploymentState = "retiring" if deployment.stages else "retired"
     record = replace(deployment, state=state, since_ms=now_ms, reason=ORDERED, instance="")
-    status = 202 if state == "retiring" else 200
-    return OrderResult(answer=Answer(id=order.id, status=status, deployment=record), write=(record,))
-
-
-def _latest(name: str, contents: Contents) -> Deployment | None:
-    """Return the deployment `name`, or what has replaced it."""
-    found = contents.deployments.get(name)
-    while found is not None and found.heir and (heir := contents.deployments.get(found.heir)):
-        found = heir
-    return found
-
-
-def path_of(order: Order, contents: Contents) -> str:
-    """Return the folder that the order is about; "": none."""
-    if isinstance(order, RegisterModel):
-        return order.path
-    if isinstance(order, PlanModel | DeployModel) and (card := contents.models.get(order.name)):
-        return card.path
-    return ""
+    return _answered(order, 202 if state == "retiring" else 200, record, deployment=record)

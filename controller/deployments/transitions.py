@@ -180,11 +180,6 @@ def transform(
     return leader, command
 
 
-def whole(workers: list[str], num_layers: int) -> list[Stage]:
-    """One stage of all layers."""
-    return [Stage(workers=workers, first=0, end=num_layers)]
-
-
 def transform_id(deployment: Deployment, how: Literal["up", "apart"]) -> str:
     """Return the id of the Transform that makes its group, or parts it."""
     return f"{deployment.id}-{deployment.loads}-{how}"

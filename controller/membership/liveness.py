@@ -1,15 +1,15 @@
 """Which workers are there, and what became of those that are not. Pure: pictures in, changes out.
 
 =================  ==================================================================================
-lease, card        what it means
+lease, card        meaning
 =================  ==================================================================================
 lease              alive, as the epoch that the lease holds
-card, no lease     died: the lease ran out and nobody took the card away
+card, no lease     died: the lease ran out, and only a clean exit takes the card away
 neither            left: a clean exit takes both. Unless Redis lost its data; then it did not come back
 =================  ==================================================================================
 
-A missing lease proves nothing right after Redis was away: nobody could renew one. So death waits for a
-grace, counted from the moment Redis answers again (and from our own start).
+A missing lease proves nothing right after Redis was away, when none could be renewed. So death waits for a
+grace, counted from the moment Redis answers again, and from the controller's start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Verdict = Literal["worker_joined", "epoch_changed", "worker_lost", "worker_left"
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One registered worker: the epoch in its lease and the epoch on its card, None where that is missing."""
+    """One registered worker: the epochs of its lease and its card, None if that is missing."""
 
     worker: str
     lease_epoch: int | None
@@ -32,8 +32,10 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class RegistryView:
-    """The registry at one moment of the caller's monotonic clock. `unsettled`: since the picture before,
-    Redis was away, restarted or lost its data (`data_lost`)."""
+    """The registry at one moment of the caller's monotonic clock.
+
+    `unsettled`: since the view before, Redis was away, restarted or lost its data (`data_lost`).
+    """
 
     at_s: float
     sightings: tuple[Sighting, ...]
@@ -43,8 +45,10 @@ class RegistryView:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """`gone` asks for the removal of what a worker left behind; the others are told as events.
-    `previous`: the epoch before, of an epoch_changed."""
+    """What became of a worker. `gone` asks for the removal of what it left; the others become events.
+
+    `previous`: the epoch before an epoch_changed.
+    """
 
     verdict: Verdict
     worker: str
@@ -56,7 +60,9 @@ class MembershipChange:
 @dataclass(frozen=True, slots=True)
 class Known:
     """What was concluded so far. `alive`: worker -> epoch. `dead`: worker -> (epoch, since when).
-    `wiped`: alive before Redis lost its data and not seen since; without a card they are no leavers."""
+
+    `wiped`: alive before Redis lost its data and not seen since; without a card they have not left.
+    """
 
     alive: Mapping[str, int] = field(default_factory=dict)
     dead: Mapping[str, tuple[int, float]] = field(default_factory=dict)
@@ -65,30 +71,30 @@ class Known:
 
 
 def decide(
-    known: Known, picture: RegistryView, *, grace_s: float, gone_after_s: float
+    known: Known, view: RegistryView, *, grace_s: float, gone_after_s: float
 ) -> tuple[Known, list[MembershipChange]]:
-    """What the picture adds to what was known."""
-    seen = {sighting.worker: sighting for sighting in picture.sightings}
-    leases = {s.worker: s.lease_epoch for s in picture.sightings if s.lease_epoch is not None}
+    """Return what is known now, and what has changed."""
+    seen = {sighting.worker: sighting for sighting in view.sightings}
+    leases = {s.worker: s.lease_epoch for s in view.sightings if s.lease_epoch is not None}
     starting = known.grace_until_s is None
     grace_until_s = known.grace_until_s or 0.0
-    if starting or picture.unsettled:
-        grace_until_s = picture.at_s + grace_s
-    wiped = (known.wiped | (known.alive.keys() if picture.data_lost else set())) - leases.keys()
+    if starting or view.unsettled:
+        grace_until_s = view.at_s + grace_s
+    wiped = (known.wiped | (known.alive.keys() if view.data_lost else set())) - leases.keys()
 
     changes = list(_arrivals(known, leases, starting))
     alive = dict(known.alive) | leases
     dead = {worker: state for worker, state in known.dead.items() if worker not in leases}
-    if picture.at_s >= grace_until_s:
+    if view.at_s >= grace_until_s:
         departures = list(_departures(alive, dead, seen, leases, wiped))
         for change in departures:
             alive.pop(change.worker, None)
-            dead[change.worker] = (change.epoch, picture.at_s)
+            dead[change.worker] = (change.epoch, view.at_s)
         changes += departures
         wiped = frozenset()
-        for worker in seen.keys() - leases.keys() - dead.keys():  # no card to tell its epoch: nobody to mourn
-            dead[worker] = (0, picture.at_s)
-        changes += _forgotten(dead, picture.at_s - gone_after_s)
+        for worker in seen.keys() - leases.keys() - dead.keys():  # without a card its epoch is unknown
+            dead[worker] = (0, view.at_s)
+        changes += _forgotten(dead, view.at_s - gone_after_s)
     dead = {
         worker: dead[worker] for worker in dead.keys() - {d.worker for d in changes if d.verdict == "gone"}
     }

@@ -1,4 +1,4 @@
-"""The loop over the registry of workers: reports who joined, left and died, and puts away what they left."""
+"""The loop over the registry of workers: events of those that join, leave and die, and their leftovers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from controller.membership.liveness import Known, MembershipChange, RegistryView
 log = logging.getLogger("controller")
 
 GONE_AFTER_S = 60.0  # longer than a supervisor's longest pause before it starts a worker again
-SLOW_S = 1.0  # a picture that took longer: Redis was stuck, and leases ran out that nobody could renew
+SLOW_S = 1.0  # a view that took longer: Redis was stuck, and leases ran out that could not be renewed
 EXPIRY_MARGIN_S = 0.02
 
 
 class MembershipWatcher:
-    """Owns what is known about the workers. One `step` at a time."""
+    """The owner of what is known about the workers. One `step` at a time."""
 
     def __init__(self, settings: ControllerSettings, bus: Bus) -> None:
         self._settings = settings
@@ -42,13 +42,13 @@ class MembershipWatcher:
         self._data_lost |= restart.data_lost
 
     async def run(self) -> None:
-        """For ever. Raises RedisProblem."""
+        """Take steps without end. Raises RedisProblem."""
         while True:
             pause_s = await self.step()
             await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
-        """Returns the seconds to pause before the next one."""
+        """Observe and apply; return the seconds to pause before the next step."""
         try:
             members = await self._observe()
             await self._tell_restart()
@@ -69,7 +69,7 @@ class MembershipWatcher:
         began_s = time.monotonic()
         members = await self._bus.members()
         now_s = time.monotonic()
-        picture = RegistryView(
+        view = RegistryView(
             at_s=now_s,
             sightings=tuple(Sighting(m.id, m.lease_epoch, m.card.epoch if m.card else None) for m in members),
             unsettled=self._unsettled or now_s - began_s > SLOW_S,
@@ -77,7 +77,7 @@ class MembershipWatcher:
         )
         self._unsettled = self._data_lost = False
         self._known, changes = decide(
-            self._known, picture, grace_s=self._settings.grace_s, gone_after_s=GONE_AFTER_S
+            self._known, view, grace_s=self._settings.grace_s, gone_after_s=GONE_AFTER_S
         )
         self._todo.extend(changes)
         for member in members:
@@ -92,7 +92,7 @@ class MembershipWatcher:
             self._restart = None
 
     async def _apply(self) -> None:
-        """In order, and each until it is done: gateways rely on being told of every death."""
+        """Carry out changes in order, each until it is done: gateways rely on the event of every death."""
         while self._todo:
             await self._carry_out(self._todo[0])
             self._todo.popleft()
@@ -114,6 +114,6 @@ class MembershipWatcher:
             await self._reaper.reap(change.worker, dead_epoch)
 
     def _pause(self, members: list[RegisteredWorker]) -> float:
-        """The interval, or less where a lease that nobody renewed would run out before that."""
+        """Return the interval, or less if a lease would run out before that."""
         left_s = [member.lease_ms / 1000 + EXPIRY_MARGIN_S for member in members if member.lease_epoch]
         return min([self._settings.interval_s, *left_s])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from bus.deployments import Configuration, Estimate, Intent, Profile
 from controller.planning.latency import LatencyModel
@@ -15,23 +15,19 @@ SECONDS_PER_HOUR = 3600.0
 def estimate_all(
     profile: Profile, intent: Intent, *, degrees: Iterable[int] = (1,), max_stages: int = 1
 ) -> list[Estimate]:
-    """Every degree x number of stages x precision of which a single device was measured: fewest devices
-    first, then most bits. `degrees`: those that the weights can be cut to."""
+    """Return every degree x number of stages x precision that was measured on a single device.
+
+    Fewest devices come first, then most bits. `degrees`: those that the weights can be cut to.
+    """
     latency, memory = LatencyModel(profile), MemoryModel(profile)
-    precisions = [one for one in latency.precisions() if one in memory.precisions()]
+    most = min(max_stages, profile.num_layers)
+    shapes = [(tp, pp) for tp in {1, *degrees} for pp in range(1, most + 1)]
     return [
-        _estimate(configuration, profile, intent, latency, memory)
-        for configuration in configurations(degrees, min(max_stages, profile.num_layers))
-        for configuration in (
-            Configuration(tp=configuration.tp, pp=configuration.pp, precision=one) for one in precisions
-        )
+        _estimate(Configuration(tp=tp, pp=pp, precision=precision), profile, intent, latency, memory)
+        for tp, pp in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+        for precision in latency.precisions()
+        if precision in memory.precisions()
     ]
-
-
-def configurations(degrees: Iterable[int], max_stages: int) -> Iterator[Configuration]:
-    shapes = [(tp, pp) for tp in sorted({1, *degrees}) for pp in range(1, max_stages + 1)]
-    for tp, pp in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1])):
-        yield Configuration(tp=tp, pp=pp)
 
 
 def _estimate(
@@ -46,7 +42,8 @@ def _estimate(
     size = memory.total(configuration, intent)
     device_hours = seconds.times(configuration.num_devices / SECONDS_PER_HOUR)
     costs = {"memory": size, "gpu_hours": device_hours, "memory_seconds": _product(size, seconds)}
-    loss = _loss(profile, configuration)
+    is_full = configuration.precision == "full"
+    loss = 0.0 if is_full else profile.loss.get(configuration.precision)
     return Estimate(
         configuration=configuration,
         memory_bytes=size.quantity(),
@@ -55,25 +52,17 @@ def _estimate(
         latency_s=seconds.quantity(),
         cost=costs[intent.cost].quantity(),
         gpu_hours=device_hours.quantity(),
-        loss=None if loss is None else loss.quantity(),
+        # The loss of a quantised model was measured on another text: it is an extrapolation here.
+        loss=None if loss is None else exactly(loss, "measured" if is_full else "extrapolated").quantity(),
     )
 
 
 def _product(one: Uncertain, other: Uncertain) -> Uncertain:
-    """Of two that do not depend on each other; relative spreads are small."""
-    spread = combine(
-        [
-            (other.value, Uncertain(0.0, one.down, one.up)),
-            (one.value, Uncertain(0.0, other.down, other.up)),
-        ]
-    )
+    """Multiply two that do not depend on each other and have small relative spreads."""
+    parts = [
+        (other.value, Uncertain(0.0, one.down, one.up)),
+        (one.value, Uncertain(0.0, other.down, other.up)),
+    ]
+    spread = combine(parts)
     basis = weakest((one.basis, other.basis))
     return Uncertain(one.value * other.value, spread.down, spread.up, basis)
-
-
-def _loss(profile: Profile, configuration: Configuration) -> Uncertain | None:
-    """Full precision loses nothing. What another one loses was predicted, not measured here."""
-    if configuration.precision == "full":
-        return exactly(0.0)
-    loss = profile.loss.get(configuration.precision)
-    return None if loss is None else exactly(loss, "extrapolated")

@@ -1,4 +1,4 @@
-"""Layers onto devices: uneven where needed, even where possible, adjacent ones together (iServe §6). Pure."""
+"""Layers onto devices: as evenly as they fit, adjacent ones together (iServe §6). Pure."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ from controller.planning.memory import Footprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A worker, as placing sees it. All devices of one call are of the kind that the profile is of."""
+    """A worker that layers may be placed on. All devices of one call are of the profile's kind."""
 
     worker: str
     host: str = ""  # ranks of one stage share it
-    free_bytes: int  # that new layers and their KV may take
+    free_bytes: int  # for new layers and their KV
     load: float = 0.0  # busy seconds in the window over the window, 0..1
     page_bytes: int = 1  # a layer takes whole pages
-    is_empty: bool = True  # has no model: others cannot join a group
+    is_empty: bool = True  # without a model: others cannot join a group
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why it does not fit. Bytes of the devices that were looked at, the freest there are. `is_sure`: on no
-    others of them, either; it is not where ranks of several stages could be chosen otherwise."""
+    """Why a configuration does not fit on the freest devices.
+
+    `is_sure`: it fits on no others, either. That is open where ranks of several stages could be chosen
+    otherwise.
+    """
 
     reason: str
-    needed_bytes: int = 0
-    available_bytes: int = 0
     is_sure: bool = True
 
 
 def fit(
     need: Footprint, configuration: Configuration, num_layers: int, devices: Iterable[Device]
 ) -> list[Stage] | Refusal:
-    """The stages on the K = tp x pp freest devices. If any partition of the layers over these exists, with as
-    many stages on each host, one is found: each device is tried as the one that leads, with more to hold."""
+    """Return the stages on the K = tp x pp freest devices, or why there are none.
+
+    If a partition of the layers over these exists, with as many stages on each host, one is found: each
+    device is tried as the leader, which holds more.
+    """
     rows = freest(configuration, devices)
-    if isinstance(rows, Refusal):
-        return rows
-    return partition(need, num_layers, rows)
+    return rows if isinstance(rows, Refusal) else partition(need, num_layers, rows)
 
 
 def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list[Device]] | Refusal:
-    """pp rows of tp devices each: of a row all are of one host, and what it can hold its fullest can."""
+    """Return pp rows of tp devices of one host each; a row holds as much as its fullest device."""
     usable = sorted(devices, key=_freest_first)
     if configuration.tp > 1:
         usable = [one for one in usable if one.is_empty]
@@ -65,8 +67,10 @@ def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list
 
 
 def partition(need: Footprint, num_layers: int, rows: Sequence[Sequence[Device]]) -> list[Stage] | Refusal:
-    """Stages in the order of their layers; the first worker of the first leads. Where only that one has
-    embedding and head, the devices of a host are dealt out anew if it helps."""
+    """Return the stages in the order of their layers; the first worker of the first leads.
+
+    If only the leader has embedding and head, the devices of a host are dealt out anew if that helps.
+    """
     if num_layers < len(rows):
         return Refusal(f"{num_layers} layers do not make {len(rows)} stages")
     could_hold = sum(min(_layers(need, one, leads=False) for one in row) for row in rows)
@@ -79,8 +83,11 @@ def partition(need: Footprint, num_layers: int, rows: Sequence[Sequence[Device]]
 
 
 def _orders(rows: Sequence[Sequence[Device]]) -> Iterator[list[list[Device]]]:
-    """Each device leads once with each set of ranks that is worth a try: what a row holds its fullest device
-    tells, so the best rows are neighbours in size, and the leader's ranks a run between two of these."""
+    """Yield orders in which each device leads once with each set of ranks that is worth a try.
+
+    A row holds as much as its fullest device, so the best rows are neighbours in size, and the leader's ranks
+    are a run between two of these.
+    """
     tp = len(rows[0])
     for row in rows:
         mates = [one for other in rows for one in other if tp == 1 or one.host == row[0].host]
@@ -108,20 +115,22 @@ def _refused(need: Footprint, num_layers: int, rows: Sequence[Sequence[Device]])
     where = " on each of its ranks" if len(rows[0]) > 1 else ""
     return Refusal(
         f"needs {sized(needed)}{where} for {num_layers} layers, {sized(available)} are free on "
-        f"{', '.join(one.worker for row in rows for one in row)}, which hold {max(0, sum(most))} layers",
-        needed,
-        available,
+        f"{', '.join(one.worker for row in rows for one in row)}, which hold {max(0, sum(most))} layers"
     )
 
 
 def capacities(need: Footprint, rows: Sequence[Sequence[Device]]) -> list[int]:
-    """Layers that every device of each row has room for; below 0 if not even the rest has. The first device
-    of the first row leads."""
-    found = []
-    for i, row in enumerate(rows):
-        leaders = (len(row) if need.every_rank_leads else 1) if i == 0 else 0
-        found.append(min(_layers(need, one, leads=j < leaders) for j, one in enumerate(row)))
-    return found
+    """Return how many layers each row has room for; below 0 if there is none for what is beside them.
+
+    The first device of the first row leads.
+    """
+    return [
+        min(
+            _layers(need, one, leads=i == 0 and (j == 0 or need.every_rank_leads))
+            for j, one in enumerate(row)
+        )
+        for i, row in enumerate(rows)
+    ]
 
 
 def _layers(need: Footprint, device: Device, *, leads: bool) -> int:
@@ -130,7 +139,7 @@ def _layers(need: Footprint, device: Device, *, leads: bool) -> int:
 
 
 def even(num_layers: int, most: Sequence[int]) -> list[int]:
-    """As even as the limits allow; what is left over goes to the last stages: the first has more to do."""
+    """Share layers as evenly as the limits allow. Later stages get the rest: the first has more to do."""
     shares = [0] * len(most)
     left = num_layers
     while left:
@@ -144,7 +153,7 @@ def even(num_layers: int, most: Sequence[int]) -> list[int]:
 
 
 def _stages(rows: Sequence[Sequence[Device]], shares: Sequence[int], need: Footprint) -> list[Stage]:
-    """Workers in the order of their names, but for the one that leads and alone has room for it."""
+    """Return the stages, workers in the order of their names but for a leader that alone has room to lead."""
     stages: list[Stage] = []
     first = 0
     for row, share in zip(rows, shares, strict=True):
@@ -164,7 +173,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def sized(num_bytes: float) -> str:
-    """In the largest unit of which there is one: "95 bytes", "12.3 MiB"."""
+    """Return bytes in the largest unit of which there is one: "95 bytes", "12.3 MiB"."""
     left, unit = float(num_bytes), 0
     while abs(left) >= 1024 and unit < len(UNITS) - 1:
         left, unit = left / 1024, unit + 1

@@ -7,11 +7,11 @@ one and two hidden layers  TTFT and TPOT = other + layers x layer (equations 2 a
 prompts and batches        straight lines between what was measured; beyond the longest prompt TTFT
                            keeps its curve, if the samples show one; TPOT is a line in the mean context
                            of its steps
-degrees                    a rank's own work, and two all-reduces for each layer; of a degree that was
+degrees                    a rank's own work, and two all-reduces for each layer; for a degree that was
                            not measured serial + parallel / tp, from two that were; else with the
-                           speed-up another precision was measured to have; else half is parallel
+                           measured speed-up of another precision; else half is parallel
 stages                     each batch on its way through all of them, and a hop for each (the last goes
-                           back to the first); no faster than the first stage makes its part of all the
+                           back to the first); no faster than the first stage does its part of all the
                            batches. The next chunk of a prompt follows the one before it at once
 =========================  ==========================================================================
 """
@@ -36,20 +36,21 @@ from controller.planning.uncertainty import (
     within,
 )
 
-ASSUMED_SERIAL = 0.5  # of a step, where no degree beside 1 was measured; the spread is from 0 to 1
-# Of a group of one stage (worker/parallel): messages before each step, a rank is ready and the leader calls
-# it; tokens of a step that are kept for a canary; the part of its share that a rank without prompts keeps.
+ASSUMED_SERIAL = 0.5  # share of a step if only degree 1 was measured; the spread is from 0 to 1
+# A group of one stage in the worker: messages before each step (a rank is ready, the leader calls it), tokens
+# of a step that are reserved for a canary, and the part of its share that a rank without prompts keeps.
 CALLS, CANARY_TOKENS, KEPT_SHARE = 2, 12, 8
 
 Chunks = list[tuple[int, int]]  # steps, and tokens in each
 
 
 def num_steps(chunks: Chunks) -> int:
+    """Return the number of steps of a prompt's chunks."""
     return sum(times for times, _ in chunks)
 
 
 class LatencyModel:
-    """What the latency and link samples of a profile tell."""
+    """Latencies of configurations, from the latency and link samples of a profile."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile, self._cells = profile, cells_of(profile.latency)
@@ -57,15 +58,15 @@ class LatencyModel:
         self._works: dict[int, RankModel] = {}
 
     def precisions(self) -> list[Precision]:
-        """Those whose single device was measured: the rest of the map starts there."""
+        """Return those that were measured on a single device: the rest of the map starts there."""
         return self.work(self._profile.num_layers).precisions()
 
     def work(self, num_layers: int) -> RankModel:
-        """Of one worker, or one rank, with so many layers."""
+        """Return the model of one worker, or one rank, with so many layers."""
         return self._works.setdefault(num_layers, RankModel(self._cells, num_layers))
 
     def timing(self, configuration: Configuration, intent: Intent) -> Timing:
-        """KeyError: the precision is not one of `precisions`."""
+        """Return TTFT and TPOT. Raises KeyError for a precision that is not one of `precisions`."""
         if configuration.pp > 1:
             return self._staged(configuration, intent)
         return self._stage(configuration, intent, self._profile.num_layers)
@@ -73,7 +74,7 @@ class LatencyModel:
     # ------------------------------------------------------------------ ranks
 
     def _stage(self, configuration: Configuration, intent: Intent, num_layers: int) -> Timing:
-        """Of so many layers with both ends on one worker, or on the ranks of a group."""
+        """Return the timing of so many layers with both ends on one worker, or on the ranks of a group."""
         alone = self.work(num_layers).timing(replace(configuration, pp=1), intent)
         if configuration.tp == 1:
             return alone
@@ -87,9 +88,11 @@ class LatencyModel:
         )
 
     def _said(self, rows: int, last_rows: int, num_layers: int, configuration: Configuration) -> Uncertain:
-        """By ranks in a step: two sums in each layer, those of the last one of rows that logits are asked
-        for alone (`worker.model.transformer`). Of several stages nobody calls a step; the leader sends its
-        rows to the other ranks of the first."""
+        """Return the communication of ranks in a step: two all-reduces in each layer.
+
+        Those of the last layer have only the rows whose logits are wanted (`worker.model.transformer`). In a
+        pipeline no message calls a step: the leader sends its rows to the other ranks of the first stage.
+        """
         row_bytes, tp = self._profile.row_bytes, configuration.tp
         sums, last = (self._links.all_reduce(n * row_bytes, tp) for n in (rows, min(rows, last_rows)))
         before = (CALLS, self._links.hop(0))
@@ -98,8 +101,11 @@ class LatencyModel:
         return combine([(2.0 * (num_layers - 1), sums), (2.0, last), before])
 
     def _chunks(self, configuration: Configuration, intent: Intent) -> Chunks:
-        """Of the batch's prompts. In a group of one stage each rank plans its own requests and its part
-        of a step; those that have none leave theirs from the second step on (`worker.parallel.budget`)."""
+        """Return the chunks of the batch's prompts.
+
+        In a group of one stage each rank plans its own requests and its part of a step; ranks without any
+        leave theirs to others from the second step on.
+        """
         tokens = intent.prompt_tokens * intent.batch_size
         most = first = self._profile.max_num_batched_tokens or tokens
         if configuration.tp > 1 and configuration.pp == 1 and self._profile.max_num_batched_tokens:
@@ -142,17 +148,18 @@ class LatencyModel:
 
 
 class RankModel:
-    """Of one device, or of one rank of a group, for a model of so many layers."""
+    """Latencies of one device, or of one rank of a group, for a model of so many layers."""
 
     def __init__(self, cells: Cells, num_layers: int) -> None:
         self._cells, self._num_layers = cells, num_layers
         self._surfaces: dict[Configuration, Surface] = {}
 
     def precisions(self) -> list[Precision]:
+        """Return the precisions that were measured on a single device."""
         return [one for one in PRECISIONS if self._surface(Configuration(precision=one))]
 
     def timing(self, configuration: Configuration, intent: Intent) -> Timing:
-        """Of one stage. KeyError: the precision is not one of `precisions`."""
+        """Return TTFT and TPOT of one stage. Raises KeyError as LatencyModel.timing does."""
         degrees = self._degrees(configuration.precision)
         if 1 not in degrees:
             raise KeyError(f"{configuration.precision} was not measured on a single device")
@@ -166,8 +173,10 @@ class RankModel:
     # ------------------------------------------------------------------ from layers to the model
 
     def _surface(self, configuration: Configuration) -> Surface:
-        """Of all layers, where this very configuration was measured. A rank is so at a few shapes only:
-        others are to these as on one worker."""
+        """Return the surface of all layers if this very configuration was measured.
+
+        A rank is measured at a few shapes: others are in the same proportion as on one worker.
+        """
         if configuration not in self._surfaces:
             found = {
                 shape: self._at_layers(by_layers)
@@ -180,7 +189,7 @@ class RankModel:
         return self._surfaces[configuration]
 
     def _at_layers(self, by_layers: Mapping[int, Timing]) -> Timing | None:
-        """None: one size of a fingerprint does not tell a layer from the rest."""
+        """Return the timing of all layers; None for one size of fingerprint, which shows no layer's part."""
         if self._num_layers in by_layers:
             return by_layers[self._num_layers]
         if len(by_layers) < 2:
@@ -208,7 +217,7 @@ class RankModel:
         )
 
     def _as_others(self, single: Timing, configuration: Configuration, intent: Intent) -> Timing | None:
-        """With the speed-up that the first precision with more degrees has from them."""
+        """Return the timing with the speed-up of the first precision that has more degrees."""
         for precision in self.precisions():
             if len(self._degrees(precision)) > 1:
                 one = self.timing(Configuration(precision=precision), intent)
@@ -222,7 +231,7 @@ class RankModel:
 
 
 def _amdahl(points: Points, tp: int) -> Uncertain:
-    """`points` by 1/tp: serial + parallel / tp is a straight line there."""
+    """Return the value at `tp`: in 1/tp, serial + parallel / tp is a straight line."""
     return line_at(points, 1 / tp).weakened("extrapolated").at_least(0.0)
 
 
@@ -237,9 +246,11 @@ def _assumed_share(alone: Uncertain, tp: int) -> Uncertain:
 
 
 class LinkTimes:
-    """From point to point by straight lines, of means: a token of a group takes dozens of sums, and a waking
-    thread that is late now and then is late in every one of them. What was not measured takes nothing, which
-    is assumed."""
+    """Seconds of messages between ranks and stages, by their bytes, on straight lines between means.
+
+    Means, since a token of a group takes dozens of all-reduces, which meet every thread that wakes late now
+    and then. Without measurements they are assumed to take nothing.
+    """
 
     def __init__(self, samples: Iterable[LinkSample]) -> None:
         measured: dict[tuple[LinkKind, int], list[float]] = {}
@@ -251,12 +262,15 @@ class LinkTimes:
                 self._points[kind].append((float(nbytes), averaged(seconds)))
 
     def hop(self, nbytes: float) -> Uncertain:
-        """From one stage to the next. 0 bytes: less than anything that was measured."""
+        """Return the time from one stage to the next; for 0 bytes that of the smallest message."""
         return self._seconds("hop", nbytes)
 
     def all_reduce(self, nbytes: float, tp: int) -> Uncertain:
-        """Of so many ranks. A ring of them moves 2 (tp - 1) / tp times the bytes of each, for two once:
-        nobody measured that, and it lies between what two take and that for each further rank."""
+        """Return the time of a sum over `tp` ranks.
+
+        A ring moves 2 (tp - 1) / tp times the bytes of each rank. More than two were not measured: their time
+        lies between that of two and that of two for each further rank.
+        """
         pair = self._seconds("all_reduce", nbytes)
         if tp == 2:
             return pair
@@ -267,5 +281,5 @@ class LinkTimes:
         points = self._points[kind]
         if not points:
             return exactly(0.0, "assumed")
-        least, seconds = points[0]  # what a message takes however short it is
+        least, seconds = points[0]  # every message takes that at least
         return seconds if nbytes <= least else between(points, nbytes).at_least(seconds.value)

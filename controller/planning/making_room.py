@@ -1,8 +1,7 @@
-"""What would make room for a model that does not fit: which deployments would have to go, or which morphs of
-those that stay would do. Pure.
+"""What would make room for a model that does not fit: retirements, or morphs of what stays. Pure.
 
-Every way is a list of steps that each free pages on some workers: one step where one does, of the instance
-with the least to do; else those that free most, until the model fits, without those that were needless.
+Every way is a list of steps that each free pages on some workers: one step if one suffices, of the least
+loaded instance; else those that free most, until the model fits, without those that prove needless.
 """
 
 from __future__ import annotations
@@ -23,22 +22,26 @@ Kind = Literal["resize", "swap", "retire"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """An instance that is served, and what it holds on each of its workers. Bytes of whole pages. A
-    deployment on several workers may be told as several tenants; it is retired as one."""
+    """An instance and what it holds on each of its workers, in bytes of whole pages.
+
+    A deployment on several workers may be several tenants; it is retired as one.
+    """
 
     instance: str
-    deployment: str = ""  # "": it came with its worker and is not retired for another
+    deployment: str = ""  # "": served by the worker's settings, and not retired
     workers: tuple[str, ...]
     weight_bytes: int
     kv_bytes: int
-    kv_kept_bytes: int = 0  # of these: what its requests use and what it must have
-    load: float = 0.0  # of its workers; who has little to do goes first
-    layers: Mapping[Precision, int] = field(default_factory=dict)  # how many there are in which precision
-    layer_bytes: Mapping[Precision, int] = field(default_factory=dict)  # of a layer in each it can have
+    kv_kept_bytes: int = 0  # of these: what its requests use, or it must have
+    load: float = 0.0  # of its workers; the least loaded goes first
+    layers: Mapping[Precision, int] = field(default_factory=dict)  # how many in each precision
+    layer_bytes: Mapping[Precision, int] = field(default_factory=dict)  # of one in each it can have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomStep:
+    """A morph or retirement that frees memory."""
+
     kind: Kind
     target: str  # an instance, or of a retirement the deployment
     freed: Mapping[str, int]  # worker -> bytes
@@ -47,17 +50,19 @@ class RoomStep:
 
     @property
     def freed_bytes(self) -> int:
+        """What it frees on all workers together."""
         return sum(self.freed.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """All of its steps together make room."""
+    """Steps that together make room."""
 
     steps: tuple[RoomStep, ...]
 
     @property
     def kind(self) -> Kind:
+        """The kind of all its steps."""
         return self.steps[0].kind
 
     def __str__(self) -> str:
@@ -71,8 +76,10 @@ def ways_to_fit(
     devices: Iterable[Device],
     tenants: Iterable[Tenant],
 ) -> list[Way]:
-    """Cheapest first: unused KV given back, layers in fewer bits (as few fewer as do), deployments retired.
-    Empty: it fits as it is, or nothing helps."""
+    """Return ways, cheapest first: shrink idle KV, hold layers in fewer bits, retire deployments.
+
+    Empty: it fits as it is, or nothing helps.
+    """
     there, all_tenants = list(devices), list(tenants)
 
     def fits(steps: Sequence[RoomStep]) -> bool:
@@ -92,7 +99,7 @@ def ways_to_fit(
 
 
 def _way(steps: Iterable[RoomStep], fits: Callable[[Sequence[RoomStep]], bool]) -> Way | None:
-    """One step if one does; else those that free most, as many as it takes."""
+    """Return one step if one suffices; else those that free most, as many as it takes."""
     least_first = sorted(steps, key=lambda one: (one.load, one.freed_bytes, natural(one.target)))
     for step in least_first:
         if fits([step]):
@@ -111,8 +118,7 @@ def _way(steps: Iterable[RoomStep], fits: Callable[[Sequence[RoomStep]], bool]) 
 
 
 def _after(devices: Iterable[Device], steps: Sequence[RoomStep]) -> list[Device]:
-    """A worker from which a model went may be free for a group, but others may be left there: it is not
-    called empty."""
+    """Return the devices after these steps. None is called empty: other models may be left."""
     freed = {one.worker: 0 for one in devices}
     for step in steps:
         for worker in freed.keys() & step.freed.keys():
@@ -138,7 +144,7 @@ def _retirements(tenants: Iterable[Tenant]) -> list[RoomStep]:
 
 
 def _swap(tenant: Tenant, precision: Precision) -> RoomStep | None:
-    """All layers with more bits than these; None: that frees nothing."""
+    """Swap all layers with more bits to `precision`; None if that frees nothing."""
     if precision not in tenant.layer_bytes:
         return None
     freed = sum(

@@ -2,13 +2,12 @@
 
 All devices together:   base + (tp - 1) x per_rank + (pp x per_stage, with more than one)
 
-base is W + A; per_rank what every further rank repeats (A in the paper; here also the weights that ranks
-duplicate: attention, and where there is one stage embeddings and head; of several, the leader alone has
-these); per_stage is A_p. Each is a straight line in the number of layers,
-solved from samples of (tp, pp) = (1, 1), (2, 1) and (1, 2), by least squares where there are more. Weights
-and activations are kept apart: these lie outside the pool of pages, and what is fitted into pages has none.
-Weights of several devices are told by their layout, exactly; where their activations were not measured, these
-are assumed, and so the whole is.
+base is W + A. per_rank is what every further rank repeats: A in the paper, here also the weights that ranks
+duplicate (attention, and in a single stage embeddings and head). per_stage is A_p. Each is a straight line in
+the number of layers, solved from samples of (tp, pp) = (1, 1), (2, 1) and (1, 2), by least squares if there
+are more. Weights and activations are apart: activations lie outside the pool of pages. Weights of several
+devices follow exactly from their layout. If their activations were not measured, these and the whole are
+assumed.
 """
 
 from __future__ import annotations
@@ -24,27 +23,31 @@ from controller.planning.uncertainty import Uncertain, combine, line_at, slope_o
 from controller.planning.uncertainty import exactly as known
 
 NOTHING = known(0.0)
-# Of a layer's weights on each further rank, where no second device was measured: attention, which is a third
-# of a layer of Llama-2 7B (4 of 12 h^2) and, with grouped heads, 19 % of one of Llama-3 8B.
+# Share of a layer's weights on each further rank, if only one device was measured: attention, which is a
+# third of a layer of Llama-2 7B (4 of 12 h^2) and, with grouped heads, 19 % of one of Llama-3 8B.
 ASSUMED_REPEATED = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Bytes: `other` and, for each layer, `layer`."""
+    """Bytes: `other`, and `layer` for each layer."""
 
     other: Uncertain
     layer: Uncertain
 
     def at(self, num_layers: int) -> Uncertain:
+        """Return the bytes of so many layers."""
         return combine([(1.0, self.other), (num_layers, self.layer)])
 
 
 @dataclass(frozen=True, slots=True)
 class SizeModel:
-    """Weights or activations: the three unknowns. Where no stages were measured `per_stage` is None, and what
-    every device of a further stage is assumed to have is `per_further`. `has_ends`: what is beside the layers
-    is embedding and head, which further ranks repeat in a group of one stage only."""
+    """The three unknowns of weights or activations.
+
+    Without measured stages `per_stage` is None, and every device of a further stage is assumed to have
+    `per_further`. `has_ends`: beside the layers are embedding and head, which only a single stage's ranks
+    repeat.
+    """
 
     base: Line
     per_rank: Line
@@ -53,6 +56,7 @@ class SizeModel:
     has_ends: bool
 
     def at(self, configuration: Configuration, num_layers: int) -> Uncertain:
+        """Return the bytes on all devices together."""
         tp, pp = configuration.tp, configuration.pp
         stages = (pp, self.per_stage) if self.per_stage else (tp * (pp - 1), self.per_further)
         per_rank = replace(self.per_rank, other=NOTHING) if self.has_ends and pp > 1 else self.per_rank
@@ -62,10 +66,11 @@ class SizeModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes on each device of a stage: `layer_bytes` for each of its layers, `device_bytes` whatever it
-    holds, and on the one that leads `lead_bytes` for embedding and head, which all ranks of the first stage
-    have where `every_rank_leads`. With the first alone it is the paper's memory block,
-    mem_base / (tp x layers)."""
+    """Bytes of pages on each device of a stage: `device_bytes`, and `layer_bytes` for each layer.
+
+    The leader has `lead_bytes` more for embedding and head, as do all ranks of the first stage if
+    `every_rank_leads`. `layer_bytes` alone is the paper's memory block, mem_base / (tp x layers).
+    """
 
     layer_bytes: int
     lead_bytes: int = 0
@@ -73,11 +78,12 @@ class Footprint:
     every_rank_leads: bool = False
 
     def of(self, num_layers: int, *, leads: bool = False) -> int:
+        """Return the bytes of a device with so many layers."""
         return self.device_bytes + num_layers * self.layer_bytes + leads * self.lead_bytes
 
 
 class MemoryModel:
-    """What the memory samples of a profile tell."""
+    """Memory of configurations, from the memory samples of a profile."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -91,10 +97,11 @@ class MemoryModel:
         }
 
     def precisions(self) -> list[Precision]:
+        """Return the precisions that were measured on a single device."""
         return [one for one in PRECISIONS if one in self._parts]
 
     def total(self, configuration: Configuration, intent: Intent) -> Uncertain:
-        """Of all devices together, the KV of the intent's batch included."""
+        """Return the memory of all devices together, the KV of the intent's batch included."""
         weights, activations = self._parts[configuration.precision]
         num_layers = self._profile.num_layers
         kv_bytes = kv_blocks(self._profile, intent) * self._profile.block_bytes_per_layer * num_layers
@@ -107,30 +114,28 @@ class MemoryModel:
         )
         return found.weakened(_basis(self._profile, configuration))
 
-    def need(
-        self, configuration: Configuration, intent: Intent, *, whole_first: bool = True, in_pool: bool = True
-    ) -> Footprint:
-        """Pages on each device. `whole_first`: a group of one stage comes of workers that each hold all of it
-        first, so that is the most a device needs; else, and of several stages, a rank's shard is. `in_pool`:
-        without activations, which have their own reserve."""
-        weights, activations = self._parts[configuration.precision]
+    def need(self, configuration: Configuration, intent: Intent, *, whole_first: bool = True) -> Footprint:
+        """Return what each device needs of its pages; activations have their own reserve.
+
+        `whole_first`: workers of a single stage each load all of it before they form a group, so that is the
+        most a device needs; else, and in a pipeline, it is a rank's shard.
+        """
+        weights, _ = self._parts[configuration.precision]
         blocks = kv_blocks(self._profile, intent)
         is_one_stage = configuration.pp == 1
         tp = 1 if whole_first and is_one_stage else configuration.tp
         ranks = combine([(1 / tp, weights.base.layer), ((tp - 1) / tp, weights.per_rank.layer)])
         ends = combine([(1 / tp, weights.base.other), ((tp - 1) / tp, weights.per_rank.other)])
         lead = ends if is_one_stage else weights.base.other
-        transient = activations.at(configuration, self._profile.num_layers).value / configuration.num_devices
         return Footprint(
             layer_bytes=math.ceil(ranks.value + blocks * self._profile.block_bytes_per_layer / tp),
             lead_bytes=math.ceil(lead.value),
-            device_bytes=0 if in_pool else math.ceil(transient),
             every_rank_leads=is_one_stage,
         )
 
 
 def kv_blocks(profile: Profile, intent: Intent) -> int:
-    """Of the whole batch, to the end of its outputs."""
+    """Return the KV blocks of the whole batch, to the end of its outputs."""
     tokens = intent.prompt_tokens + intent.output_tokens
     return intent.batch_size * math.ceil(tokens / profile.block_tokens)
 
@@ -139,7 +144,7 @@ def kv_blocks(profile: Profile, intent: Intent) -> int:
 
 
 def _solved(samples: Sequence[MemorySample]) -> tuple[SizeModel, SizeModel]:
-    """Weights and activations of one precision."""
+    """Return the models of weights and activations of one precision."""
     weights = _table((one.num_layers, one.configuration, one.weight_bytes) for one in samples)
     activations = _table(
         (one.num_layers, one.configuration, one.activation_bytes)
@@ -167,7 +172,7 @@ Table = Mapping[tuple[int, int, int], float]  # (layers, tp, pp) -> bytes
 
 
 def _table(rows: Iterable[tuple[int, Configuration, int]]) -> Table:
-    """The most of what was seen of each."""
+    """Return the largest size of each."""
     table: dict[tuple[int, int, int], float] = {}
     for num_layers, configuration, size in rows:
         key = (num_layers, configuration.tp, configuration.pp)
@@ -177,14 +182,14 @@ def _table(rows: Iterable[tuple[int, Configuration, int]]) -> Table:
 
 def _base(table: Table) -> Line:
     single = {layers: size for (layers, tp, pp), size in table.items() if tp == pp == 1}
-    if len(single) == 1:  # of one size it is not known what a layer takes of it
+    if len(single) == 1:  # one size does not show a layer's part
         ((num_layers, size),) = single.items()
         return Line(NOTHING, known(size / num_layers))
     return _line(single)
 
 
 def _per_rank(table: Table) -> Line | None:
-    """Least squares through the origin over the degrees, for each number of layers."""
+    """Solve by least squares through the origin over the degrees, for each number of layers."""
     extra: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (layers, tp, pp), size in table.items():
         if tp > 1 and pp == 1 and (layers, 1, 1) in table:
@@ -202,7 +207,6 @@ def _per_stage(table: Table, per_rank: Line | None) -> Line | None:
 
 
 def _line(by_layers: Mapping[int, float]) -> Line:
-    """One size only: a constant."""
     points = [(float(layers), known(size)) for layers, size in by_layers.items()]
     return Line(line_at(points, 0.0), slope_of(points))
 
@@ -212,7 +216,7 @@ def _through_origin(points: Sequence[tuple[int, float]]) -> float:
 
 
 def _at_most(line: Line) -> Line:
-    """Assumed: all of it, and perhaps nothing."""
+    """Return the line as an assumption: all of it, and perhaps nothing."""
     other, layer = line.other.value, line.layer.value
     return Line(
         within(min(0.0, other), other, max(0.0, other)), within(min(0.0, layer), layer, max(0.0, layer))

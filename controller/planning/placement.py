@@ -1,7 +1,7 @@
-"""Which devices get a model: least loaded, packing, or hybrid (iServe §6). Pure.
+"""Placement policies, which choose the devices of a model (iServe §6). Pure.
 
 =============  ===============================================================================
-least-loaded   the K least loaded with room: models spread, and do not stand in each other's way
+least-loaded   the K least loaded with room: models spread
 packing        the K most loaded with room: as few devices as possible are used
 hybrid         packing among those below the threshold; where they have no room, the least
                loaded of the others
@@ -36,14 +36,14 @@ class Placing:
 
 
 class LoadWindow:
-    """Busy seconds of each worker in the last `window_s`, over the window. Fed with samples; has no clock."""
+    """The share of the last `window_s` that each worker was busy. It has no clock of its own."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._samples: dict[str, deque[tuple[float, float]]] = {}  # worker -> (at_s, share of time till then)
 
     def see(self, worker: str, at_s: float, busy: float) -> None:
-        """`busy`: share of the time since the last sample, 0..1. Read every second or so."""
+        """Add a sample. `busy`: share of the time since the last one, 0..1."""
         samples = self._samples.setdefault(worker, deque())
         if samples and at_s <= samples[-1][0]:
             return
@@ -52,7 +52,7 @@ class LoadWindow:
             samples.popleft()
 
     def load(self, worker: str, at_s: float) -> float:
-        """0..1; what was not seen counts as idle."""
+        """Return the load, 0..1; time without a sample counts as idle."""
         samples = self._samples.get(worker, ())
         begin_s, busy_s = at_s - self._window_s, 0.0
         before_s = None
@@ -63,17 +63,18 @@ class LoadWindow:
         return min(1.0, busy_s / self._window_s)
 
     def forget(self, worker: str) -> None:
+        """Drop the samples of a worker."""
         self._samples.pop(worker, None)
 
 
 Order = Callable[[Device], tuple[object, ...]]
 
 
-def least_loaded(device: Device) -> tuple[object, ...]:
+def _least_loaded(device: Device) -> tuple[object, ...]:
     return device.load, -device.free_bytes, natural(device.worker)
 
 
-def most_loaded(device: Device) -> tuple[object, ...]:
+def _most_loaded(device: Device) -> tuple[object, ...]:
     return -device.load, -device.free_bytes, natural(device.worker)
 
 
@@ -84,8 +85,10 @@ def place(
     devices: Iterable[Device],
     placing: Placing | None = None,
 ) -> list[Stage] | Refusal:
-    """On the first K devices in the policy's order that take it; if none do, on the K freest of all, where a
-    partition is found if there is one."""
+    """Return the stages on the first K devices in the policy's order that take it.
+
+    If none do, try the K freest of all, where a partition is found if there is one.
+    """
     there = list(devices)
     whole = fit(need, configuration, num_layers, there)
     if isinstance(whole, Refusal) and whole.is_sure:
@@ -101,9 +104,9 @@ def place(
 
 def _tries(devices: Sequence[Device], placing: Placing) -> list[tuple[Sequence[Device], Order]]:
     if placing.policy == "least-loaded":
-        return [(devices, least_loaded)]
+        return [(devices, _least_loaded)]
     if placing.policy == "packing":
-        return [(devices, most_loaded)]
+        return [(devices, _most_loaded)]
     packable = [one for one in devices if one.load < placing.threshold]
     others = [one for one in devices if one.load >= placing.threshold]
-    return [(packable, most_loaded), (others, least_loaded), (devices, least_loaded)]
+    return [(packable, _most_loaded), (others, _least_loaded), (devices, _least_loaded)]

@@ -1,8 +1,8 @@
 """Time to first token and per output token over prompts and batches, from latency samples. Pure.
 
-A cell is one configuration, batch of equal requests and number of layers: outputs of two lengths tell both
-times (iServe §5.3, equation 1). A surface is what cells of one configuration say of a whole model; `at` an
-intent's requests it is read by straight lines.
+A cell is one configuration, batch of equal requests and number of layers: outputs of two lengths give both
+times (iServe §5.3, equation 1). A surface is made of the cells of one configuration for a whole model; `at`
+an intent's requests it is read by straight lines.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from controller.planning.uncertainty import (
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """What a batch of equal requests is. Tokens."""
+    """A batch of equal requests; `prompt` in tokens."""
 
     prompt: int
     batch: int
 
     @property
     def tokens(self) -> int:
+        """Tokens of all prompts."""
         return self.prompt * self.batch
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds. `context`: tokens before the step, in the mean of those steps that `tpot` is of."""
+    """Seconds. `context`: mean number of tokens before the steps that `tpot` is of."""
 
     ttft: Uncertain
     tpot: Uncertain
@@ -51,6 +52,7 @@ Cells = Mapping[Configuration, Mapping[BatchShape, Mapping[int, Timing]]]  # the
 
 
 def ratio(one: Uncertain, other: Uncertain) -> float:
+    """Return the ratio of the values; 1 if `other` is 0."""
     return one.value / other.value if other.value else 1.0
 
 
@@ -58,7 +60,7 @@ def ratio(one: Uncertain, other: Uncertain) -> float:
 
 
 def cells_of(samples: Iterable[LatencySample]) -> Cells:
-    """Equation 1 solved for each."""
+    """Solve equation 1 for each cell."""
     seconds: dict[tuple[Configuration, BatchShape, int], dict[int, list[float]]] = defaultdict(dict)
     for one in samples:
         key = (one.configuration, BatchShape(one.prompt_tokens, one.batch_size), one.num_layers)
@@ -74,9 +76,11 @@ def cells_of(samples: Iterable[LatencySample]) -> Cells:
 
 
 def _solved(by_steps: Sequence[tuple[float, Sequence[float]]]) -> tuple[Uncertain, Uncertain]:
-    """TTFT and TPOT of (steps behind the first token, seconds of each repetition), by repetition where there
-    are as many of each: one run tells all lengths, and what disturbed its prompts is in all of them. Medians
-    of each length alone would be of different runs, and a long prompt's disturbance would count as decodes.
+    """Return TTFT and TPOT from (steps behind the first token, seconds of each repetition).
+
+    If there are as many repetitions of each length, each is solved alone: a disturbance of a run's prompts is
+    in all its lengths. With medians of each length, of different runs, a long prompt's disturbance would
+    count as decodes.
     """
     if len({len(seconds) for _, seconds in by_steps}) > 1:
         points = [(steps, repeated(seconds)) for steps, seconds in by_steps]
@@ -95,6 +99,7 @@ def _solved(by_steps: Sequence[tuple[float, Sequence[float]]]) -> tuple[Uncertai
 
 
 def at(surface: Surface, intent: Intent) -> Timing:
+    """Return the timing of the intent's requests."""
     context = intent.prompt_tokens + intent.output_tokens / 2
     full = _filled(surface)
     ttfts, tpots = [], []
@@ -117,16 +122,17 @@ def at(surface: Surface, intent: Intent) -> Timing:
 
 
 def _by_context(points: Points, context: float) -> Uncertain:
-    """A step reads all keys and values before it, so this is a line; a slope that does not stand out of the
-    spread would carry noise to long contexts, and is left out."""
+    """Return TPOT on a line in the context: a step reads all keys and values before it.
+
+    A slope within the spread is left out: it would carry noise to long contexts.
+    """
     slope = slope_of(points)
     tells = slope.value - slope.down > 0
     return line_at(points, context if tells else statistics.fmean(x for x, _ in points))
 
 
 def _filled(surface: Surface) -> dict[BatchShape, Timing]:
-    """With what is missing of prompts x batches: a batch is to another one as at the prompt where both were
-    measured."""
+    """Complete prompts x batches: batches are in proportion as at a prompt where both were measured."""
     full = dict(surface)
     batches = sorted({shape.batch for shape in surface})
     prompts = sorted({shape.prompt for shape in surface})
@@ -142,7 +148,7 @@ def _filled(surface: Surface) -> dict[BatchShape, Timing]:
 
 
 def _corner(surface: Surface, missing: BatchShape) -> tuple[Timing, Timing, Timing] | None:
-    """The same prompt in another batch, another prompt in the same batch, and both of these together."""
+    """Return the same prompt in another batch, another prompt in the same batch, and what they share."""
     for shared, timing in surface.items():
         along = surface.get(BatchShape(missing.prompt, shared.batch))
         across = surface.get(BatchShape(shared.prompt, missing.batch))
@@ -152,8 +158,10 @@ def _corner(surface: Surface, missing: BatchShape) -> tuple[Timing, Timing, Timi
 
 
 def filled_like(surface: Surface, model: Surface) -> dict[BatchShape, Timing]:
-    """With what `model` has and it lacks, in the same proportion to it: of TTFT as with about as many tokens,
-    of TPOT as in the same batch after about as long prompts."""
+    """Complete a surface from `model`, in the proportion between them.
+
+    That is, for TTFT, with about as many tokens, and for TPOT in the same batch after about as long prompts.
+    """
     full, shared = dict(surface), [shape for shape in surface if shape in model]
     for missing in model.keys() - surface.keys():
         batches = [shape for shape in shared if shape.batch == missing.batch]

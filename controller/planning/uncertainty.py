@@ -1,8 +1,7 @@
 """Numbers with a spread and a basis, and straight lines through them. Pure.
 
-Everything here is a sum of measured values times weights that depend on where they were measured alone, so
-independent spreads add in squares, each times its weight. That is how extrapolating from one and two layers
-to eighty makes a small noise large, and the estimate says so.
+Every result is a sum of measured values times weights, so independent spreads add in squares, each times its
+weight. That is how extrapolating from one and two layers to eighty makes a small noise large.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ BASES: tuple[Basis, ...] = ("measured", "extrapolated", "assumed")  # the weakes
 
 @dataclass(frozen=True, slots=True)
 class Uncertain:
-    """value - down .. value + up."""
+    """A value within value - down .. value + up."""
 
     value: float
     down: float = 0.0
@@ -28,23 +27,23 @@ class Uncertain:
     basis: Basis = "measured"
 
     def weakened(self, basis: Basis) -> Uncertain:
-        """No better founded than that."""
+        """Return it with no better basis than `basis`."""
         return replace(self, basis=weakest((self.basis, basis)))
 
     def times(self, factor: float) -> Uncertain:
+        """Return it times a number."""
         return combine([(factor, self)])
 
     def plus(self, other: Uncertain) -> Uncertain:
+        """Return the sum."""
         return combine([(1.0, self), (1.0, other)])
 
-    def minus(self, other: Uncertain) -> Uncertain:
-        return combine([(1.0, self), (-1.0, other)])
-
     def at_least(self, least: float) -> Uncertain:
-        """For what cannot be below it, whatever the noise says."""
+        """Return it cut off below `least`, which noise cannot change."""
         return replace(self, value=max(least, self.value), down=min(self.down, max(0.0, self.value - least)))
 
     def quantity(self) -> Quantity:
+        """Return it as a message."""
         return Quantity(
             value=self.value, low=self.value - self.down, high=self.value + self.up, basis=self.basis
         )
@@ -54,37 +53,39 @@ Points = Sequence[tuple[float, Uncertain]]  # x, and what was found there
 
 
 def exactly(value: float, basis: Basis = "measured") -> Uncertain:
+    """Return a value without spread."""
     return Uncertain(value, basis=basis)
 
 
 def within(low: float, value: float, high: float, basis: Basis = "assumed") -> Uncertain:
+    """Return a value between two limits."""
     return Uncertain(value, value - low, high - value, basis)
 
 
 def repeated(values: Sequence[float]) -> Uncertain:
-    """Median and quartiles: one repetition that something else slowed down moves neither far."""
-    middle = statistics.median(values)
-    if len(values) == 1:
-        return Uncertain(middle)
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Uncertain(middle, middle - low, high - middle)
+    """Return median and quartiles: one disturbed repetition moves neither far."""
+    return _between_quartiles(statistics.median(values), values)
 
 
 def averaged(values: Sequence[float]) -> Uncertain:
-    """Mean and quartiles: of what one total has many of. Those that are slow now and then are in it, too."""
-    mean = statistics.fmean(values)
+    """Return mean and quartiles, for what a total has many of: slow ones count, too."""
+    return _between_quartiles(statistics.fmean(values), values)
+
+
+def _between_quartiles(value: float, values: Sequence[float]) -> Uncertain:
     if len(values) == 1:
-        return Uncertain(mean)
+        return Uncertain(value)
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Uncertain(mean, max(0.0, mean - low), max(0.0, high - mean))
+    return Uncertain(value, max(0.0, value - low), max(0.0, high - value))
 
 
 def weakest(bases: Iterable[Basis]) -> Basis:
+    """Return the weakest basis; "measured" if there are none."""
     return max(bases, key=BASES.index, default="measured")
 
 
 def combine(terms: Iterable[tuple[float, Uncertain]]) -> Uncertain:
-    """The sum of weight times value; the spreads are taken as independent."""
+    """Return the sum of weight times value; spreads are taken as independent."""
     used = [(weight, one) for weight, one in terms if weight]
     downs = (weight * (one.down if weight > 0 else one.up) for weight, one in used)
     ups = (weight * (one.up if weight > 0 else one.down) for weight, one in used)
@@ -100,7 +101,7 @@ def combine(terms: Iterable[tuple[float, Uncertain]]) -> Uncertain:
 
 
 def line_at(points: Points, x: float) -> Uncertain:
-    """Least squares; with two points the solution of two equations, with one a constant."""
+    """Return the value at `x` on the line of least squares; with one point a constant."""
     mean, spread = _moments(points)
     slope_weights = [(one - mean) / spread if spread else 0.0 for one, _ in points]
     return combine(
@@ -110,7 +111,7 @@ def line_at(points: Points, x: float) -> Uncertain:
 
 
 def slope_of(points: Points) -> Uncertain:
-    """Least squares; 0 where all points have one x."""
+    """Return the slope of the line of least squares; 0 if all points have one x."""
     mean, spread = _moments(points)
     return combine(((x - mean) / spread if spread else 0.0, found) for x, found in points)
 
@@ -124,10 +125,11 @@ def _moments(points: Points) -> tuple[float, float]:
 
 
 def between(points: Points, x: float, *, is_convex: bool = False) -> Uncertain:
-    """From point to point by straight lines, and beyond the outermost along the last of them. `points` by
-    rising x. Away from the points it is extrapolated. `is_convex`: what grows with the square of x beside x
-    itself (attention over a prompt) keeps, beyond the last point, the curve of the last three, if they show
-    more of one than their spread."""
+    """Return the value at `x` on straight lines from point to point, which are in the order of x.
+
+    Beyond the outermost points the last line goes on. `is_convex`: for what grows with the square of x, too
+    (attention over a prompt), the curve of the last three goes on, if it exceeds their spread.
+    """
     if len(points) == 1:
         only, found = points[0]
         return found if x == only else found.weakened("assumed")
@@ -144,7 +146,7 @@ def between(points: Points, x: float, *, is_convex: bool = False) -> Uncertain:
 
 
 def _curve(three: Points) -> Uncertain:
-    """The second divided difference: the factor of x squared."""
+    """Return the second divided difference: the factor of x squared."""
     (a, at_a), (b, at_b), (c, at_c) = three
     return combine(
         [

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from bus.deployments import DeployModel, Intent, RemoveModel, RetireModel
+from controller.planning.plan import Plan
 from tests.support.deployment_world import World, measured
+
+UNMET = Plan(reason="the best takes 2 s", is_unmet=True)
 
 
 def test_a_name_is_registered_once() -> None:
@@ -69,13 +73,16 @@ def test_a_checkpoint_that_changed_on_disk_is_not_deployed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "status"), [({"bad_intent": "minimise is 'x'"}, 400), ({"unmet": "the best takes 2 s"}, 409)]
+    ("facts", "status", "words"),
+    [({"bad_intent": "minimise is 'x'"}, 400, "minimise is 'x'"), ({"plan": UNMET}, 409, UNMET.reason)],
 )
-def test_an_intent_that_cannot_be_is_refused_and_nothing_is_kept(facts: dict[str, str], status: int) -> None:
+def test_an_intent_that_cannot_be_is_refused_and_nothing_is_kept(
+    facts: dict[str, Any], status: int, words: str
+) -> None:
     world = measured("w0")
     answer = world.deploy(**facts)
     assert answer.status == status
-    assert next(iter(facts.values())) in answer.error
+    assert words in answer.error
     assert world.contents.deployments == {}
 
 

@@ -59,9 +59,7 @@ def test_a_layer_takes_whole_pages() -> None:
 
 def test_a_refusal_says_what_is_needed_and_what_is_there() -> None:
     found = fit(Footprint(layer_bytes=10, lead_bytes=5), Configuration(pp=2), 9, devices(40, 30, 7))
-    assert found == Refusal(
-        "needs 95 bytes for 9 layers, 70 bytes are free on w0, w1, which hold 6 layers", 95, 70
-    )
+    assert found == Refusal("needs 95 bytes for 9 layers, 70 bytes are free on w0, w1, which hold 6 layers")
     assert fit(Footprint(layer_bytes=10), Configuration(pp=3), 9, devices(40, 40)) == Refusal(
         "needs 3 devices, there are 2"
     )
