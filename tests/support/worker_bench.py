@@ -54,14 +54,14 @@ class Bench:
     def __post_init__(self) -> None:
         self.engine, self.instance = toy_engine(num_blocks=40)
         self.model: Any = SlowToy()
-        self.instance.model = self.model
+        self.instance.model = self.instance.local_executor._model = self.model
         self.morphs = MorphManager("w0", {})
 
     def load(self, settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> Loaded:
         progress("loading toy: 50 %")
         return Loaded(
             engine=self.engine,
-            cards=[card(instance) for instance in self.engine.instances.values()],
+            own_cards=[card(instance) for instance in self.engine.instances.values()],
             pages=lambda: PageCounts(budget=4, weights=1, kv=2, free=1),
             device="cpu",
             page_bytes=65536,

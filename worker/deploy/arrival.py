@@ -16,6 +16,7 @@ Whatever ends it before that, every page goes back to whom it came from.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
@@ -23,14 +24,16 @@ from contextlib import ExitStack
 from bus.messages import Deploy, InstanceCard, MorphOutcome, Number
 from worker.deploy.newcomer import GivenUp, MayGoOn, Newcomer
 from worker.deploy.sharing import Holder, Move, fair_pages, next_lender
-from worker.deploy.site import PAGES_AT_ONCE, Resident, Site, holder_of
-from worker.engine.build import MIB, canary_steps
+from worker.deploy.site import PAGES_AT_ONCE, Claim, Resident, Site, holder_of
+from worker.engine.build import MIB, cache_text, canary_steps
 from worker.memory import OutOfBlocks
 from worker.model import ModelError
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
 from worker.morph.target import Target
 from worker.shape.copier import Copier, Copy
+
+log = logging.getLogger("worker")
 
 Steps = Generator[bool, None, None]
 CardOf = Callable[[Newcomer, Target], InstanceCard]
@@ -55,6 +58,7 @@ class ArrivalRun:
     """One Deploy."""
 
     is_beyond_return = False
+    pages_at_once = PAGES_AT_ONCE  # of each layer of its KV, between two steps
 
     def __init__(
         self,
@@ -102,14 +106,14 @@ class ArrivalRun:
                 site.hooks.coming(name)
             back = undo.enter_context(ExitStack())
             back.callback(self._give_back_all)
-            back.callback(site.claim, 0)
+            back.callback(site.claim, self._command.instance, None)
             back.callback(self._newcomer.release)
             try:
                 yield from self._load()
                 yield from self._serve()
             except ModelError as error:
                 raise NotApplied("failed", str(error)) from error
-            site.claim(0)
+            site.claim(self._command.instance, None)
             back.pop_all()
         self._came()
 
@@ -117,6 +121,7 @@ class ArrivalRun:
         target = yield from self._open()
         newcomer = self._newcomer
         self._site.add(Resident(self._card_of(newcomer, target), target, newcomer.model))
+        log.info("%s: %s", self._command.model, cache_text(target.resizer.cache, newcomer.limits))
 
     def _came(self) -> None:
         site = self._site
@@ -190,21 +195,27 @@ class ArrivalRun:
         return target
 
     def _fill_cache(self) -> Steps:
-        """First what it must have, then up to a fair share, as far as others can give it."""
-        newcomer, site, cache = self._newcomer, self._site, self._newcomer.cache
+        """Take the KV pages that it must have, then up to a fair share, as far as others can give it."""
+        yield from self._take_least_kv()
+        site, cache = self._site, self._newcomer.cache
         assert cache
-        self._stage, layers = "its KV cache", cache.num_layers
-        while missing := newcomer.least_kv_pages // layers - cache.pages_per_layer:
-            cache.grow(min(missing, PAGES_AT_ONCE))
-            self._claim()
-            yield True
+        layers = cache.num_layers
         while missing := self._goal() - cache.pages_per_layer * layers:
             if site.num_spare_pages >= layers:
-                cache.grow(min(missing, site.num_spare_pages, PAGES_AT_ONCE * layers) // layers)
+                cache.grow(min(missing, site.num_spare_pages, self.pages_at_once * layers) // layers)
             elif move := next_lender(self._holders(), missing):
                 self._lend(move)
             else:
                 return
+            yield True
+
+    def _take_least_kv(self) -> Steps:
+        newcomer, cache = self._newcomer, self._newcomer.cache
+        assert cache
+        self._stage = "its KV cache"
+        while missing := newcomer.least_kv_pages // cache.num_layers - cache.pages_per_layer:
+            cache.grow(min(missing, self.pages_at_once))
+            self._claim()
             yield True
 
     def _goal(self) -> int:
@@ -215,13 +226,15 @@ class ArrivalRun:
         return max(share // cache.num_layers, cache.pages_per_layer) * cache.num_layers
 
     def _holders(self) -> list[Holder]:
-        """Nobody gives what would take him below his fair share."""
+        """Return who shares the KV pages. All count as keen: a model keeps at least its fair share."""
+        return [self._own_holder(), *(holder_of(one, is_keen=True) for one in self._site.residents.values())]
+
+    def _own_holder(self) -> Holder:
         cache = self._newcomer.cache
         assert cache
         pages = cache.pages_per_layer * cache.num_layers
         useful = max(pages, self._newcomer.useful_kv_pages)
-        own = Holder(self._command.instance, cache.num_layers, pages, pages, useful, is_keen=True)
-        return [own, *(holder_of(one, is_keen=True) for one in self._site.residents.values())]
+        return Holder(self._command.instance, cache.num_layers, pages, pages, useful, is_keen=True)
 
     # ----------------------------------------------------------------------------- room
 
@@ -246,7 +259,7 @@ class ArrivalRun:
         assert newcomer.cache
         kv_pages = newcomer.cache.pages_per_layer * newcomer.cache.num_layers
         left = newcomer.weight_pages - self._pages_mapped + max(0, newcomer.least_kv_pages - kv_pages)
-        site.claim(left + max(0, newcomer.reserve_pages - site.reserve_pages))
+        site.claim(self._command.instance, Claim(left, newcomer.reserve_pages))
 
     def _refuse_what_never_fits(self) -> None:
         site = self._site

@@ -87,7 +87,8 @@ class Newcomer:
         self.config: ModelConfig = own_part(read_config(self.folder), command, self.site.worker)
         dtype = dtype_of(settings.dtype, self.pool.backend.device) or self.config.dtype
         if dtype not in DTYPES:
-            raise ModelError(f"{self.folder}: dtype {dtype} is not supported")
+            there_are = ", ".join(map(str, DTYPES))
+            raise ModelError(f"{self.folder}: dtype {dtype} is not supported; these are: {there_are}")
         self.plan: ModelPlan = plan_model(self.config, dtype, self.pool.page_bytes, settings.max_tp)
         check_degree(self.config, self.shard.size, settings.max_tp)
         is_dummy = settings.load_format == "dummy"
@@ -195,9 +196,9 @@ class Newcomer:
         resizer = KVResizer(
             instance,
             self.cache,
-            reserve_pages=0,  # until the site tells
+            reserve_pages=self.site.reserve_pages,
             useful_pages=self.useful_kv_pages,
-            owns_rest=False,
+            owns_rest=not self.site.residents,
         )
         return Target(instance, self.variants, resizer, self.order)
 

@@ -51,6 +51,14 @@ class Resident:
         return max(0, self.kv_pages - resizer.pages_for(resizer.needed_blocks()) * resizer.num_layers)
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Free pages that a model needs while it is being loaded. `reserve_pages`: that its swaps want free."""
+
+    pages: int
+    reserve_pages: int
+
+
 class Hooks:
     """What the service does about it; by itself nothing. Called in the engine's thread."""
 
@@ -91,7 +99,7 @@ class Site:
         self.on_changed: Callable[[], None] = lambda: None  # a model came or has gone; cards may be replaced
         self.taken_by = ""  # the morph whose model comes or goes; one at a time
         self._leaving: dict[str, bool] = {}  # instances that leave, and whether nothing more will come
-        self._claimed = 0  # free pages of a model on its way in
+        self._claims: dict[str, Claim] = {}  # of models on their way in, by instance
 
     # ----------------------------------------------------------------------------- who is here
 
@@ -141,21 +149,29 @@ class Site:
     @property
     def reserve_pages(self) -> int:
         """With so many free any layer of any model can be swapped down."""
-        return max((_reserve_of(one.target) for one in self.residents.values()), default=0)
+        of_models = [_reserve_of(one.target) for one in self.residents.values()]
+        return max([*of_models, *(claim.reserve_pages for claim in self._claims.values())], default=0)
 
-    def claim(self, num_pages: int) -> None:
-        """So many free pages are for the model that comes; nobody else grows into them."""
-        self._claimed = num_pages
+    def claim(self, instance: str, claim: Claim | None) -> None:
+        """Keep free pages for a model that is being loaded: no other model grows into them. None ends it."""
+        self._claims.pop(instance, None)
+        if claim:
+            self._claims[instance] = claim
         self.update_reserve()
 
     def update_reserve(self) -> None:
+        reserve = self.reserve_pages + self._num_claimed
         for resizer in self.resizers:
-            resizer.reserve_pages = self.reserve_pages + self._claimed
+            resizer.reserve_pages = reserve
+
+    @property
+    def _num_claimed(self) -> int:
+        return sum(claim.pages for claim in self._claims.values())
 
     @property
     def num_spare_pages(self) -> int:
         """Free pages that are nobody's and no reserve; below 0: so many are missing."""
-        return self.pool.num_free - self.reserve_pages - self._claimed
+        return self.pool.num_free - self.reserve_pages - self._num_claimed
 
     def give_back(self) -> bool:
         """A unit of giving every model back what others had of its KV, as far as pages are free, and taking

@@ -112,7 +112,7 @@ def load_weights(
     weights = reserve_weights(config.folder.name, plan, pool)
     done = 0
     try:
-        _check_budget(config, plan, pool, weights.size.mapped // pool.page_bytes)
+        check_budget(config, plan, pool, weights.size.mapped // pool.page_bytes)
         for loaded, part in zip(weights.ranges(), plan.ranges(), strict=True):
             loaded.memory.map(0, loaded.memory.num_pages)  # padding needs no filling: a new page is zeros
             view_mapped(loaded, part)
@@ -152,7 +152,8 @@ def tensors_in(buffer: torch.Tensor, plan: RangePlan) -> Tensors:
     }
 
 
-def _check_budget(config: ModelConfig, plan: ModelPlan, pool: PagePool, pages: int) -> None:
+def check_budget(config: ModelConfig, plan: ModelPlan, pool: PagePool, pages: int) -> None:
+    """Raise ModelError if the weights, `pages` in all, exceed the free pages."""
     free = pool.num_free
     if pages > free:
         raise ModelError(

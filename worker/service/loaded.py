@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bus.messages import InstanceCard, PageCounts
@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the engine brings torch; who only wants to catch CannotServ
     from worker.engine.engine import Engine
     from worker.morph.manager import MorphManager
     from worker.parallel.grouping import Grouping
+    from worker.service.regroup import Regrouping
 
 
 class CannotServe(Exception):
@@ -24,14 +25,27 @@ class CannotServe(Exception):
 @dataclass(frozen=True, slots=True)
 class Loaded:
     engine: Engine
-    cards: list[InstanceCard]
     pages: Callable[[], PageCounts]
     device: str
     page_bytes: int
     morphs: MorphManager
-    grouping: Grouping | None = None  # None: it joins no group
     site: Site | None = None  # None: no model comes or goes
-    transport: Transport | None = None  # None: no other worker reaches it
+    regrouping: Regrouping | None = None
+    own_cards: list[InstanceCard] = field(default_factory=list)  # of a toy without a site
+
+    @property
+    def cards(self) -> list[InstanceCard]:
+        return [one.card for one in self.site.residents.values()] if self.site else self.own_cards
+
+    @property
+    def grouping(self) -> Grouping | None:
+        """How the worker joins groups; None if it joins none."""
+        return self.regrouping.grouping if self.regrouping else None
+
+    @property
+    def transport(self) -> Transport | None:
+        """Where other workers reach this one; None if they do not."""
+        return self.site.transport if self.site else None
 
 
 Progress = Callable[[str], None]  # called in the loading thread, as often as the loader likes

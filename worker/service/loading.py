@@ -11,31 +11,23 @@ import kernels
 from bus.precisions import BITS, PRECISIONS
 from bus.settings import WorkerSettings
 from worker.deploy.newcomer import dtype_of
-from worker.deploy.site import Resident, Site
+from worker.deploy.site import Site
+from worker.deploy.startup import serve_models
 from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Transport
 from worker.engine.build import (
     MIB,
-    Shape,
-    cache_text,
-    fill_caches,
-    make_cache,
-    make_instance,
     make_pool,
-    run_canary,
-    useful_pages,
 )
 from worker.engine.engine import Engine
-from worker.memory import MappingFailed, OutOfPages, PagePool
-from worker.model import Model, ModelError, load_model
-from worker.morph.resizer import KVResizer
-from worker.morph.target import Target
-from worker.morph.verbs import reserve_pages
-from worker.parallel.grouping import Grouping
+from worker.memory import MappingFailed, OutOfPages
+from worker.model import ModelError
+from worker.morph.outcome import NotApplied
 from worker.pipeline.stage_host import StageHost
-from worker.service.cards import card_of
-from worker.service.load_morphs import bits_of, grouping_for, layer_order, load_variants, make_executor
+from worker.service.cards import card_of_newcomer
+from worker.service.load_morphs import make_executor
 from worker.service.loaded import CannotServe, Loaded, Progress
+from worker.service.regroup import Regrouping
 
 log = logging.getLogger("worker")
 
@@ -44,7 +36,7 @@ def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     """Raises CannotServe, with one line that says what to change."""
     try:
         return _load(settings, worker, progress)
-    except (ModelError, OutOfPages, MappingFailed, ValueError) as error:
+    except (ModelError, NotApplied, OutOfPages, MappingFailed, ValueError) as error:
         raise CannotServe(str(error)) from error
 
 
@@ -53,53 +45,23 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     device = _device(settings.device)
     kernels.configure(settings.threads)
     pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
-    shape = Shape(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
-        block_tokens=settings.block_tokens,
-    )
-    models = {name: _load_model(name, path, pool, settings, progress) for name, path in folders.items()}
-    variants = {name: load_variants(name, model, pool, settings, progress) for name, model in models.items()}
-    parts = {}
-    for name, model in models.items():
-        limits = shape.limits(model)
-        parts[name] = (make_cache(pool, model, limits, name), model, limits)
-    reserve = max(
-        (reserve_pages(variants[name], model.config.num_layers) for name, model in models.items()), default=0
-    )
-    fill_caches(pool, list(parts.values()), reserve)
     engine = Engine(device)
     site = Site(worker, pool, engine, settings)
+    morphs = make_executor(worker, site, settings, device)
+    serve_models(folders, site, card_of_newcomer, progress)
+    if not folders:
+        progress("compiling kernels")
+        compile_ahead(device, settings)
     if settings.group_host:
         site.transport = Transport(
             settings.group_host, settings.group_timeout_s, is_pinned=device.type == "cuda"
         )
         ProbeResponder(site.transport, device)
         engine.parts = site.stages = StageHost(site.transport)
-    grouping: Grouping | None = None
-    for name, (cache, model, limits) in parts.items():
-        progress(f"{name}: compiling kernels and running the first request")
-        instance = make_instance(f"{name}@{worker}", model, cache, limits, bits=bits_of(variants[name]))
-        run_canary(instance)
-        resizer = KVResizer(
-            instance, cache, reserve_pages=reserve, useful_pages=useful_pages(cache, model, limits)
-        )
-        order, order_name = layer_order(folders[name], model, settings)
-        target = Target(instance, variants[name], resizer, order)
-        if len(parts) == 1:
-            grouping = grouping_for(name, target, model, pool, settings, worker, site.transport)
-        card = card_of(target, name, folders[name], model, order_name, settings, worker, grouping)
-        site.add(Resident(card, target, model))
-        log.info("%s: %s", name, cache_text(cache, limits))
-    if not parts:
-        progress("compiling kernels")
-        compile_ahead(device, settings)
-    morphs = make_executor(worker, site, settings, device, grouping)
-    cards = [resident.card for resident in site.residents.values()]
-    return Loaded(
-        engine, cards, pool.counts, str(device), pool.page_bytes, morphs, grouping, site, site.transport
-    )
+    regrouping = Regrouping(site, morphs)
+    regrouping.look()
+    site.on_changed = regrouping.look
+    return Loaded(engine, pool.counts, str(device), pool.page_bytes, morphs, site, regrouping)
 
 
 def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
@@ -150,17 +112,3 @@ def _device(name: str) -> torch.device:
         raise CannotServe(f"worker.device is {name!r}, and this machine has {torch.cuda.device_count()} GPUs")
     # A thread can only be bound to a GPU with a number.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def _load_model(name: str, path: Path, pool: PagePool, settings: WorkerSettings, progress: Progress) -> Model:
-    def tell(done: int, total: int) -> None:
-        progress(f"loading {name}: {done / total:.0%} of {total / MIB:.0f} MiB")
-
-    return load_model(
-        path,
-        pool,
-        dtype=dtype_of(settings.dtype, pool.backend.device),
-        load_format=settings.load_format,
-        max_tp=settings.max_tp,
-        progress=tell,
-    )

@@ -11,7 +11,6 @@ from worker.model.layout import degrees
 from worker.morph.manager import MorphManager
 from worker.parallel.grouping import Grouping
 from worker.parallel.morphs import GroupMorphs
-from worker.service.engine_thread import EngineThread
 from worker.service.load_morphs import grouping_for
 
 OnRegrouped = Callable[[tuple[str, ...], str], None]
@@ -19,35 +18,31 @@ OnCards = Callable[[list[InstanceCard]], None]
 
 
 class Regrouping:
-    """`look` in the engine's thread, whenever a model came or has gone."""
+    """`look` in the engine's thread, or before that starts, whenever a model came or has gone."""
 
-    def __init__(
-        self,
-        site: Site,
-        thread: EngineThread,
-        morphs: MorphManager,
-        *,
-        on_regrouped: OnRegrouped,
-        on_cards: OnCards,
-    ) -> None:
-        self._site, self._thread, self._morphs = site, thread, morphs
-        self._on_regrouped, self._on_cards = on_regrouped, on_cards
+    def __init__(self, site: Site, morphs: MorphManager) -> None:
+        self._site, self._morphs = site, morphs
+        self.grouping: Grouping | None = None  # None: this worker joins no group
+        self.use: Callable[[Grouping | None], None] = lambda grouping: None
+        self.on_regrouped: OnRegrouped = lambda members, why: None
+        self.on_cards: OnCards = lambda cards: None
 
     def look(self) -> None:
+        """Let the worker join groups if it has one model alone, and none otherwise."""
         only = self._only()
-        before = self._thread.grouping
+        before = self.grouping
         if before and only and before.place.target is only.target:
             return
         if before:
             before.close()
-        grouping = self._make(only) if only else None
+        self.grouping = grouping = self._make(only) if only else None
         if before or grouping:
             self._use(grouping)
         residents = self._site.residents
         for name, resident in residents.items():
             card = _card_in(resident, grouping if resident is only else None, self._site.settings.max_tp)
             residents[name] = replace(resident, card=card)
-        self._on_cards([resident.card for resident in residents.values()])
+        self.on_cards([resident.card for resident in residents.values()])
 
     def _only(self) -> Resident | None:
         """Its only model, all of which is here. A worker in a stage of several ranks joins no other group:
@@ -66,8 +61,8 @@ class Regrouping:
 
     def _use(self, grouping: Grouping | None) -> None:
         if grouping:
-            grouping.on_regrouped = self._on_regrouped
-        self._thread.use_grouping(grouping)
+            grouping.on_regrouped = lambda members, why: self.on_regrouped(members, why)
+        self.use(grouping)
         layers_per_step = self._site.settings.layers_per_step
         self._morphs.join_groups(GroupMorphs(grouping, layers_per_step=layers_per_step) if grouping else None)
 

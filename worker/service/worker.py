@@ -31,7 +31,6 @@ from worker.service.membership import Membership
 from worker.service.morph_reports import MorphReports
 from worker.service.neighbours import meet_neighbours
 from worker.service.outbox import Outbox
-from worker.service.regroup import Regrouping
 from worker.service.residents import GATEWAYS_LOOK_S, Residents
 from worker.service.site_hooks import SiteHooks
 from worker.service.tasks import end
@@ -136,15 +135,10 @@ class Serving:
         )
         if loaded.site:
             loaded.site.hooks = SiteHooks(self._loop, self._residents)
-            loaded.site.on_changed = Regrouping(
-                loaded.site,
-                self._thread,
-                loaded.morphs,
-                on_regrouped=self._regrouped_in_thread,
-                on_cards=self._cards_in_thread,
-            ).look
-        if grouping := loaded.grouping:
-            grouping.on_regrouped = self._regrouped_in_thread
+        if regrouping := loaded.regrouping:
+            regrouping.use = self._thread.use_grouping
+            regrouping.on_regrouped = self._regrouped_in_thread
+            regrouping.on_cards = self._cards_in_thread
         self._showing: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:

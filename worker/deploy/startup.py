@@ -1,0 +1,106 @@
+"""The models of a worker's settings, loaded as a Deploy loads one, before the engine's thread starts.
+
+All are loaded before the first gets its KV cache: so each starts with its fair share of the pages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from bus.messages import Deploy, MorphOutcome
+from worker.deploy.arrival import ArrivalRun, CardOf, Steps
+from worker.deploy.sharing import Holder
+from worker.deploy.site import Site
+from worker.model.weights import check_budget
+from worker.morph.outcome import NotApplied
+from worker.shape.copier import Copier
+
+WAIT_S = 0.1  # at most, between two looks at what the loading thread does
+
+
+def serve_models(
+    folders: Mapping[str, Path], site: Site, card_of: CardOf, progress: Callable[[str], None]
+) -> None:
+    """Load and serve the models in `folders`, by name. progress: called often, with what is done now; what it
+    raises ends the loading. Raises NotApplied for what cannot work, and keeps no page then."""
+    woken = threading.Event()
+    loader = Copier(woken.set)
+    with ExitStack() as undo:
+        undo.callback(loader.close)
+        runs: list[StartUpRun] = []
+        for name, folder in folders.items():
+            command = Deploy(
+                id="",  # the card's: it was not deployed by an order
+                epoch=0,
+                instance=f"{name}@{site.worker}",
+                model=name,
+                path=str(folder),
+                stages=[],
+                blocks=1,
+            )
+            runs.append(StartUpRun(command, site, loader, card_of, runs))
+        back = undo.enter_context(ExitStack())
+        for run in runs:
+            back.callback(run.release)
+            _drive(run, run.loading(), woken, progress)
+        for run in runs:
+            _drive(run, run.serving(), woken, progress)
+        back.pop_all()
+
+
+def _drive(run: StartUpRun, steps: Steps, woken: threading.Event, progress: Callable[[str], None]) -> None:
+    with closing(steps):
+        for can_go_on in steps:
+            progress(f"{run.model}: {run.progress}")
+            if not can_go_on:
+                woken.wait(WAIT_S)
+                woken.clear()
+
+
+class StartUpRun(ArrivalRun):
+    """One model of the settings."""
+
+    pages_at_once = 1 << 10  # no step waits
+
+    def __init__(
+        self, command: Deploy, site: Site, loader: Copier, card_of: CardOf, together: list[StartUpRun]
+    ) -> None:
+        """together: all models that are loaded together with this one."""
+        super().__init__(command, site, loader, card_of)
+        self.model = command.model
+        self._together = together
+
+    def loading(self) -> Steps:
+        """Bring the weights in, and the KV pages that it must have."""
+        yield from self._load()
+        yield from self._take_least_kv()
+
+    def serving(self) -> Steps:
+        """Take a fair share of the KV pages and serve from then on."""
+        yield from self._serve()
+        self._site.claim(self._command.instance, None)
+
+    def release(self) -> None:
+        """Give every page back."""
+        self._newcomer.release()
+        self._site.claim(self._command.instance, None)
+
+    def _holders(self) -> list[Holder]:
+        return [run._own_holder() for run in self._together]
+
+    def _no_room(self, state: MorphOutcome, why: str) -> NotApplied:
+        """Say what is missing in terms of the settings: a restart finds no other model to shrink."""
+        newcomer, pool, cache = self._newcomer, self._site.pool, self._newcomer.cache
+        assert cache
+        check_budget(newcomer.config, newcomer.plan, pool, newcomer.weight_pages)
+        reserve, left = self._site.reserve_pages, pool.num_free - newcomer.weight_pages
+        kept = f" ({reserve} are kept for swaps)" if reserve else ""
+        return NotApplied(
+            "failed",
+            f"{newcomer.folder}: no room for a KV cache: a block of {cache.block_tokens} tokens takes"
+            f" {newcomer.least_kv_pages} pages and {max(0, left - reserve)} are left of"
+            f" {pool.num_pages}{kept}; raise memory_mb",
+        )
