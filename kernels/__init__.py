@@ -1,4 +1,4 @@
-"""Kernels of the worker: one public call each, one face per kind of device behind it.
+"""The worker's kernels: one public call each, with an implementation for each kind of device.
 
 Letters: T tokens of the step, H hidden size, Hq and Hkv query and KV heads, D head dimension, B blocks of
 the KV cache, bt tokens of a block, I width of the FFN, K and N inputs and outputs of a product, U units of a
@@ -31,7 +31,7 @@ from kernels.calls import (
 )
 from kernels.plan import AttentionPlan
 from kernels.quantized import QuantizedWeight, dequantize, pack, quantize_rtn, unpack
-from kernels.registry import use_face
+from kernels.registry import use_backend
 from kernels.setup import configure, warm_up
 
 __all__ = [
@@ -53,6 +53,6 @@ __all__ = [
     "stacked_linear",
     "store_kv",
     "unpack",
-    "use_face",
+    "use_backend",
     "warm_up",
 ]

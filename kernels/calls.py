@@ -1,4 +1,4 @@
-"""The public calls: shapes, meaning, errors. Each runs the face of its tensors' device."""
+"""The public calls: shapes, meaning, errors. Each runs the implementation for its tensors' device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.registry import pick
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H] * rsqrt(mean(x^2) + eps) * weight [H], a new contiguous tensor (Zhang & Sennrich 2019).
+    """Return x [..., H] * rsqrt(mean(x^2) + eps) * weight [H], contiguous (RMSNorm, Zhang & Sennrich 2019).
 
     Leading dimensions are free: norms of single heads (Qwen3) pass [T, Hq, D].
     """
@@ -19,7 +19,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual [T, H] += x [T, H] in place; returns rms_norm(residual, weight, eps)."""
+    """Add x [T, H] to residual [T, H] in place; return rms_norm(residual, weight, eps)."""
     result: torch.Tensor = pick("add_rms_norm", x)(x, residual, weight, eps)
     return result
 
@@ -34,27 +34,31 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: t
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate * sigmoid(gate) * up, both [T, I] (views of one [T, 2I] buffer are fine); a new tensor [T, I]
-    (SwiGLU, Shazeer 2020)."""
+    """Return gate * sigmoid(gate) * up [T, I], a new tensor (SwiGLU, Shazeer 2020).
+
+    gate and up [T, I] may be views of one buffer [T, 2I].
+    """
     result: torch.Tensor = pick("silu_mul", gate)(gate, up)
     return result
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N]; returns [T, N]."""
+    """Return x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
     result: torch.Tensor = pick("linear", x)(x, weight, bias)
     return result
 
 
 def stacked_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x [T, K] times each of M matrices weights [M, N, K] transposed; returns [T, M, N]. For matrices with
-    something else between them; the first two dimensions of the result may have any strides."""
+    """Return x [T, K] times each of the M matrices weights [M, N, K], transposed: [T, M, N].
+
+    The matrices may have other data between them. The first two dimensions of the result have any strides.
+    """
     result: torch.Tensor = pick("stacked_linear", x)(x, weights)
     return result
 
 
 def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, K] times weight [K, N]; returns [T, N]. For weights stored with their inputs outermost."""
+    """Return x [T, K] times weight [K, N], which is stored with its inputs outermost: [T, N]."""
     result: torch.Tensor = pick("linear_t", x)(x, weight)
     return result
 
@@ -62,10 +66,10 @@ def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def quantized_linear(
     x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [T, K] times the matrix [N, K] that `weight` stands for, transposed, plus bias [N]; returns [T, N].
+    """Return x [T, K] times the matrix [N, K] that `weight` stands for, transposed, plus bias [N]: [T, N].
 
-    Where the weight has an input_scale, x is multiplied by it first. Split by outputs, output n of unit u is
-    column u * Nu + n. Raises ValueError where x or bias do not fit the weight.
+    If the weight has an input_scale, x is multiplied by it first. Split by outputs, output n of unit u is
+    column u * Nu + n. Raises ValueError if x or bias does not fit the weight.
     """
     if x.dim() != 2 or x.shape[1] != weight.num_inputs:
         raise ValueError(f"x is {list(x.shape)}; the weight takes [tokens, {weight.num_inputs}]")
@@ -76,8 +80,10 @@ def quantized_linear(
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write k and v [T, Hkv, D] into kv [B, Hkv, 2, bt, D] at slot_mapping int64 [T]
-    (block_id * bt + offset). Slots must differ from each other."""
+    """Write k and v [T, Hkv, D] into the cache kv [B, Hkv, 2, bt, D] at slot_mapping int64 [T].
+
+    A slot is block_id * bt + offset; no two tokens may have the same slot.
+    """
     pick("store_kv", k)(k, v, kv, slot_mapping)
 
 
@@ -89,10 +95,10 @@ def paged_attention(
     out: torch.Tensor | None = None,
     sliding_window: int = 0,
 ) -> torch.Tensor:
-    """Causal attention of the step's tokens over their sequences' blocks (PagedAttention, Kwon et al. 2023).
+    """Attend causally from the step's tokens to their sequences' blocks (PagedAttention, Kwon et al. 2023).
 
     q [T, Hq, D]; kv [B, Hkv, 2, bt, D] with any strides over the first four dimensions; Hq a multiple of
-    Hkv, heads of a group share one KV head. This step's keys and values must be in kv already (`store_kv`).
+    Hkv: the heads of a group share one KV head. `store_kv` must have written this step's keys and values.
     sliding_window w > 0: a query sees itself and the w - 1 tokens before it. Returns out [T, Hq, D].
     """
     result: torch.Tensor = pick("paged_attention", q)(q, kv, plan, scale, out, sliding_window)
@@ -100,5 +106,5 @@ def paged_attention(
 
 
 def copy_blocks(kv: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """kv[dst[i]] = kv[src[i]] for int64 [n] block ids. No block may be both a source and a target."""
+    """Copy kv[src[i]] to kv[dst[i]] for block ids int64 [n]. No block may be both a source and a target."""
     pick("copy_blocks", kv)(kv, src, dst)

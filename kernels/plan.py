@@ -1,4 +1,4 @@
-"""What attention must know about one engine step. Built once per step, used by every layer."""
+"""The input of attention for one engine step. Built once per step, used by every layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """S sequences with T new tokens in all; tensors live on the model's device.
+    """The layout of a step: S sequences with T new tokens in total; tensors are on the model's device.
 
     ==============  ====================  ==============================================================
     field           shape                 meaning
@@ -17,12 +17,12 @@ class AttentionPlan:
     cu_seqlens_q    int32 [S + 1]         tokens [cu[s], cu[s + 1]) of the step belong to sequence s
     context_lens    int32 [S]             KV length of sequence s, this step's tokens included
     block_table     int32 [S, max_blocks] block_table[s, j] holds tokens [j * bt, (j + 1) * bt) of s; the
-                                          entries behind the context are never read
+                                          entries past the context are never read
     slot_mapping    int64 [T]             block_id * block_tokens + offset of each new token
     positions       int64 [T]             position of each new token in its sequence
     ==============  ====================  ==============================================================
 
-    A sequence with one new token is a decode, one with more a prefill chunk; both may stand anywhere.
+    A sequence with one new token is a decode, one with more a prefill chunk, in any order.
     The queries of s are the last cu[s + 1] - cu[s] tokens of its context.
     """
 
@@ -33,11 +33,11 @@ class AttentionPlan:
     positions: torch.Tensor
     max_q_len: int
     max_context_len: int
-    # What a face derives from the plan for all layers of the step (its work list), by the face's own key.
+    # Values that a backend derives from the plan for all layers of the step (its work list), by its own key.
     derived: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> AttentionPlan:
-        """The same on another device; what faces derived stays behind."""
+        """Return the plan on another device, without the values that backends derived."""
         return AttentionPlan(
             self.cu_seqlens_q.to(device),
             self.context_lens.to(device),

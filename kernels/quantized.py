@@ -1,4 +1,4 @@
-"""Weights in few bits: what a quantised matrix is, and the plain way to make one and to read it."""
+"""Quantised matrices: their layout, rounding to nearest, and reading one in plain torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.packing import TILE, check_bits, pack, packed_size, unpack
 __all__ = ["TILE", "QuantizedWeight", "Split", "dequantize", "pack", "quantize_rtn", "unpack"]
 
 Split = Literal["outputs", "inputs"]
-GROUP_STEP = 32  # a group is whole halves of a tile
+GROUP_STEP = 32  # a group is a whole number of half tiles
 SPLITS = ("outputs", "inputs")
 
 
@@ -30,14 +30,14 @@ class QuantizedWeight:
     zeros        uint8 [U, Nu, Ku / group]        last dimension contiguous
     bits         one of packing.CODE_BITS
     group        a multiple of 32 that divides Ku
-    split        "outputs" or "inputs"            what a unit has a part of
-    input_scale  float [K] or None                what inputs are multiplied by first (AWQ, Lin et al. 2024)
+    split        "outputs" or "inputs"            the dimension that units divide
+    input_scale  float [K] or None                factors of the inputs (AWQ, Lin et al. 2024)
     ===========  ===============================  =========================================================
 
     A unit is the finest tensor-parallel shard. Split by outputs, unit u has outputs [u * Nu, (u + 1) * Nu)
     and all inputs: N = U * Nu, K = Ku. Split by inputs, it has inputs [u * Ku, (u + 1) * Ku) and all outputs:
     N = Nu, K = U * Ku. The outer strides are free, so units may lie anywhere in a larger buffer, and any run
-    of units is itself a QuantizedWeight. Memory of zeros is a matrix of zeros.
+    of units is itself a QuantizedWeight. Zeroed memory is a matrix of zeros.
 
     Raises ValueError for shapes, dtypes or strides that do not fit.
     """
@@ -49,7 +49,7 @@ class QuantizedWeight:
     group: int
     split: Split = "outputs"
     input_scale: torch.Tensor | None = None
-    # What a face derives from the weight once, by the face's own key; addresses do not change.
+    # Values that a backend derives from the weight once, by its own key; addresses do not change.
     derived: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -61,27 +61,27 @@ class QuantizedWeight:
 
     @property
     def unit_outputs(self) -> int:
-        """Nu."""
+        """Nu, the outputs of a unit."""
         return int(self.codes.shape[1])
 
     @property
     def unit_inputs(self) -> int:
-        """Ku."""
+        """Ku, the inputs of a unit."""
         return int(self.codes.shape[2] * 8 // self.bits)
 
     @property
     def num_outputs(self) -> int:
-        """N."""
+        """N, the outputs of the matrix."""
         return self.unit_outputs * (self.num_units if self.split == "outputs" else 1)
 
     @property
     def num_inputs(self) -> int:
-        """K."""
+        """K, the inputs of the matrix."""
         return self.unit_inputs * (self.num_units if self.split == "inputs" else 1)
 
 
 def check_group(group: int, inputs: int) -> None:
-    """Raises ValueError unless groups of this size are whole halves of tiles and fill a unit's inputs."""
+    """Raise ValueError unless groups of this size are whole half tiles and fill a unit's inputs."""
     if group <= 0 or group % GROUP_STEP or inputs % group:
         raise ValueError(
             f"groups of {group} do not fit {inputs} inputs of a unit; a group is a multiple of {GROUP_STEP} "
@@ -92,7 +92,7 @@ def check_group(group: int, inputs: int) -> None:
 def _check(w: QuantizedWeight) -> None:
     check_bits(w.bits)
     if w.split not in SPLITS:
-        raise ValueError(f"a weight split by {w.split!r}; it is split by {' or '.join(map(repr, SPLITS))}")
+        raise ValueError(f"split is {w.split!r}; it must be {' or '.join(map(repr, SPLITS))}")
     for name, dtype in (("codes", torch.uint8), ("scales", torch.float16), ("zeros", torch.uint8)):
         part: torch.Tensor = getattr(w, name)
         if part.dtype != dtype or part.dim() != 3 or (part.shape[2] > 1 and part.stride(2) != 1):
@@ -117,12 +117,12 @@ def _check(w: QuantizedWeight) -> None:
 
 
 def quantize_rtn(w: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Asymmetric round-to-nearest of w float [N, K] between the least and the largest of each group.
+    """Round w float [N, K] to the nearest code between the least and the largest of each group.
 
     Returns codes uint8 [N, K], scales float16 [N, ceil(K / group)], zeros uint8 [N, ceil(K / group)]; the
-    last group may be short. Zero is always one of a group's values, so zeros stay zero, and a group of zeros
-    has codes, scale and zero 0. Raises ValueError for unfit bits or groups, and for weights that are not
-    finite or whose scale float16 cannot hold.
+    last group may be short. A group's range always includes 0, so zeros stay zero, and a group of zeros has
+    codes, scale and zero 0. Raises ValueError for invalid bits or groups, and for weights that are not finite
+    or whose scale exceeds float16.
     """
     check_bits(bits)
     inputs = w.shape[1]
@@ -131,8 +131,8 @@ def quantize_rtn(w: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, 
     values = torch.nn.functional.pad(w.float(), (0, padding)).unflatten(1, (-1, group))
     top = 2**bits - 1
     least, largest = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
-    # Codes are chosen for the scale that will be stored; half a unit in float16's last place is 0.12 codes
-    # of 255, so with the exact scale the largest codes would be off by that.
+    # Codes are chosen for the scale as float16 stores it. For the exact scale, the largest codes would be off
+    # by half a unit in float16's last place, which is 0.12 codes of 255.
     scales = ((largest - least) / top).half()
     if not bool(scales.isfinite().all()):
         worst = float((largest - least).max())
@@ -149,7 +149,7 @@ def quantize_rtn(w: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, 
 
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
-    """w float32 [N, K] as the codes say it; input_scale is not in it."""
+    """Return w float32 [N, K] of the codes, without input_scale."""
     codes = unpack(weight.codes, weight.bits).unflatten(-1, (-1, weight.group)).float()
     values = (codes - weight.zeros[..., None].float()) * weight.scales[..., None].float()
     values = values.flatten(-2)  # [U, Nu, Ku]

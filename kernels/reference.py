@@ -1,6 +1,6 @@
-"""Plain torch twins of every kernel: the oracles. Simple and right, in float32 inside; not fast.
+"""Every kernel in plain torch: the oracles of the others. Simple, in float32 inside, and slow.
 
-Each has the signature of its public call in `kernels`, where the shapes are written.
+`kernels.calls` documents the shapes: the signatures are the same.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def paged_attention(
 def _attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sliding_window: int
 ) -> torch.Tensor:
-    """q [L, Hq, D], the last L tokens of the context; keys, values [Hkv, C, D]; returns [L, Hq, D]."""
+    """Attend from q [L, Hq, D], the last L tokens of C, to keys and values [Hkv, C, D]: [L, Hq, D]."""
     length, context = q.shape[0], keys.shape[1]
     group = q.shape[1] // keys.shape[0]
     scores = q.float().transpose(0, 1) @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale

@@ -1,15 +1,15 @@
-"""Which face of a kernel runs: picked by the device of its first tensor, or forced.
+"""The choice of a kernel's implementation, by the device of its first tensor or forced.
 
 =========  =================  ======================================================
-face       module             runs
+backend    module             runs
 =========  =================  ======================================================
 reference  kernels.reference  plain torch on any device: the oracle
 cpu        kernels.cpu        numba and MKL
 cuda       kernels.gpu        Triton; on CPU tensors too under TRITON_INTERPRET=1
 =========  =================  ======================================================
 
-A face is a module; it is imported at its first use, so a machine without a GPU never imports Triton. An
-operation that a face does not define runs on the reference.
+A backend is a module that is imported at its first use, so a machine without a GPU never imports Triton. An
+operation that a backend does not define runs on the reference.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import torch
 
 from kernels import reference
 
-FACES = {"reference": "kernels.reference", "cpu": "kernels.cpu", "cuda": "kernels.gpu"}
+BACKENDS = {"reference": "kernels.reference", "cpu": "kernels.cpu", "cuda": "kernels.gpu"}
 
-# Of one thread: what another one checks must not change what the steps run.
-_forced: ContextVar[str | None] = ContextVar("forced face", default=None)
+# Per thread: a check in another thread must not change what the steps run.
+_forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
 
 
 @contextmanager
-def use_face(face: str) -> Iterator[None]:
-    """Force one face for the calls inside, in this thread. Raises ValueError."""
-    if face not in FACES:
-        raise ValueError(f"no face {face!r} of the kernels; there are {', '.join(FACES)}")
-    before = _forced.set(face)
+def use_backend(backend: str) -> Iterator[None]:
+    """Force one backend for the calls inside, in this thread. Raises ValueError for an unknown one."""
+    if backend not in BACKENDS:
+        raise ValueError(f"no backend {backend!r} of the kernels; use one of {', '.join(BACKENDS)}")
+    before = _forced.set(backend)
     try:
         yield
     finally:
@@ -44,12 +44,13 @@ def use_face(face: str) -> Iterator[None]:
 
 
 @cache
-def implementation(op: str, face: str) -> Callable[..., Any]:
-    """The function behind `op` on `face`; a device that has no face of its own gets the reference."""
-    module = importlib.import_module(FACES.get(face, FACES["reference"]))
+def implementation(op: str, backend: str) -> Callable[..., Any]:
+    """Return the function for `op` on a backend; the reference for a device without one."""
+    module = importlib.import_module(BACKENDS.get(backend, BACKENDS["reference"]))
     found: Callable[..., Any] = getattr(module, op, None) or getattr(reference, op)
     return found
 
 
 def pick(op: str, tensor: torch.Tensor) -> Callable[..., Any]:
+    """Return the function for `op` on the forced backend, else on that of the tensor's device."""
     return implementation(op, _forced.get() or tensor.device.type)

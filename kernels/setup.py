@@ -1,4 +1,4 @@
-"""Before serving: size the thread pool, compile what will run."""
+"""Preparation for serving: sizing the thread pool, compiling all kernels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kernels.quantized import QuantizedWeight
 
 
 def configure(threads: int = 0) -> int:
-    """Let products and kernels use `threads` threads (0: as many cores as this process may use).
+    """Let products and kernels use `threads` threads; 0: as many as this process has cores.
 
-    Both run on torch's OpenMP team, so this is the one number. Returns it. Raises ValueError below 0.
+    Both run on torch's OpenMP team, so one number sizes both. Returns it. Raises ValueError below 0.
     """
     if threads < 0:
         raise ValueError(f"{threads} threads: use 0 for every core, or a number of them")
@@ -38,9 +38,11 @@ def warm_up(
     device: str | torch.device = "cpu",
     bits: Sequence[int] = (),
 ) -> None:
-    """Run every kernel once on a prefill chunk and a decode of a model's shapes, so that no request waits for
-    a compiler; `bits`: of the quantised weights there will be. Some 40 s the first time on a machine;
-    compiled code is kept on disk, and then under 1 s."""
+    """Run every kernel once on a prefill chunk and a decode, so that no request waits for a compiler.
+
+    The sizes are the model's; `bits` are those of its quantised variants. It takes some 40 s the first time
+    on a machine and under 1 s afterwards, with the compiled code on disk.
+    """
     with torch.device(device):
         plan = _tiny_plan(block_tokens)
         tokens = plan.positions.shape[0]
@@ -69,8 +71,7 @@ def warm_up(
 
 
 def _warm_up_quantized(dtype: torch.dtype, inputs: int, bits: int, device: torch.device) -> None:
-    """Every way a number of tokens may take, with and without an input scale and, on a GPU, with so few and
-    so many outputs that one processor's work is split and is not."""
+    """Run the product on each path: by number of tokens, by input scale and, on a GPU, split or not."""
     inputs = max(TILE, inputs // TILE * TILE)
     row = torch.zeros(1, 1, packed_size(inputs, bits), dtype=torch.uint8, device=device)
     level = torch.zeros(1, 1, inputs // TILE, device=device)
@@ -85,7 +86,7 @@ def _warm_up_quantized(dtype: torch.dtype, inputs: int, bits: int, device: torch
 
 
 def _tiny_plan(block_tokens: int) -> AttentionPlan:
-    """A chunk of up to a block's tokens in block 0, and one decode in block 1."""
+    """Return a plan of a chunk of up to a block's tokens in block 0 and one decode in block 1."""
     chunk = min(block_tokens, 16) if block_tokens > 1 else 1
     return AttentionPlan(
         cu_seqlens_q=torch.tensor([0, chunk, chunk + 1], dtype=torch.int32),

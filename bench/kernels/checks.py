@@ -3,9 +3,9 @@
 They are plain functions, so that a machine with a GPU and nothing but torch and triton can run them too
 (`bench/gpu/suite.py`).
 
-    python -m bench.kernels.checks FACE DEVICE [PART]
+    python -m bench.kernels.checks BACKEND DEVICE [PART]
 
-FACE: cpu, cuda (Triton; with TRITON_INTERPRET=1 on cpu). PART: one of PARTS.
+BACKEND: cpu, cuda (Triton; with TRITON_INTERPRET=1 on cpu). PART: one of PARTS.
 """
 
 from __future__ import annotations
@@ -69,25 +69,25 @@ CASES = (
 PARTS = ("all", "dense", "quantized")
 
 
-def checks(face: str, device: str, part: str = "all") -> Iterator[Check]:
+def checks(backend: str, device: str, part: str = "all") -> Iterator[Check]:
     """Yield what should hold, and a call that raises AssertionError if it does not."""
     if part != "quantized":
-        yield from dense_checks(face, device)
+        yield from dense_checks(backend, device)
     if part != "dense":
-        yield from quantized_checks(face, device, assert_close)
+        yield from quantized_checks(backend, device, assert_close)
 
 
-def dense_checks(face: str, device: str) -> Iterator[Check]:
+def dense_checks(backend: str, device: str) -> Iterator[Check]:
     for case, dtype in itertools.product(CASES, DTYPES):
         if case is not CASES[0] and dtype == torch.float16:
             continue  # bfloat16 takes the same ways; this keeps the interpreter's run short
-        yield f"attention: {case.name}, {dtype}", partial(check_attention, face, device, case, dtype)
+        yield f"attention: {case.name}, {dtype}", partial(check_attention, backend, device, case, dtype)
     for check, dtype in itertools.product(ROW_CHECKS, DTYPES):
         name = check.__name__.removeprefix("check_").replace("_", " ")
-        yield f"{name}, {dtype}", partial(check, face, device, dtype)
+        yield f"{name}, {dtype}", partial(check, backend, device, dtype)
 
 
-def check_attention(face: str, device: str, case: AttentionCase, dtype: torch.dtype) -> None:
+def check_attention(backend: str, device: str, case: AttentionCase, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(1)
     plan, num_blocks = plan_of(case, random)
     shape = (num_blocks, case.num_kv_heads, 2, case.block_tokens, case.head_dim)
@@ -103,7 +103,7 @@ def check_attention(face: str, device: str, case: AttentionCase, dtype: torch.dt
     kv, scale = kv.to(dtype), case.head_dim**-0.5
     expected = reference.paged_attention(q, kv, plan, scale, sliding_window=case.window)
     out = torch.empty(q.shape, dtype=dtype, device=device)
-    with kernels.use_face(face):
+    with kernels.use_backend(backend):
         result = kernels.paged_attention(
             q.to(device),
             _moved(kv, device),
@@ -153,30 +153,30 @@ def _hide_unowned(kv: torch.Tensor, plan: AttentionPlan) -> None:
     kv.masked_fill_(~owned[:, None, None, :, None], float("nan"))
 
 
-def check_rms_norm(face: str, device: str, dtype: torch.dtype) -> None:
+def check_rms_norm(backend: str, device: str, dtype: torch.dtype) -> None:
     for shape in ((5, 512), (1, 64), (40, 6, 64), (3, 100)):
         x, weight = _randn(*shape, dtype=dtype), _randn(shape[-1], dtype=dtype)
         wide = _randn(*shape[:-1], 2 * shape[-1], dtype=dtype)
         wide[..., : shape[-1]] = x  # a strided view holds the same
         expected = reference.rms_norm(x, weight, 1e-5)
-        with kernels.use_face(face):
+        with kernels.use_backend(backend):
             moved = wide.to(device)[..., : shape[-1]]
             assert_close(kernels.rms_norm(moved, weight.to(device), 1e-5), expected)
 
 
-def check_add_rms_norm(face: str, device: str, dtype: torch.dtype) -> None:
+def check_add_rms_norm(backend: str, device: str, dtype: torch.dtype) -> None:
     for rows, width in ((1, 64), (70, 512), (3, 100)):
         x, residual, weight = (
             _randn(*size, dtype=dtype) for size in ((rows, width), (rows, width), (width,))
         )
         sums = residual.to(device, copy=True)
         expected = reference.add_rms_norm(x, residual, weight, 1e-5)
-        with kernels.use_face(face):
+        with kernels.use_backend(backend):
             assert_close(kernels.add_rms_norm(x.to(device), sums, weight.to(device), 1e-5), expected)
         assert_close(sums, residual)
 
 
-def check_rotary(face: str, device: str, dtype: torch.dtype) -> None:
+def check_rotary(backend: str, device: str, dtype: torch.dtype) -> None:
     for tokens, q_heads, k_heads, head_dim in ((1, 2, 1, 32), (50, 8, 4, 64), (3, 6, 2, 128), (4, 3, 3, 80)):
         both = _randn(tokens, q_heads + k_heads, head_dim, dtype=dtype)
         moved = both.to(device, copy=True)
@@ -184,22 +184,22 @@ def check_rotary(face: str, device: str, dtype: torch.dtype) -> None:
         angles = torch.randn(90, head_dim // 2, generator=torch.Generator().manual_seed(3))
         cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
         reference.rotary(both[:, :q_heads], both[:, q_heads:], positions, cos_sin)
-        with kernels.use_face(face):
+        with kernels.use_backend(backend):
             kernels.rotary(moved[:, :q_heads], moved[:, q_heads:], positions.to(device), cos_sin.to(device))
         assert_close(moved, both)
 
 
-def check_silu_mul(face: str, device: str, dtype: torch.dtype) -> None:
+def check_silu_mul(backend: str, device: str, dtype: torch.dtype) -> None:
     for rows, width in ((1, 16), (40, 1408), (3, 100)):
         both = 4 * _randn(rows, 2 * width, dtype=dtype)
         both[0, 0] = -100.0  # e^100 overflows float32
         expected = reference.silu_mul(both[:, :width], both[:, width:])
         moved = both.to(device)
-        with kernels.use_face(face):
+        with kernels.use_backend(backend):
             assert_close(kernels.silu_mul(moved[:, :width], moved[:, width:]), expected)
 
 
-def check_store_kv(face: str, device: str, dtype: torch.dtype) -> None:
+def check_store_kv(backend: str, device: str, dtype: torch.dtype) -> None:
     for tokens, heads, head_dim, block_tokens in (
         (1, 1, 32, 16),
         (90, 3, 64, 8),
@@ -211,41 +211,41 @@ def check_store_kv(face: str, device: str, dtype: torch.dtype) -> None:
         expected = torch.zeros(20, heads, 2, block_tokens, head_dim, dtype=dtype)
         kv = _moved(expected.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4), device)
         reference.store_kv(k, v, expected, slots)
-        with kernels.use_face(face):
+        with kernels.use_backend(backend):
             kernels.store_kv(k.to(device), v.to(device), kv, slots.to(device))
         assert torch.equal(kv.cpu(), expected)
 
 
-def check_copy_blocks(face: str, device: str, dtype: torch.dtype) -> None:
+def check_copy_blocks(backend: str, device: str, dtype: torch.dtype) -> None:
     expected = _randn(9, 2, 2, 5, 80, dtype=dtype)
     kv = expected.to(device, copy=True)
     source, target = torch.tensor([1, 7, 3]), torch.tensor([0, 8, 4])
     reference.copy_blocks(expected, source, target)
-    with kernels.use_face(face):
+    with kernels.use_backend(backend):
         kernels.copy_blocks(kv, source.to(device), target.to(device))
     assert torch.equal(kv.cpu(), expected)
 
 
-def check_products(face: str, device: str, dtype: torch.dtype) -> None:
+def check_products(backend: str, device: str, dtype: torch.dtype) -> None:
     for rows, inputs, outputs in itertools.product((1, 2, 5, 16, 64, 100), (48, 512), (16, 33, 200)):
         x, weight = _randn(rows, inputs, dtype=dtype), _randn(outputs, inputs, dtype=dtype)
         bias = _randn(outputs, dtype=dtype)
         expected = x.double() @ weight.double().t()
         x, weight, bias = x.to(device), weight.to(device), bias.to(device)
-        with kernels.use_face(face):
+        with kernels.use_backend(backend):
             assert_close(kernels.linear(x, weight), expected)
             assert_close(kernels.linear(x, weight, bias), expected + bias.cpu().double())
             assert_close(kernels.linear_t(x, weight.t().contiguous()), expected)
 
 
-def check_stacked_products(face: str, device: str, dtype: torch.dtype) -> None:
+def check_stacked_products(backend: str, device: str, dtype: torch.dtype) -> None:
     for tokens, inputs, outputs in itertools.product((1, 2, 16, 64, 100), (48, 512), (16, 33, 200)):
         x, stored = _randn(tokens, inputs, dtype=dtype), _randn(3, outputs + 7, inputs + 16, dtype=dtype)
         stored[:, outputs:], stored[..., inputs:] = torch.nan, torch.nan  # what lies between is not read
         weights = stored[:, :outputs, :inputs]
         expected = torch.einsum("tk,mnk->tmn", x.double(), weights.double())
         x, weights = x.to(device), stored.to(device)[:, :outputs, :inputs]
-        with kernels.use_face(face):
+        with kernels.use_backend(backend):
             assert_close(kernels.stacked_linear(x, weights), expected)
 
 
@@ -278,9 +278,9 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
-def failures(face: str, device: str, part: str = "all") -> Iterator[tuple[str, str | None]]:
+def failures(backend: str, device: str, part: str = "all") -> Iterator[tuple[str, str | None]]:
     """Yield each check and what went wrong with it, or None."""
-    for name, check in checks(face, device, part):
+    for name, check in checks(backend, device, part):
         try:
             check()
         except Exception as problem:  # noqa: BLE001 a kernel that a compiler refuses must not hide the others

@@ -29,31 +29,31 @@ AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def quantized_checks(
-    face: str, device: str, assert_close: AssertClose
+    backend: str, device: str, assert_close: AssertClose
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield what should hold, and a call that raises AssertionError if it does not."""
-    is_slow = is_interpreted(face, device)  # thousands of times slower: every corner once
+    is_slow = is_interpreted(backend, device)  # thousands of times slower: every corner once
     for bits, group, split in itertools.product(CODE_BITS, GROUPS, get_args(Split)):
         for dtype in DTYPES:
             is_corner = (dtype, group) in ((torch.float32, 96), (torch.bfloat16, 64))
             if is_slow and not is_corner:
                 continue
             tokens = (1, 17) if is_slow else TOKENS
-            check = partial(check_quantized, face, device, assert_close, bits, group, split, dtype, tokens)
+            check = partial(check_quantized, backend, device, assert_close, bits, group, split, dtype, tokens)
             yield f"product with {bits} bits in groups of {group}, split by {split}, {dtype}", check
     for tokens_of_all in (5,) if is_slow else (5, 33, 300):
-        check = partial(check_many_inputs, face, device, assert_close, tokens_of_all)
+        check = partial(check_many_inputs, backend, device, assert_close, tokens_of_all)
         yield f"product with bits of many inputs, {tokens_of_all} tokens", check
-    if face == "cuda":
+    if backend == "cuda":
         yield "product with bits in pieces", partial(check_pieces, device, assert_close)
 
 
-def is_interpreted(face: str, device: str) -> bool:
-    return face == "cuda" and device == "cpu"
+def is_interpreted(backend: str, device: str) -> bool:
+    return backend == "cuda" and device == "cpu"
 
 
 def check_quantized(
-    face: str,
+    backend: str,
     device: str,
     assert_close: AssertClose,
     bits: int,
@@ -73,13 +73,13 @@ def check_quantized(
             is_scaled=units != 1,
         )
         # In the interpreter, where every call counts, one of the three is with biases.
-        biases = (units == 3,) if is_interpreted(face, device) else (False, True)
+        biases = (units == 3,) if is_interpreted(backend, device) else (False, True)
         for count in tokens:
-            check_product(face, device, assert_close, weight, dtype, count, biases)
+            check_product(backend, device, assert_close, weight, dtype, count, biases)
 
 
 def check_product(
-    face: str,
+    backend: str,
     device: str,
     assert_close: AssertClose,
     weight: QuantizedWeight,
@@ -97,7 +97,7 @@ def check_product(
     expected = scaled @ kernels.dequantize(weight).double().t()
     there = _moved(weight, device)
     for has_bias in biases:
-        with kernels.use_face(face):
+        with kernels.use_backend(backend):
             added = bias.to(device) if has_bias else None
             result = kernels.quantized_linear(x.to(device), there, added)
         assert result.dtype == dtype and result.shape == expected.shape
@@ -105,7 +105,7 @@ def check_product(
             assert_close(result, expected + bias.double() if has_bias else expected)
 
 
-def check_many_inputs(face: str, device: str, assert_close: AssertClose, tokens: int) -> None:
+def check_many_inputs(backend: str, device: str, assert_close: AssertClose, tokens: int) -> None:
     """Check many inputs: several pieces on the CPU, several splits on a GPU.
 
     300 tokens are several blocks.
@@ -115,7 +115,7 @@ def check_many_inputs(face: str, device: str, assert_close: AssertClose, tokens:
             units=2, unit_outputs=80, unit_inputs=1088, bits=bits, group=64, split=split, is_scaled=True
         )
         # A sum of 2000 products in float32 is off by 50 roundings or so, not by two.
-        check_product(face, device, assert_close, weight, torch.float32, tokens, size=0.1)
+        check_product(backend, device, assert_close, weight, torch.float32, tokens, size=0.1)
 
 
 def check_pieces(device: str, assert_close: AssertClose) -> None:

@@ -1,6 +1,7 @@
-"""CPU faces: vector code in numba where torch is slow, MKL where it is fast.
+"""The CPU backend: vector code in numba where torch is slow, MKL where it is fast.
 
-What is not here (linear_t, copy_blocks) or cannot be done in whole vectors runs on the reference.
+Operations that are not here (linear_t, copy_blocks) run on the reference, and so do sizes that are not whole
+vectors.
 """
 
 from kernels.cpu.attention import paged_attention

@@ -46,7 +46,7 @@ ATTEND = Kernel(_attend, LAYOUT)
 
 
 def work_items(plan: AttentionPlan, group: int) -> torch.Tensor:
-    """int32 [n, 2]: sequence and first row of each item, costliest first; made once per step."""
+    """Return int32 [n, 2]: sequence and first row of each item, costliest first; once per step."""
     items = plan.derived.get(("cpu", group))
     if not isinstance(items, torch.Tensor):
         rows = np.diff(plan.cu_seqlens_q.numpy()) * group

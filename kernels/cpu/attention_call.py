@@ -1,4 +1,4 @@
-"""What both ways of attending share: the words of a call and the way to a block."""
+"""The common part of `attention_few` and `attention_many`: a call's parameters, addresses of blocks."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
 
@@ -21,7 +21,7 @@ F32 = np.float32
 
 
 class AttentionCall(NamedTuple):
-    """Words of one call. Addresses and strides in bytes."""
+    """The parameters of one call. Addresses and strides are in bytes."""
 
     items: int  # int32 [n, 2]: sequence, first row
     q: int
@@ -65,14 +65,14 @@ def unpack(params):
 
 @compiled
 def aligned(floats):
-    """A buffer whose rows do not straddle cache lines, which would halve the speed of loads."""
+    """Return a buffer and its first address on a cache line: loads across two lines take twice as long."""
     buffer = np.empty(floats + LANES, np.float32)
     return buffer, (buffer.ctypes.data + 63) // 64 * 64
 
 
 @compiled
 def block_of(a, seq, head, token):
-    """Address of the key of a token, and how many tokens of its block follow, it included."""
+    """Return the address of a token's key and the number of tokens from it to the end of its block."""
     index, offset = token // a.block_tokens, token % a.block_tokens
     block = read_i32(a.table + seq * a.table_row + index * 4)
     return a.kv + block * a.kv_block + head * a.kv_head + offset * a.kv_token, a.block_tokens - offset

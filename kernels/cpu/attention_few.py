@@ -32,7 +32,7 @@ from kernels.cpu.tile import tile
 
 @compiled
 def _dots(a, kind, rows, size, keys, q, scores, ahead):
-    """scores[r, j] = q[r] . keys[j]; lines `ahead` bytes on, keys and values, are fetched on the way."""
+    """Compute scores[r, j] = q[r] . keys[j]; prefetch the keys and values `ahead` bytes further on."""
     width = LANES * a.element
     vectors = a.head_dim // LANES
     for j in range(size):
@@ -51,7 +51,7 @@ def _dots(a, kind, rows, size, keys, q, scores, ahead):
 
 @compiled
 def _soften(scores, count, old_max):
-    """Scores of one row, whole vectors up to count, become 2^(score - max). Returns max and their sum."""
+    """Replace the scores of one row, whole vectors up to count, by 2^(score - max). Returns max and sum."""
     peak = vsplat(old_max)
     for j in range(0, count, LANES):
         peak = vmax(peak, vload(F32, scores + j * 4))
@@ -67,7 +67,7 @@ def _soften(scores, count, old_max):
 
 @compiled
 def _weigh_few(a, kind, rows, size, values, weights, out):
-    """out[r] += sum over j < size of weights[r, j] * values[j]."""
+    """Add the sum over j < size of weights[r, j] * values[j] to out[r]."""
     width, line, span = LANES * a.element, a.head_dim * 4, SPAN * 4
     for v in range(0, a.head_dim // LANES // 4 * 4, 4):
         r = 0
@@ -90,14 +90,14 @@ def _weigh_few(a, kind, rows, size, values, weights, out):
 
 @compiled
 def _hide(row, first, last):
-    """Scores first <= j < last of a row become those of keys that are not seen."""
+    """Hide the keys first <= j < last from a row."""
     for j in range(first, last):
         write_f32(row + j * 4, F32(-np.inf))
 
 
 @compiled
 def _begin(a, kind, start, head, rows, q, out, state):
-    """Queries, scaled, and empty results; state is the running maximum and sum of each row."""
+    """Scale the queries and clear the results; state is the running maximum and sum of each row."""
     scale = vsplat(F32(a.scale))
     for r in range(rows):
         source = a.q + (start + r // a.group) * a.q_token + (head * a.group + r % a.group) * a.q_head
@@ -125,7 +125,7 @@ def _scores_of_chunk(a, kind, seq, head, rows, token, count, context, q, scores)
 
 @compiled
 def _soften_chunk(a, rows, token, count, first_position, scores, state, out):
-    """Scores become weights; where a row's maximum grew, what is in `out` shrinks to match."""
+    """Turn scores into weights; scale `out` down in rows whose maximum grew."""
     for r in range(rows):
         position = first_position + r // a.group
         row, line = scores + r * SPAN * 4, out + r * a.head_dim * 4

@@ -30,8 +30,10 @@ from kernels.cpu.tile import tile
 
 @compiled
 def _scores_of(a, kind, size, room, keys, q, scores):
-    """scores[j, r] = keys[j] . q[r] with q transposed to [head_dim, ROWS]. May write up to 7 rows past size
-    where the block has them; they are hidden later."""
+    """Compute scores[j, r] = keys[j] . q[r] with q transposed to [head_dim, ROWS].
+
+    It may write up to 7 rows past size if the block has them; they are hidden later.
+    """
     j = 0
     while j < size:
         key, row = keys + j * a.kv_token, scores + j * ROW_BYTES
@@ -45,7 +47,7 @@ def _scores_of(a, kind, size, room, keys, q, scores):
 
 @compiled
 def _soften_lanes(scores, count, token, hides, window, positions, state, corrections):
-    """Softmax down the columns: a lane is a row of queries. True if any maximum grew."""
+    """Apply the softmax down the columns: a lane is a row of queries. Returns True if a maximum grew."""
     grew = False
     for lane in range(0, ROW_BYTES, 64):
         column = scores + lane
@@ -76,7 +78,7 @@ def _soften_lanes(scores, count, token, hides, window, positions, state, correct
 
 @compiled
 def _weigh_many(a, kind, rows, size, values, weights, out):
-    """out[r] += sum over j < size of weights[j, r] * values[j]; whole tiles, so up to 5 rows too many."""
+    """Add the sum over j < size of weights[j, r] * values[j] to out[r], in whole tiles: up to 5 more rows."""
     width, line, vectors = LANES * a.element, a.head_dim * 4, a.head_dim // LANES
     for r in range(0, rows, 6):
         w, row = weights + r * 4, out + r * line

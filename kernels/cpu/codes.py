@@ -102,7 +102,7 @@ class Levels:
 
 
 def _lowest(builder: Any, pieces: Any, width: int) -> Any:
-    """The lowest `width` bits of each lane, in which a byte is."""
+    """Keep the lowest `width` bits of each lane, which holds a byte."""
     return pieces if width == 8 else builder.and_(pieces, constant(I32, 2**width - 1))
 
 
@@ -111,22 +111,24 @@ def _floats(builder: Any, codes: Any) -> Any:
 
 
 def _bytes(builder: Any, address: Any) -> Any:
-    """Sixteen bytes, each in a lane of 32 bits."""
+    """Load sixteen bytes, each into a lane of 32 bits."""
     raw = builder.load(builder.inttoptr(address, wide(I8).as_pointer()), align=1)
     return builder.zext(raw, wide(I32))
 
 
 def _mask(builder: Any, address: Any) -> Any:
-    """Sixteen bits, one to a lane."""
+    """Load sixteen bits, one for each lane."""
     raw = builder.load(builder.inttoptr(address, I16.as_pointer()), align=1)
     return builder.bitcast(raw, wide(I1))
 
 
 @intrinsic
 def make_levels(typingctx: Any, scales: Any, zeros: Any, count: Any, target: Any, width: Any) -> Any:
-    """float32 scales at byte address target, and offsets -scale * zero `width` bytes behind them, from
-    `count` float16 scales and uint8 zeros. Writes whole vectors; reads nothing past the ends, where no page
-    may be."""
+    """Write levels of `count` groups to byte address target, from float16 scales and uint8 zeros.
+
+    The scales are followed, `width` bytes on, by the offsets -scale * zero, all float32. It writes whole
+    vectors but reads nothing past the ends, where no page may be mapped.
+    """
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
         scales, zeros, count, target, width = args
@@ -152,7 +154,7 @@ def _lanes_below(builder: Any, count: Any) -> Any:
 
 
 def _masked(builder: Any, element: Any, address: Any, mask: Any) -> Any:
-    """Lanes outside the mask are zero and their memory is not touched."""
+    """Load the lanes inside the mask; the others are zero, and their memory is not read."""
     pointer = builder.inttoptr(address, wide(element).as_pointer())
     name = f"llvm.masked.load.v{LANES}{'f16' if element == F16 else 'i8'}.p0"
     zeros = ir.Constant(wide(element), [0] * LANES)

@@ -1,4 +1,4 @@
-"""numba's compiler with this package's settings, and a cache that knows when it is stale."""
+"""The numba compiler with this package's settings, and a cache that detects stale code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from numba import cfunc, config, njit
+
+from kernels.packing import CODE_BITS
 
 HERE = Path(__file__).parent
 
@@ -26,24 +28,27 @@ def _first_writable(*folders: Path) -> Path:
 
 
 def _cache_folder() -> str:
-    """One folder per state of the sources. Numba itself compares only the file of the function it loads:
-    after an edit of a helper in another file it would go on with the old code."""
+    """Return a folder for this state of the sources.
+
+    Numba compares only the file of the function that it loads: after an edit of a helper in another file, or
+    of the table of precisions, it would run the old code.
+    """
     paths = [*sorted(HERE.glob("*.py")), HERE.parent / "packing.py"]
-    sources = b"".join(path.read_bytes() for path in paths)
+    sources = b"".join(path.read_bytes() for path in paths) + repr(CODE_BITS).encode()
     name = f"kernels-{hashlib.sha256(sources).hexdigest()[:12]}"
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return str(_first_writable(HERE / "__pycache__" / name, users / "instar" / name))
 
 
-if not config.CACHE_DIR:  # NUMBA_CACHE_DIR, where the user has set it, wins
+if not config.CACHE_DIR:  # the user's NUMBA_CACHE_DIR wins
     config.CACHE_DIR = _cache_folder()
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Machine code per types of the arguments; no exceptions, no Python objects."""
+    """Compile a function for each combination of argument types; no exceptions, no Python objects."""
     return njit(function, nogil=True, cache=True, error_model="numpy")
 
 
 def c_function(signature: Any, function: Callable[..., Any]) -> Any:
-    """A function that C can call; `.address` is where it is."""
+    """Compile a function that C can call; `.address` is its address."""
     return cfunc(signature, nopython=True, cache=True)(function)

@@ -28,9 +28,9 @@ ITEM_OUTPUTS = 48  # of one work item: whole tiles of any height below, and whol
 
 @compiled
 def multiply_rows(rows, depth, w, w_row, x, lanes, out):
-    """out[n, :] += w[n] . x for `rows` outputs; x [depth, lanes], out [rows, lanes]; whole vectors of lanes.
+    """Add w[n] . x to out[n, :] for `rows` outputs; x [depth, lanes], out [rows, lanes].
 
-    The fewer vectors wide a tile is the taller it is: each fills the registers.
+    Lanes are whole vectors. A tile with fewer vectors has more rows, so that each tile fills the registers.
     """
     line = lanes * 4
     lane = 0
@@ -57,14 +57,14 @@ def multiply_rows(rows, depth, w, w_row, x, lanes, out):
 
 @compiled
 def clear(floats, count):
-    """Zeros in `count` floats, whole vectors."""
+    """Write zeros to `count` floats, whole vectors."""
     for i in range(0, count, LANES):
         vstore(F32, floats + i * 4, vsplat(F32(0.0)))
 
 
 @compiled
 def turn_in(x, x_row, tokens, inputs, turned, lanes):
-    """turned [inputs, lanes] = x [tokens, inputs] transposed; the lanes past the tokens repeat the last."""
+    """Transpose x [tokens, inputs] into turned [inputs, lanes]; lanes past the tokens repeat the last one."""
     for t in range(0, tokens, LANES):
         for k in range(0, inputs, LANES):
             place = turned + (k * lanes + t) * 4
@@ -73,7 +73,7 @@ def turn_in(x, x_row, tokens, inputs, turned, lanes):
 
 @compiled
 def turn_back(sums, lanes, rows, tokens, out, out_row):
-    """out [tokens, rows] = sums [rows, lanes] transposed; rows are whole vectors."""
+    """Transpose sums [rows, lanes] into out [tokens, rows]; rows are whole vectors."""
     for t in range(0, tokens, LANES):
         for n in range(0, rows, LANES):
             source = sums + (n * lanes + t) * 4
@@ -81,8 +81,11 @@ def turn_back(sums, lanes, rows, tokens, out, out_row):
 
 
 def _multiply(kind):
-    """Words: x and its row stride, w, its row stride and that of its matrices, out and its row stride,
-    tokens, inputs, outputs of a matrix. A matrix's outputs lie behind those of the one before it."""
+    """Multiply x by one or more matrices; the outputs of a matrix follow those of the one before it.
+
+    Words: x and its row stride, w, its row stride and that of its matrices, out and its row stride, tokens,
+    inputs, outputs of a matrix.
+    """
     p = address_of(kind)
     x, x_row = read_i64(p + 16), read_i64(p + 24)
     w, w_row, w_matrix = read_i64(p + 32), read_i64(p + 40), read_i64(p + 48)
@@ -133,7 +136,7 @@ def _is_ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x [T, K] times each of [M, N, K] transposed: [T, M, N]."""
+    """Multiply x [T, K] by each of weights [M, N, K], transposed: [T, M, N]."""
     tokens, inputs = x.shape
     count, outputs = weights.shape[:2]
     out = torch.empty(tokens, count, outputs)

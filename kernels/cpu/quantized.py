@@ -1,5 +1,6 @@
-"""Products with quantised weights on the CPU, all in float32: short floats are converted on the way, since
-torch's products of them are no faster (bench/LOG.md).
+"""Products with quantised weights on the CPU, in float32.
+
+Short floats are converted first, since torch's products of them are no faster (bench/LOG.md).
 
 Up to FEW tokens the time goes into reading and decoding weights: ROWS outputs at a time, their codes decoded
 in registers, dotted with every token, and thrown away. With more it goes into multiplying: a piece of
@@ -34,7 +35,7 @@ BLOCK_TOKENS = 64
 
 @compiled
 def _read_levels(w, unit, row, count, levels):
-    """Levels of `count` rows from `row` on of a unit."""
+    """Read the levels of `count` rows of a unit, from `row` on."""
     for r in range(row, row + count):
         scales = w.scales + unit * w.scales_unit + r * w.scales_row
         zeros = w.zeros + unit * w.zeros_unit + r * w.zeros_row
@@ -47,7 +48,7 @@ def _read_levels(w, unit, row, count, levels):
 
 @compiled
 def _dots_of_rows(w, unit, row, levels, x, x_row, tokens, out, out_row):
-    """out[t, 0..ROWS) for all tokens and rows [row, row + ROWS) of the outputs' unit."""
+    """Compute out[t, 0..ROWS) for all tokens t and rows [row, row + ROWS) of the outputs' unit."""
     for piece in range(w.in_units):
         _read_levels(w, unit + piece, row, ROWS, levels)
         codes = w.codes + (unit + piece) * w.codes_unit + row * w.codes_row
@@ -67,10 +68,11 @@ def _dots_of_rows(w, unit, row, levels, x, x_row, tokens, out, out_row):
 
 
 def _multiply_few(kind):
-    """Words: the weight; x and its row stride, out and its row stride, tokens, rows of an item.
+    """Multiply a few tokens, dotting ROWS outputs at a time.
 
-    Where a unit's rows are no multiple of ROWS, the last ROWS of them overlap those before; all of these are
-    in one item, since sums that grow piece by piece must not be another thread's too.
+    Words: the weight; x and its row stride, out and its row stride, tokens, rows of an item. If a unit's rows
+    are not a multiple of ROWS, its last ROWS rows overlap the ones before. One item has all of them, since
+    only one thread may add to a sum.
     """
     p = address_of(kind)
     w = read_weight(p + 16)
@@ -96,13 +98,13 @@ def _multiply_few(kind):
 
 @compiled
 def _piece_row(w):
-    """Bytes of a row of a piece: a cache line more than it needs, so that rows do not share places there."""
+    """Return the bytes of a row of a piece, with a spare cache line so that rows do not collide."""
     return min(PIECE_TILES, w.tiles) * TILE * 4 + LANES * 4
 
 
 @compiled
 def _multiply_rows(w, unit, row, count, x, lanes, sums, levels, weights):
-    """sums [count, lanes] for rows [row, row + count) of the outputs' unit; x [K, lanes]."""
+    """Compute sums [count, lanes] for rows [row, row + count) of the outputs' unit; x [K, lanes]."""
     clear(sums, count * lanes)
     line = _piece_row(w)
     for piece in range(unit, unit + w.in_units):
@@ -119,8 +121,10 @@ def _multiply_rows(w, unit, row, count, x, lanes, sums, levels, weights):
 
 
 def _multiply_many(kind):
-    """Words: as of _multiply_few, rows of an item left out. Items: blocks of tokens, in them ITEM_OUTPUTS
-    outputs each."""
+    """Multiply blocks of tokens; an item is a block and ITEM_OUTPUTS outputs.
+
+    Words: those of _multiply_few without the rows of an item.
+    """
     p = address_of(kind)
     w = read_weight(p + 16)
     q = p + 16 + BYTES

@@ -1,4 +1,4 @@
-"""The words of a quantised weight, as the kernels read them."""
+"""The parameters of a quantised weight, as the kernels read them."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
 
@@ -13,7 +13,7 @@ from kernels.quantized import GROUP_STEP, QuantizedWeight
 
 
 class Weight(NamedTuple):
-    """Addresses and strides in bytes.
+    """A quantised weight, with addresses and strides in bytes.
 
     Outputs are in out_units pieces of `rows` each, inputs in in_units pieces of `tiles` tiles each; one of
     the two is 1. `unit` counts pieces of either.
@@ -74,5 +74,5 @@ def read_weight(p):
 
 @compiled
 def levels_row(w):
-    """Bytes of the levels of one row of one unit: scales, then offsets, each in whole vectors."""
+    """Return the bytes of the levels of one row of one unit: scales, then offsets, in whole vectors."""
     return 2 * ((w.groups + LANES - 1) // LANES * LANES * 4)

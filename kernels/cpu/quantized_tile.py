@@ -1,5 +1,8 @@
-"""The micro-kernels of quantised products, written out by a small code generator: dot products of codes that
-never leave the registers, and rows of codes decoded for `kernels.cpu.tile`."""
+"""The micro-kernels of quantised products, written by a small code generator.
+
+`dots` computes dot products with codes that never leave the registers; `decode` decodes rows of codes for
+`kernels.cpu.tile`.
+"""
 
 # mypy: allow-untyped-decorators
 
@@ -23,7 +26,7 @@ QUARTERS = TILE // LANES  # vectors to a tile
 
 
 class Coding(NamedTuple):
-    """What the code of a loop depends on."""
+    """The properties of a weight that loops are compiled for."""
 
     bits: int
     is_halved: int
@@ -34,7 +37,7 @@ def _field(builder: Any, w: Any, name: str) -> Any:
 
 
 def _for_the_coding(builder: Any, w: Any, emit: Callable[[Coding], None]) -> None:
-    """Code for every coding, of which the weight's runs."""
+    """Emit code for every coding; that of the weight runs."""
     for coding in itertools.starmap(Coding, itertools.product(CODE_BITS, (0, 1))):
         same = [
             builder.icmp_signed("==", _field(builder, w, name), ir.Constant(I64, value))
@@ -45,13 +48,13 @@ def _for_the_coding(builder: Any, w: Any, emit: Callable[[Coding], None]) -> Non
 
 
 def _levels_row(builder: Any, w: Any) -> tuple[Any, Any]:
-    """Bytes of a row of levels, and of its scales alone; as `quantized_call.levels_row`."""
+    """Return the bytes of a row of levels (see `quantized_call.levels_row`), and of its scales alone."""
     vectors = builder.lshr(plus(builder, _field(builder, w, "groups"), LANES - 1), ir.Constant(I64, 4))
     return times(builder, vectors, 2 * LANES * 4), times(builder, vectors, LANES * 4)
 
 
 def _halves(builder: Any, coding: Coding, w: Any, tile: Any, levels: Any) -> list[Levels]:
-    """Levels of both halves of a tile of the row whose levels are at this byte address."""
+    """Return the levels of both halves of a tile; `levels` is the byte address of its row's levels."""
     _, width = _levels_row(builder, w)
     halves = []
     for half in range(1 + coding.is_halved):
@@ -78,7 +81,7 @@ def dots(
     out_row: Any,
     is_added: Any,
 ) -> Any:
-    """out[t, r] (+)= w[r] . x[t] over the inputs of a unit, for num_rows rows and num_tokens tokens.
+    """Compute out[t, r] (+)= w[r] . x[t] over the inputs of a unit, for num_rows rows and num_tokens tokens.
 
     The first two are literals: the sums stay in num_rows * num_tokens registers. Byte addresses and strides:
     codes and levels (as `make_levels` writes them) of the first row; x[t] and out[t] float32, contiguous.
@@ -142,8 +145,10 @@ def _write_sum(builder: Any, lanes: Any, address: Any, adds: Any) -> None:
 def decode(
     typingctx: Any, w: Any, codes: Any, levels: Any, first_tile: Any, num_tiles: Any, target: Any
 ) -> Any:
-    """Weights of num_tiles tiles of one row, as float32 at byte address target; codes and levels are the
-    row's, from its first tile on."""
+    """Decode num_tiles tiles of one row into float32 at byte address target.
+
+    `codes` and `levels` are the row's, from its first tile on.
+    """
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
         w, codes, levels, first_tile, num_tiles, target = args

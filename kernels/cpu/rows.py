@@ -40,7 +40,7 @@ def _rows_per_item(row_elements: int) -> int:
 
 
 def _is_vectors(width: int, *tensors: torch.Tensor) -> bool:
-    """All of one known dtype, last dimension contiguous, rows whole vectors."""
+    """Return True if all have one known dtype, a contiguous last dimension and whole vectors as rows."""
     dtype = tensors[0].dtype
     if dtype not in KINDS or width % LANES:
         return False
@@ -51,7 +51,7 @@ def _is_vectors(width: int, *tensors: torch.Tensor) -> bool:
 
 
 def _new(like: torch.Tensor) -> torch.Tensor:
-    """Contiguous, of the same shape; half the time of torch.empty with shape and dtype."""
+    """Return an empty contiguous tensor of the same shape, in half the time of torch.empty."""
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
@@ -60,7 +60,7 @@ def _new(like: torch.Tensor) -> torch.Tensor:
 
 @compiled
 def _normed_row(kind, source, weight, target, vectors, width, eps):
-    """target = source * rsqrt(mean(source^2) + eps), rounded to the dtype, * weight."""
+    """Write source * rsqrt(mean(source^2) + eps), rounded to the dtype, times weight to target."""
     total = vsplat(F32(0.0))
     for v in range(vectors):
         x = vload(kind, source + v * width)
@@ -74,8 +74,11 @@ def _normed_row(kind, source, weight, target, vectors, width, eps):
 
 
 def _rms_norm(kind):
-    """Words: x and its two row strides, rows within the second, weight, out, rows, rows of an item, vectors,
-    bytes of a vector, eps."""
+    """Normalise rows.
+
+    Words: x and its two row strides, rows within the second, weight, out, rows, rows of an item, vectors,
+    bytes of a vector, eps.
+    """
     p = address_of(kind)
     x, outer, inner, inner_rows = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
     weight, out, rows, step = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
@@ -89,8 +92,11 @@ def _rms_norm(kind):
 
 
 def _add_rms_norm(kind):
-    """Words: x and its row stride, residual and its row stride, weight, out, rows, rows of an item, vectors,
-    bytes of a vector, eps."""
+    """Add rows to the residual and normalise the sums.
+
+    Words: x and its row stride, residual and its row stride, weight, out, rows, rows of an item, vectors,
+    bytes of a vector, eps.
+    """
     p = address_of(kind)
     x, x_row, residual, residual_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
     weight, out, rows, step = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
@@ -157,8 +163,11 @@ def _rotate_heads(kind, heads, count, stride, cos_sin, half, element):
 
 
 def _rotary(kind):
-    """Words: q, its strides and heads; k, its strides and heads; positions, cos_sin, its row stride, tokens,
-    tokens of an item, half of head_dim, bytes of an element."""
+    """Rotate queries and keys.
+
+    Words: q, its strides and heads; k, its strides and heads; positions, cos_sin, its row stride, tokens,
+    tokens of an item, half of head_dim, bytes of an element.
+    """
     p = address_of(kind)
     q, q_token, q_head, q_heads = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
     k, k_token, k_head, k_heads = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
@@ -195,7 +204,10 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: t
 
 
 def _silu_mul(kind):
-    """Words: gate, up and their row strides, out, rows, rows of an item, vectors, bytes of a vector."""
+    """Compute SwiGLU.
+
+    Words: gate, up and their row strides, out, rows, rows of an item, vectors, bytes of a vector.
+    """
     p = address_of(kind)
     gate, gate_row, up, up_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
     out, rows, step = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64)
@@ -240,8 +252,11 @@ def _copy_row(kind, source, target, vectors, width):
 
 
 def _store_kv(kind):
-    """Words: k, v and their strides; cache and its strides; slots, tokens, tokens of an item, heads, tokens
-    of a block, vectors, bytes of a vector."""
+    """Write keys and values to the cache.
+
+    Words: k, v and their strides; cache and its strides; slots, tokens, tokens of an item, heads, tokens of a
+    block, vectors, bytes of a vector.
+    """
     p = address_of(kind)
     k, k_token, k_head = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32)
     v, v_token, v_head = read_i64(p + 40), read_i64(p + 48), read_i64(p + 56)

@@ -37,7 +37,7 @@ ELEMENTS = {types.float32: F32, types.int16: F16, types.uint16: I16}
 
 
 class VecType(types.Type):  # type: ignore[misc]  # numba is untyped
-    """float32 x 16 in one register."""
+    """A register of sixteen float32."""
 
     def __init__(self) -> None:
         super().__init__("vec16f32")
@@ -71,7 +71,7 @@ def call(builder: Any, name: str, result: Any, *operands: Any, fastmath: tuple[s
 
 
 def load(builder: Any, kind: Any, address: Any) -> Any:
-    """Sixteen consecutive elements as float32."""
+    """Load sixteen consecutive elements as float32."""
     element = ELEMENTS[kind]
     raw = builder.load(builder.inttoptr(address, wide(element).as_pointer()), align=kind.bitwidth // 8)
     return _widened(builder, raw, wide)
@@ -84,7 +84,7 @@ def load_scalar(builder: Any, kind: Any, address: Any) -> Any:
 
 
 def load_splat(builder: Any, kind: Any, address: Any) -> Any:
-    """One element as float32 in every lane."""
+    """Load one element as float32 into every lane."""
     return splat(builder, load_scalar(builder, kind, address))
 
 
@@ -116,7 +116,7 @@ def _widened(builder: Any, raw: Any, shape: Any) -> Any:
 
 
 def _rounded_to_bf16(builder: Any, value: Any) -> Any:
-    """Nearest, ties to even; a NaN stays one."""
+    """Round to the nearest, ties to even; a NaN stays a NaN."""
     bits = builder.bitcast(value, wide(I32))
     odd = builder.and_(builder.lshr(bits, constant(I32, 16)), constant(I32, 1))
     rounded = builder.add(bits, builder.add(odd, constant(I32, 0x7FFF)))
@@ -126,7 +126,7 @@ def _rounded_to_bf16(builder: Any, value: Any) -> Any:
 
 
 def _exp2(builder: Any, x: Any) -> Any:
-    """2^x to about 2 ulp: 2^round(x) through the exponent bits, 2^rest by Taylor; 0 below 2^-126."""
+    """Return 2^x to about 2 ulp: 2^round(x) through the exponent bits, 2^rest by Taylor; 0 below 2^-126."""
     low, high = constant(F32, -126.0), constant(F32, 127.0)
     clamped = call(builder, "llvm.maxnum.v16f32", wide(F32), x, low)
     clamped = call(builder, "llvm.minnum.v16f32", wide(F32), clamped, high)
@@ -155,13 +155,13 @@ def _exp2(builder: Any, x: Any) -> Any:
 
 @intrinsic
 def vload(typingctx: Any, kind: Any, address: Any) -> Any:
-    """Sixteen elements of `kind` from byte address."""
+    """Load sixteen elements of `kind` from a byte address."""
     return vec(kind, types.int64), lambda _c, b, _s, args: load(b, kind.dtype, args[1])
 
 
 @intrinsic
 def vsplat_load(typingctx: Any, kind: Any, address: Any) -> Any:
-    """One element of `kind` from byte address, in every lane."""
+    """Load one element of `kind` from a byte address into every lane."""
     return vec(kind, types.int64), lambda _c, b, _s, args: load_splat(b, kind.dtype, args[1])
 
 
@@ -183,7 +183,7 @@ def vsplat(typingctx: Any, scalar: Any) -> Any:
 
 @intrinsic
 def vfma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     return vec(vec, vec, vec), lambda _c, builder, _s, args: fused_multiply_add(builder, *args)
 
 
@@ -199,7 +199,7 @@ def vexp2(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def vwhere_le(typingctx: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
-    """then where a <= b, else otherwise."""
+    """Return `then` in lanes where a <= b, `otherwise` in the others."""
 
     def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered("<=", args[0], args[1]), args[2], args[3])
@@ -209,7 +209,7 @@ def vwhere_le(typingctx: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
 
 @intrinsic
 def hsum(typingctx: Any, a: Any) -> Any:
-    """Sum of the lanes, pairwise."""
+    """Return the sum of the lanes, added pairwise."""
 
     def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
         zero = ir.Constant(F32, 0.0)
@@ -220,7 +220,7 @@ def hsum(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def hmax(typingctx: Any, a: Any) -> Any:
-    """Largest lane; no lane may be a NaN."""
+    """Return the largest lane; no lane may be a NaN."""
 
     def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
         return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, args[0], fastmath=("nnan",))
@@ -257,7 +257,7 @@ def read_i64(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def read_i32(typingctx: Any, address: Any) -> Any:
-    """An int32, as int64."""
+    """Load an int32 as int64."""
 
     def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
         return builder.sext(builder.load(builder.inttoptr(args[0], I32.as_pointer())), I64)
@@ -267,7 +267,7 @@ def read_i32(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def read(typingctx: Any, kind: Any, address: Any) -> Any:
-    """One element of `kind`, as float32."""
+    """Load one element of `kind` as float32."""
     return types.float32(kind, types.int64), lambda _c, b, _s, args: load_scalar(b, kind.dtype, args[1])
 
 
@@ -287,7 +287,7 @@ def write_f32(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def fetch_add(typingctx: Any, address: Any, count: Any) -> Any:
-    """Add to the int64 at byte address, atomically; returns what it was."""
+    """Add to the int64 at a byte address, atomically; return its value before."""
 
     def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
@@ -297,7 +297,7 @@ def fetch_add(typingctx: Any, address: Any, count: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at byte address; never faults."""
+    """Prefetch the cache line at a byte address; never faults."""
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
         read, keep, data = (ir.Constant(I32, value) for value in (0, 2, 1))

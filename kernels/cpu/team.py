@@ -34,7 +34,7 @@ Launch = Callable[..., None]
 
 @compiled
 def next_item(params: int) -> int:
-    """Index of a work item no other thread has, or -1 when all are taken."""
+    """Return the index of a work item that no other thread has; -1 when all are taken."""
     item = fetch_add(params, 1)
     return item if item < read_i64(params + 8) else -1
 
@@ -48,7 +48,7 @@ def _loaded_openmp() -> str | None:
 
 @cache
 def _gomp_parallel() -> Launch | None:
-    """`GOMP_parallel(function, data, num_threads, flags)` of torch's runtime; None where it has none."""
+    """Return GOMP_parallel(function, data, num_threads, flags) of torch's runtime; None if it has none."""
     path = _loaded_openmp()
     launch = getattr(ctypes.CDLL(path), "GOMP_parallel", None) if path else None
     if launch is None:
@@ -60,7 +60,7 @@ def _gomp_parallel() -> Launch | None:
 
 
 class Kernel:
-    """A body and the layout of its words: `kernel(dtype, items, *words)`.
+    """A kernel with the layout of its words; call it as `kernel(dtype, items, *words)`.
 
     `layout` is a struct format of the words behind the first two: q for integers and addresses, d for
     floats. Fewer than two items run on the calling thread. Compiled per dtype at its first call.
@@ -73,7 +73,7 @@ class Kernel:
         self._compiled: dict[torch.dtype, tuple[int, Launch]] = {}
 
     def compile(self, dtype: torch.dtype) -> tuple[int, Launch]:
-        """Address of the C function for `dtype`, and the function itself; from numba's cache if there."""
+        """Return the address of the C function for `dtype`, and the function; numba caches them on disk."""
         if dtype not in self._compiled:
             built = c_function(types.void(types.CPointer(KINDS[dtype])), self._function)
             self._compiled[dtype] = built.address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(built.address)

@@ -1,4 +1,4 @@
-"""The micro-kernel: a tile of a matrix product in registers, written out by a small code generator."""
+"""The micro-kernel of products: a tile of a matrix product in registers, from a small code generator."""
 
 # mypy: allow-untyped-decorators
 
@@ -31,8 +31,9 @@ def tile(
     c: Any,
     c_row: Any,
 ) -> Any:
-    """c[r, :] (+)= sum over k < depth of a[r, k] * b[k, :], for num_rows rows of 16 * num_vectors columns.
+    """Compute c[r, :] (+)= sum over k < depth of a[r, k] * b[k, :].
 
+    There are num_rows rows of 16 * num_vectors columns.
     The first three are literals: the tile stays in num_rows * num_vectors registers, so with the row of b
     and the broadcast of a they must fit in 32 (6 x 4, 8 x 3). Byte addresses and strides: a[r, k] at
     a + r * a_row + k * a_step; b[k, :] contiguous at b + k * b_step; c[r, :] contiguous float32 at
@@ -90,7 +91,7 @@ def transpose(
     target_row: Any,
     target_rows: Any,
 ) -> Any:
-    """target[j, i] = source[i, j] for 16 x 16 float32, both by byte address and row stride.
+    """Transpose 16 x 16 float32 from source to target, both by byte address and row stride.
 
     Rows of the source from source_rows on repeat its last; rows of the target from target_rows on are not
     written (at least one is).

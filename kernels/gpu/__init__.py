@@ -1,6 +1,6 @@
-"""Triton faces, for GPUs; on CPU tensors under TRITON_INTERPRET=1, for tests.
+"""The Triton backend, for GPUs; for CPU tensors too under TRITON_INTERPRET=1, in tests.
 
-Products with dense weights are cuBLAS's, through torch: the reference's.
+Products with dense weights run on the reference: torch calls cuBLAS.
 """
 
 from kernels.batched import stacked_linear

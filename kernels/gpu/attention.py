@@ -1,4 +1,4 @@
-"""Paged attention for GPUs: what is launched, over which grid, for the sequences of a step.
+"""Paged attention for GPUs: the launches and grids for the sequences of a step.
 
 Compiled once per dtype, head dimension, group and block size; lengths, windows and strides are run-time
 values (`attention_kernels`).
@@ -22,7 +22,7 @@ from kernels.plan import AttentionPlan
 TILES = {torch.bfloat16: (64, 64), torch.float16: (64, 64), torch.float32: (32, 32)}
 LEAST_ROWS = 16  # the smallest side of tl.dot
 MAX_SPLITS = 32
-KEYS_PER_SPLIT = 256  # fewer than this do not repay the joining
+KEYS_PER_SPLIT = 256  # fewer are not worth joining
 
 
 def paged_attention(
@@ -109,14 +109,14 @@ def _attend_decodes(
 
 
 def operand(q: torch.Tensor) -> Any:
-    """What tl.dot multiplies: the tensors' dtype, but for bfloat16 in the interpreter: numpy has none."""
+    """Return the dtype that tl.dot multiplies: the tensors', but float32 for bfloat16 in the interpreter."""
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
         return tl.float32
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]
 
 
 def num_splits(programs: int, keys: int, processors: int) -> int:
-    """Programs per (sequence, KV head), so that two wait on every processor, as far as the keys go."""
+    """Return the programs per (sequence, KV head) that give each processor two, if there are enough keys."""
     wanted = -(-2 * processors // programs)
     return max(1, min(wanted, -(-keys // KEYS_PER_SPLIT), MAX_SPLITS))
 

@@ -33,8 +33,10 @@ def _scaled_queries(source, columns, inside, scale, OPERAND: tl.constexpr):
 
 @triton.jit
 def _soften(scores, value, total, divisor, peak):
-    """One step of the online softmax: `total`, `divisor` and `peak`, the running maximum, with the keys of
-    `scores` [rows, keys] and their `value` [keys, columns] taken in."""
+    """Add keys to the online softmax: `scores` [rows, keys] and their `value` [keys, columns].
+
+    Returns the new `total`, `divisor` and `peak`, the running maximum.
+    """
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     correction = tl.exp2(peak - new_peak)
     weights = tl.exp2(scores - new_peak[:, None])
@@ -60,10 +62,11 @@ def _attend_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """q [rows, columns], scaled; positions int32 [rows] of the queries; kv_ptr at the KV head; keys
-    first_key <= j < last_key, first_key a multiple of BLOCK_N. Products are made in q's dtype.
+    """Attend from q to keys first_key <= j < last_key, first_key a multiple of BLOCK_N.
 
-    Returns the weighted sum of the values [rows, columns], its divisor and the running maximum.
+    q [rows, columns] is scaled; positions int32 [rows] are the queries'; kv_ptr is at the KV head. Products
+    are in q's dtype. Returns the weighted sum of the values [rows, columns], its divisor and the running
+    maximum.
     """
     columns = tl.arange(0, q.shape[1])
     peak = tl.full([q.shape[0]], -1.0e30, tl.float32)  # finite: a hidden key then gives 0 and no NaN
@@ -87,7 +90,7 @@ def _attend_rows(
 
 @triton.jit
 def _sequence_of(tile, bounds_ptr, num_seqs, BLOCK_Q: tl.constexpr):
-    """The last sequence whose first tile is not past this one."""
+    """Find the last sequence whose first tile is not past this one."""
     low = tl.full([], 0, tl.int32)
     high = low + num_seqs
     while high - low > 1:
@@ -185,8 +188,11 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Grid (S, Hkv, splits). Writes partial float32 [S, Hq, splits, HEAD_DIM] and state float32
-    [S, Hq, splits, 2]: divisor and maximum; a split without keys leaves divisor 0."""
+    """Attend from the decodes of a step; grid (S, Hkv, splits).
+
+    Writes partial float32 [S, Hq, splits, HEAD_DIM] and state float32 [S, Hq, splits, 2] (divisor and
+    maximum). A split without keys writes divisor 0.
+    """
     seq, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(bounds_ptr + seq)
     if tl.load(bounds_ptr + seq + 1) - begin == 1:

@@ -21,7 +21,7 @@ from kernels.quantized import GROUP_STEP, QuantizedWeight
 FUSED_TOKENS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
 BLOCK_N = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 LEAST_ROWS = 16  # the smallest side of tl.dot
-TILES_PER_SPLIT = 8  # fewer than this do not repay the adding
+TILES_PER_SPLIT = 8  # fewer are not worth adding up
 SCRATCH_BYTES = 64 << 20
 
 
@@ -37,7 +37,7 @@ def quantized_linear(
 
 
 def num_splits(programs: int, tiles: int, processors: int) -> int:
-    """Programs per block of outputs, so that every processor has one, as far as the inputs go."""
+    """Return the programs per block of outputs that give each processor one, if there are enough inputs."""
     return max(1, min(processors // programs, tiles // TILES_PER_SPLIT))
 
 
@@ -83,7 +83,7 @@ def _through_scratch(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
 
 
 def _decoded(weight: QuantizedWeight, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Outputs [first, first + count) as [count, K] in `dtype`."""
+    """Decode outputs [first, first + count) to [count, K] in `dtype`."""
     out = torch.empty(count, weight.num_inputs, dtype=dtype, device=weight.codes.device)
     block_n = 64
     decode_kernel[(triton.cdiv(count, block_n), weight.num_inputs // TILE)](

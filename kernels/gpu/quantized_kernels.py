@@ -30,7 +30,7 @@ TILE = tl.constexpr(64)
 def _pieces_of_part(
     tile, inside, part: tl.constexpr, W: tl.constexpr, LOWEST: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Pieces int32 [WIDTH, rows] of a part in the plane of W bits, shifted to their place in the codes."""
+    """Load pieces int32 [WIDTH, rows] of a part from the plane of W bits, shifted to their place."""
     lane = tl.arange(0, WIDTH)[:, None]
     plane = tile + 8 * LOWEST
     if W == 1:
@@ -48,7 +48,7 @@ def _pieces_of_part(
 
 @triton.jit
 def _codes_of_part(tile, inside, part: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Codes int32 [WIDTH, rows] of a part of the tiles at `tile` [1, rows]."""
+    """Load codes int32 [WIDTH, rows] of a part of the tiles at `tile` [1, rows]."""
     codes = 0
     if BITS & 8:
         codes |= _pieces_of_part(tile, inside, part, 8, 0, WIDTH)
@@ -73,7 +73,7 @@ def _weights_of_part(
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Weights float32 [WIDTH, rows] of a part of tile number `tile`; the pointers [1, rows] are the rows'."""
+    """Decode float32 [WIDTH, rows] of a part of tile number `tile`; the pointers [1, rows] are the rows'."""
     codes = _codes_of_part(codes_ptr + tile * (8 * BITS), inside, part, BITS, WIDTH)
     group = (2 * tile + part * WIDTH // HALF_TILE) // group_halves
     scale = tl.load(scales_ptr + group, mask=inside, other=0.0).to(tl.float32)
@@ -114,9 +114,10 @@ def product_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid (out_units * row_blocks, ceil(T / BLOCK_T), splits); out [splits, T, N] contiguous.
+    """Multiply x by the weight into out [splits, T, N], contiguous.
 
-    Inputs are in in_units units of unit_tiles tiles each; a split takes an equal run of all tiles.
+    Grid (out_units * row_blocks, ceil(T / BLOCK_T), splits). Inputs are in in_units units of unit_tiles tiles
+    each; a split takes an equal run of all tiles.
     """
     unit = (tl.program_id(0) // row_blocks).to(tl.int64)
     row = tl.program_id(0) % row_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -180,8 +181,10 @@ def decode_kernel(
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid (ceil(count / BLOCK_N), tiles of all inputs): weights of outputs [first, first + count) into out
-    [count, K], contiguous."""
+    """Decode outputs [first, first + count) into out [count, K], contiguous.
+
+    Grid (ceil(count / BLOCK_N), tiles of all inputs).
+    """
     offset = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     inside = offset < count
     row = (first + offset) % unit_rows

@@ -26,8 +26,7 @@ def _warps(elements: int) -> int:
 
 @triton.jit
 def _normed(x, weight_ptr, columns, width, eps, dtype: tl.constexpr):
-    """x float32 [BLOCK], zero past width; returns the norm, rounded to dtype before the weight is applied, as
-    Hugging Face does."""
+    """Normalise x float32 [BLOCK], zero past width; round before the weight, as Hugging Face does."""
     factor = 1.0 / tl.sqrt(tl.sum(x * x) / width + eps)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     return ((x * factor).to(dtype).to(tl.float32) * weight).to(dtype)

@@ -34,9 +34,9 @@ def test_triton_kernels_agree_with_their_oracles_in_the_interpreter(part: str) -
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_an_unknown_face_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no face 'tpu' of the kernels; there are reference, cpu, cuda"):
-        kernels.use_face("tpu").__enter__()
+def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="no backend 'tpu' of the kernels; use one of reference, cpu, cuda"):
+        kernels.use_backend("tpu").__enter__()
 
 
 def test_one_number_sizes_the_team_of_products_and_kernels() -> None:

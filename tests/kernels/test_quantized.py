@@ -90,7 +90,7 @@ U8, F16 = torch.uint8, torch.float16
     ("change", "message"),
     [
         ({"bits": 9}, f"codes of 9 bits cannot be packed; use one of {', '.join(map(str, CODE_BITS))}"),
-        ({"split": "rows"}, "a weight split by 'rows'; it is split by 'outputs' or 'inputs'"),
+        ({"split": "rows"}, "split is 'rows'; it must be 'outputs' or 'inputs'"),
         ({"group": 48}, "groups of 48 do not fit 128 inputs of a unit; a group is a multiple of 32"),
         ({"group": 96}, "groups of 96 do not fit 128 inputs"),
         ({"group": 0}, "groups of 0 do not fit 128 inputs"),

@@ -93,7 +93,7 @@ def expected_outputs(half: LayerHalf, dtype: torch.dtype) -> torch.Tensor:
 
 def _reference(product: Linear, x: torch.Tensor) -> torch.Tensor:
     """Run some outputs of every unit at a time: a whole matrix in float32 would leave the caches."""
-    with kernels.use_face("reference"):
+    with kernels.use_backend("reference"):
         if not isinstance(product, QuantizedLinear):
             return product(x)
         weight, made = product.weight, []

@@ -17,7 +17,7 @@ from tests.support.kv_layouts import Layout, as_kernels_see, kv_stride_order, pi
 SIZES = (5, 4, 8, 16)  # blocks, heads, tokens, dim
 
 
-def check_kernels(face: str, device: str = "cpu") -> None:
+def check_kernels(backend: str, device: str = "cpu") -> None:
     """Store, move blocks and attend over each layout: the same bits as over the header-centric one."""
     for case in (AttentionCase("plain", MIXED), AttentionCase("window", MIXED, block_tokens=8, window=20)):
         random = torch.Generator().manual_seed(1)
@@ -33,7 +33,7 @@ def check_kernels(face: str, device: str = "cpu") -> None:
         for layout in Layout:
             storage = torch.zeros(storage_shape(layout, num_blocks + 2, heads, tokens, head_dim))
             kv = as_kernels_see(storage.to(device), layout)
-            with kernels.use_face(face):
+            with kernels.use_backend(backend):
                 kernels.store_kv(k.to(device), v.to(device), kv, slots.to(device))
                 results.append(
                     kernels.paged_attention(q.to(device), kv, plan, 0.1, sliding_window=case.window)
@@ -46,9 +46,9 @@ def check_kernels(face: str, device: str = "cpu") -> None:
             assert_close(results[-1], wanted)
 
 
-@pytest.mark.parametrize("face", ["reference", "cpu"])
-def test_kernels_read_every_layout_unchanged(face: str) -> None:
-    check_kernels(face)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_kernels_read_every_layout_unchanged(backend: str) -> None:
+    check_kernels(backend)
 
 
 def test_triton_reads_every_layout_unchanged_in_the_interpreter() -> None:
