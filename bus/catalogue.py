@@ -1,8 +1,8 @@
-"""What is registered, deployed and measured: records in keys of their own, and orders to change them.
+"""The catalogue: records of models, deployments and profiles in keys of their own, and orders to change them.
 
-The controller alone writes models and deployments; workers write profiles. An order is an entry of the
-stream `orders` until it is carried out: its entry goes, its records change and its answer comes in one
-script. So an order takes effect once, or, withdrawn by a gateway that would not wait longer, never.
+Only the controller writes models and deployments; workers write profiles. An order is an entry of the stream
+`orders` until the controller settles it: one script deletes the entry, changes the records and writes the
+answer. So an order takes effect once, or never, if a gateway withdraws it first.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from redis.asyncio import Redis
 
 from bus.codec import DecodeError, decode, encode
 from bus.deployments import Answer, Deployment, ModelCard, Order, Profile
-from bus.errors import BusUnavailable
 from bus.link import RedisLink
 from bus.names import Names
 
 log = logging.getLogger("bus")
 
 Record = ModelCard | Deployment | Profile
-ANSWER_S = 60.0  # an answer is kept so long
+ANSWER_S = 60.0  # lifetime of an answer
 LOOK_S = 0.02  # between two looks for an answer, doubling
 LONGEST_LOOK_S = 0.2
-READS = 3  # taken at most, where the server changes under them
 
 _READ = """
 local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
@@ -37,8 +35,8 @@ for _, key in ipairs(redis.call('SMEMBERS', KEYS[1])) do
 end
 return found
 """
-# KEYS: orders, answer, catalogue. ARGV: entry, answer, its ms, number of records written, key and bytes of
-# each, keys of those removed.
+# KEYS: orders, answer, catalogue. ARGV: entry, answer, lifetime of the answer in ms, number of records to
+# write, key and bytes of each, keys of the records to remove.
 _SETTLE = """
 if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then
     return 0
@@ -66,7 +64,7 @@ class Contents:
     profiles: dict[tuple[str, str], Profile] = field(default_factory=dict)
 
     def with_record(self, record: Record) -> Contents:
-        """A copy with it, in place of the one of its name."""
+        """Return a copy with this record in place of the one with the same key."""
         models, deployments, profiles = dict(self.models), dict(self.deployments), dict(self.profiles)
         if isinstance(record, ModelCard):
             models[record.name] = record
@@ -91,19 +89,11 @@ class Catalogue:
     # ------------------------------------------------------------------------------------- records
 
     async def read(self) -> Contents:
-        """In one round trip, in the order of their names. A restart is told before the first contents of the
-        restarted server are handed out: an empty catalogue would look as if nothing were deployed."""
-        for _ in range(READS):
-            run_id, boot, *rows = await self._link.script(
-                _READ, [self._names.catalogue, self._names.boot], []
-            )
-            if self._link.is_known(run_id.decode(), (boot or b"").decode()):
-                return _contents(rows)
-            await self._link.doubt()
-        raise BusUnavailable(f"Redis was another one in each of {READS} answers")
+        """Return all records, read in one round trip, in the order of their keys (`RedisLink.picture`)."""
+        return _contents(await self._link.picture(_READ, [self._names.catalogue, self._names.boot], []))
 
     async def write(self, *records: Record) -> None:
-        """All of them or none."""
+        """Write all records, or none."""
 
         async def call(client: Redis) -> None:
             async with client.pipeline(transaction=True) as pipe:
@@ -119,7 +109,7 @@ class Catalogue:
     # ------------------------------------------------------------------------------------- orders
 
     async def order(self, order: Order) -> str:
-        """Gives it to the controller. Returns the entry by which it can be withdrawn."""
+        """Send an order to the controller. Returns the id of its entry."""
         payload, stream = encode(order), self._names.orders
         keep = self._names.limit(stream)
 
@@ -132,8 +122,10 @@ class Catalogue:
     async def settle(
         self, entry: str, answer: Answer, *, write: Iterable[Record] = (), remove: Iterable[Record] = ()
     ) -> bool:
-        """The order is carried out: its answer, and what it changed. False: it was withdrawn, or settled
-        before, and nothing has changed."""
+        """End an order: write its answer and its changes of records.
+
+        Returns False, and changes nothing, if the order was withdrawn or settled before.
+        """
         written = list(write)
         pairs = [part for record in written for part in (key_of(self._names, record), encode(record))]
         keys = [self._names.orders, self._names.answer(answer.id), self._names.catalogue]
@@ -142,12 +134,12 @@ class Catalogue:
         return bool(await self._link.script(_SETTLE, keys, args))
 
     async def answer(self, order: str) -> Answer | None:
-        """None: there is none yet, or none any more."""
+        """Return the answer to an order; None before the controller settles it and after ANSWER_S."""
         found: Any = await self._link.run(lambda client: client.get(self._names.answer(order)))
         return decode(found, Answer) if found else None
 
     async def await_answer(self, order: str, entry: str, within_s: float) -> Answer | None:
-        """None: nobody took the order in that time, and nobody will, since it is withdrawn now."""
+        """Wait for the answer to an order; None: it was not settled in time and is withdrawn."""
         pause_s, waited_s = LOOK_S, 0.0
         while waited_s < within_s:
             if answer := await self.answer(order):

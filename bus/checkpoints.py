@@ -1,5 +1,4 @@
-"""A checkpoint's folder as all processes see it: what its config says, and a digest that tells whether it is
-still the same. Reads no tensor."""
+"""The facts of a checkpoint's folder that all processes need. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -14,21 +13,23 @@ WEIGHTS = "*.safetensors"
 
 
 class BadCheckpoint(ValueError):
-    """This folder is no model; says what it lacks."""
+    """The folder is not a model. The text says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`context`: tokens, prompt and output, that a sequence may have; 0: the config does not say."""
+    """The facts of one checkpoint. The digest changes with its config and its weights."""
 
     num_layers: int
     digest: str
-    context: int = 0
+    context: int = 0  # most tokens of a sequence, prompt and output; 0: the config does not say
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Of a folder in Hugging Face's format. Without weights it may still be served with random ones. Raises
-    BadCheckpoint."""
+    """Return the facts of a folder in Hugging Face's format.
+
+    A folder without weights is valid: it can be served with random ones. Raises BadCheckpoint.
+    """
     if not folder.is_dir():
         raise BadCheckpoint(
             f"there is no folder {folder}; models are read from local folders, nothing is downloaded"
@@ -61,13 +62,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def folder_digest(folder: Path) -> str:
-    """Raises BadCheckpoint."""
+    """Return the digest of a checkpoint's folder. Raises BadCheckpoint."""
     return read_checkpoint(folder).digest
 
 
 def _digest(folder: Path, config: bytes) -> str:
-    """Of the config's bytes and the names, sizes and times of the weights: what else lies in the folder (a
-    profile, variants) may come and go."""
+    """Digest the config's bytes and the names, sizes and times of the weights.
+
+    Other files in the folder, such as a profile or variants, may come and go.
+    """
     digest = hashlib.sha256(config)
     try:
         for path in sorted(folder.glob(WEIGHTS)):

@@ -1,4 +1,4 @@
-"""`connect(settings.redis)`: the one object through which a service speaks to the others."""
+"""`connect(settings.redis)`: the one object through which a service talks to the others."""
 
 from __future__ import annotations
 
@@ -55,21 +55,23 @@ BATCH_ENTRIES = 128  # most entries of one read
 
 
 def connect(settings: RedisSettings, *, source: str = "") -> Bus:
-    """A Bus that is not started yet. `source` names the service in its events. Raises BadRedisUrl."""
+    """Return a Bus that is not started yet. `source` is the service's name in events. Raises BadRedisUrl."""
     names = Names(settings.prefix)
     link = RedisLink(
         settings.url,
         names,
         source=source,
         socket_timeout_s=settings.socket_timeout_s,
-        watch_s=settings.block_ms / 1000,  # the rhythm in which idle readers ask, too
+        watch_s=settings.block_ms / 1000,  # as often as idle readers ask
     )
     return Bus(link, block_ms=settings.block_ms)
 
 
 class WriteBatch:
-    """Writes that go out in one round trip, and in one MULTI where they publish: all of them or none.
-    Acknowledgements alone need no MULTI, which Redis refuses at maxmemory."""
+    """Writes that are sent in one round trip, and in one MULTI if they publish: all of them or none.
+
+    Acknowledgements alone need no MULTI, which Redis refuses at maxmemory.
+    """
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
@@ -77,15 +79,17 @@ class WriteBatch:
         self._publishes = False
 
     def publish(self, stream: str, message: object, *, maxlen: int | None = None) -> None:
-        """XADD. Trims exactly, to `maxlen` or the stream's own limit (`names.limit`): never give one to a
-        stream whose entries may be pending or unread."""
+        """Add an entry to a stream (XADD), which is trimmed exactly to `maxlen` or to its own limit.
+
+        Never pass `maxlen` for a stream whose entries may be pending or unread (see `Names.limit`).
+        """
         payload = encode(message)
         keep = maxlen if maxlen is not None else self._link.names.limit(stream)
         self._publishes = True
         self._steps.append(lambda pipe: pipe.xadd(stream, {b"m": payload}, maxlen=keep, approximate=False))
 
     def write(self, record: Record) -> None:
-        """A record of the catalogue."""
+        """Write a record of the catalogue."""
         names, payload = self._link.names, encode(record)
         key = key_of(names, record)
         self._publishes = True
@@ -93,7 +97,7 @@ class WriteBatch:
         self._steps.append(lambda pipe: pipe.sadd(names.catalogue, key))
 
     def erase(self, record: Record) -> None:
-        """The record goes."""
+        """Delete a record of the catalogue."""
         names = self._link.names
         key = key_of(names, record)
         self._publishes = True
@@ -101,13 +105,13 @@ class WriteBatch:
         self._steps.append(lambda pipe: pipe.srem(names.catalogue, key))
 
     def ack(self, stream: str, *ids: str) -> None:
-        """XACK and XDEL."""
+        """Acknowledge and delete entries (XACK, XDEL)."""
         if ids:
             self._steps.append(lambda pipe: pipe.xack(stream, GROUP, *ids))
             self._steps.append(lambda pipe: pipe.xdel(stream, *ids))
 
     async def send(self) -> None:
-        """Raises BusUnavailable (it may have been carried out), BusFull (it was not)."""
+        """Send all writes. Raises BusUnavailable (some may have been carried out) and BusFull (none was)."""
         if self._steps:
             await self._link.run(self._execute)
 
@@ -127,7 +131,7 @@ class Bus(Registry):
         self._block_ms = block_ms
 
     async def start(self, wait_s: float = 10.0) -> None:
-        """Waits up to `wait_s` for Redis to be there. Raises RedisProblem, which says what to do."""
+        """Wait up to `wait_s` for Redis. Raises RedisProblem, which says what to do."""
         await self.link.start(wait_s)
 
     async def aclose(self) -> None:
@@ -142,15 +146,15 @@ class Bus(Registry):
 
     @property
     def up(self) -> bool:
-        """Whether Redis answered last time. While it does not, writes fail at once."""
+        """True if Redis answered last time. While it does not, writes fail at once."""
         return self.link.up
 
     async def wait_up(self) -> None:
-        """Until Redis answers."""
+        """Wait until Redis answers."""
         await self.link.wait_up()
 
     def on_restart(self, callback: Callable[[Restart], None]) -> None:
-        """Called in the event loop, before readers go on, when Redis restarted or lost its data."""
+        """Register a callback for when Redis restarted or lost its data: see `RedisLink.on_restart`."""
         self.link.on_restart(callback)
 
     # ------------------------------------------------------------------------------------- writing
@@ -159,14 +163,14 @@ class Bus(Registry):
         return WriteBatch(self.link)
 
     async def publish(self, stream: str, *messages: object, maxlen: int | None = None) -> None:
-        """XADD of all messages, or of none. No hidden retries. Raises BusUnavailable, BusFull."""
+        """Add all messages to a stream, or none. Nothing is retried. Raises BusUnavailable and BusFull."""
         batch = self.batch()
         for message in messages:
             batch.publish(stream, message, maxlen=maxlen)
         await batch.send()
 
     async def event(self, kind: str, subject: str, reason: str, **numbers: Number) -> None:
-        """One entry of the audit stream. Raises BusUnavailable, BusFull."""
+        """Publish an event. Raises BusUnavailable and BusFull."""
         await self.publish(
             self.names.events,
             Event(
@@ -180,11 +184,11 @@ class Bus(Registry):
         )
 
     async def trim(self, stream: str, *, before: str) -> None:
-        """Drops every entry older than the entry id `before`, exactly."""
+        """Delete every entry older than the entry id `before`."""
         await self.link.run(lambda client: client.xtrim(stream, minid=before, approximate=False))
 
     async def length(self, stream: str) -> int:
-        """Entries in a stream; for a requests stream that is its backlog."""
+        """Return the number of entries in a stream; of a requests stream that is its backlog."""
         return int(await self.link.run(lambda client: client.xlen(stream)))
 
     # ------------------------------------------------------------------------------------- reading
@@ -200,8 +204,10 @@ class Bus(Registry):
     def reader(
         self, stream: str, /, *expected: type[Any], start: str = "$", count: int = BATCH_ENTRIES
     ) -> StreamReader[Any]:
-        """Reads a stream from `start` with a connection of its own; entries of no expected type become
-        dead letters. Close it."""
+        """Return a reader of a stream from `start`, with a connection of its own. Close it after use.
+
+        Entries of no expected type become dead letters.
+        """
         return StreamReader(self.link, stream, expected, start=start, block_ms=self._block_ms, count=count)
 
     @overload
@@ -215,5 +221,5 @@ class Bus(Registry):
     def group_reader(
         self, stream: str, consumer: str, /, *expected: type[Any], count: int = BATCH_ENTRIES
     ) -> GroupReader[Any]:
-        """Reads a stream as a member of its consumer group, with a connection of its own. Close it."""
+        """Return a reader that is a member of the stream's consumer group. Close it after use."""
         return GroupReader(self.link, stream, consumer, expected, block_ms=self._block_ms, count=count)

@@ -1,27 +1,30 @@
-"""The clock of the messages, told from here. Pure."""
+"""Redis' clock, estimated from the ids of stream entries. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
 
-WINDOW_S = 60.0  # clocks drift and are set; what was seen before says nothing any more
+WINDOW_S = 60.0  # clocks drift and are set: older observations say nothing
 
 
 def seconds_of(entry_id: str) -> float:
-    """When the entry was added, on Redis' clock."""
+    """Return when the entry was added, in seconds of Redis' clock."""
     return int(entry_id.partition("-")[0]) / 1000
 
 
 class MessageClock:
-    """Entry ids carry Redis' time. An entry is read a little after it was added, or (a backlog) much after,
-    never before: the largest difference seen lately between its time and ours is the best estimate."""
+    """Estimates how far Redis' clock is ahead of the local one.
+
+    Entry ids carry Redis' time. An entry is never read before it was added, so the largest difference of the
+    last WINDOW_S between its time and the local time is the best estimate.
+    """
 
     def __init__(self) -> None:
         # (seen at, difference): falling differences, so that the first one is the largest of the window
         self._ahead: deque[tuple[float, float]] = deque()
 
     def observe(self, entry_id: str, local_s: float) -> float:
-        """An entry was read at `local_s` (monotonic). Returns the entry's own time in seconds."""
+        """Record that an entry was read at `local_s` (monotonic). Returns the entry's own time in seconds."""
         at_s = seconds_of(entry_id)
         ahead_s = at_s - local_s
         while self._ahead and self._ahead[-1][1] <= ahead_s:
@@ -32,5 +35,5 @@ class MessageClock:
         return at_s
 
     def now(self, local_s: float) -> float:
-        """Seconds on Redis' clock when it is `local_s` here; before any entry, `local_s` itself."""
+        """Return Redis' time at the local time `local_s`, in seconds; before any entry, `local_s` itself."""
         return local_s + (self._ahead[0][1] if self._ahead else 0.0)

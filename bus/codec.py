@@ -1,8 +1,8 @@
-"""Messages to bytes and back: msgpack of `[SCHEMA_VERSION, type name, fields]`.
+"""The codec: messages to bytes and back, as msgpack of `[SCHEMA_VERSION, type name, fields]`.
 
-Decoding has two phases. The header is read with the fields left raw, so that a message of another version
-or of a type nobody expects here is named before its fields are looked at; then the decoder of that one type
-validates every field. Fields that a type does not know are ignored (a newer sender may add some).
+Decoding has two phases. The first reads the header and leaves the fields raw, so an error names a message of
+another version or of an unexpected type. The second validates every field with the decoder of that type. It
+ignores fields that the type does not have: a newer sender may add some.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bus.messages import SCHEMA_VERSION
 
 M = TypeVar("M")
 
-# What may stand alone in a stream entry or a registry key; the other dataclasses only occur within these.
+# The types of stream entries and registry keys; the other dataclasses only occur within these.
 MESSAGE_TYPES: Final[tuple[type, ...]] = (
     messages.Submit,
     messages.Cancel,
@@ -56,13 +56,13 @@ _DECODERS: Final[dict[str, msgspec.msgpack.Decoder[Any]]] = {
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _HEADER: Final = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw])
 
-# What msgspec can raise on hostile bytes: its own errors, bad UTF-8 (ValueError), nesting beyond the stack,
-# and a length prefix that asks for more memory than there is.
+# What msgspec raises on hostile bytes: its own errors, bad UTF-8 (ValueError), nesting beyond the stack, and
+# a length prefix that asks for more memory than there is.
 _MALFORMED: Final = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError)
 
 
 class DecodeError(ValueError):
-    """These bytes are no message that is wanted here; `reason` says why, without the payload."""
+    """The bytes are not an expected message. `reason` says why, without the payload."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -70,8 +70,10 @@ class DecodeError(ValueError):
 
 
 def encode(message: object) -> bytes:
-    """Bytes of one message. Raises TypeError for a type that is no message, OverflowError for an integer
-    beyond 64 bits."""
+    """Return the bytes of one message.
+
+    Raises TypeError for a type that is no message and OverflowError for an integer beyond 64 bits.
+    """
     name = _NAMES.get(type(message))
     if name is None:
         raise TypeError(f"{type(message).__name__} is not a bus message; known are {', '.join(_DECODERS)}")
@@ -83,9 +85,9 @@ def decode(data: bytes, expected: type[M], /) -> M: ...
 @overload
 def decode(data: bytes, /, *expected: type[Any]) -> Any: ...
 def decode(data: bytes, /, *expected: type[Any]) -> Any:
-    """The message in `data`, which must be of one of the `expected` types (none given: any message).
+    """Return the message in `data`, of one of the `expected` types; without any, of any type.
 
-    Raises DecodeError and nothing else, whatever the bytes.
+    Raises DecodeError, and nothing else, for any other bytes.
     """
     try:
         version, name, fields = _HEADER.decode(data)

@@ -1,9 +1,9 @@
-"""Connections to Redis: how they are made, what is asked of the server, what its errors mean.
+"""Connections to Redis: opening and closing them, checking the server, translating its errors.
 
 redis-py 8 retries by default (one XADD whose replies are lost can write three entries) and gives up a read
-after 5 s. Here nothing is retried behind the caller's back, and the time limits are ours: every call is
-wrapped in `asyncio.timeout`. redis-py's own limit on writing must stay off: it is `asyncio.wait_for`, which
-on Python 3.11 loses a cancellation that arrives as the write ends; a service then does not stop when asked.
+after 5 s. Here nothing is retried unasked, and every call has a time limit of its own by `asyncio.timeout`.
+redis-py's limit on writing must stay off: it uses `asyncio.wait_for`, which on Python 3.11 loses a
+cancellation that arrives as the write ends; the service then ignores a request to stop.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from bus.errors import (
 OLDEST_VERSION = (6, 2)  # XAUTOCLAIM, XTRIM MINID, XADD NOMKSTREAM
 CONNECT_TIMEOUT_S = 3.0
 
-# Redis is away, or not ready: it may be better in a moment. OSError and TimeoutError: what the sockets
-# beneath redis-py raise where it does not wrap them.
+# Redis is away or not ready, and may be ready in a moment. OSError and TimeoutError are what sockets raise
+# where redis-py does not wrap them.
 AWAY = (
     exceptions.ConnectionError,  # includes BusyLoadingError
     exceptions.TimeoutError,
@@ -48,15 +48,15 @@ AWAY = (
     TimeoutError,
     OSError,
 )
-# Refusals that pass: snapshots fail to be written, a script runs long, replicas are missing, ... What 6.2
-# refuses to a script reads "Error running script ...: -MISCONF ...".
+# Refusals that pass: snapshots cannot be written, a script runs long, replicas are missing, ... Redis 6.2
+# reports those within a script as "Error running script ...: -MISCONF ...".
 NOT_NOW = re.compile(
     r"(^|: -)(MISCONF|READONLY|BUSY|LOADING|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|EXECABORT) "
 )
 
 
 def public_url(url: str) -> str:
-    """The URL without its password."""
+    """Return the URL without its password."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -68,15 +68,18 @@ def public_url(url: str) -> str:
 
 
 def make_client(url: str, *, max_connections: int, pool_wait_s: float) -> Redis:
-    """A client with its own pool of at most `max_connections`; who finds it empty waits up to `pool_wait_s`.
-    Its commands have no time limit of their own. Raises BadRedisUrl."""
+    """Return a client with a pool of at most `max_connections`.
+
+    A command that finds the pool empty waits up to `pool_wait_s`; commands have no other time limit. Raises
+    BadRedisUrl.
+    """
     try:
         options: dict[str, Any] = dict(parse_url(url))
     except (ValueError, TypeError):
-        # neither the URL nor the error's text is shown: where the URL cannot be cut up, either may hold a
-        # piece of the password
+        # Neither the URL nor the error's text is shown: a URL that cannot be parsed may have a part of the
+        # password anywhere.
         raise BadRedisUrl(
-            "redis.url is no Redis address; write redis://[:password@]host:port/db, "
+            "redis.url is not a Redis address; write redis://[:password@]host:port/db, "
             "and the characters / # ? @ : % of a password as %2F %23 %3F %40 %3A %25"
         ) from None
     options |= {
@@ -93,8 +96,11 @@ def make_client(url: str, *, max_connections: int, pool_wait_s: float) -> Redis:
 
 
 class _Pool(BlockingConnectionPool):
-    """One that leaves no connection open. redis-py's own forgets those that come up while it closes (who
-    connects is not connected yet) and all of them when its closing is cancelled."""
+    """A pool that leaves no connection open.
+
+    redis-py's own pool forgets connections that come up while it closes, and all of them if its closing is
+    cancelled.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -112,15 +118,15 @@ class _Pool(BlockingConnectionPool):
         await super().release(connection)
 
     def close(self) -> None:
-        """At once: nothing can come between. Who waits for an answer gets a ConnectionError."""
+        """Abort all connections at once. Commands that wait for an answer get a ConnectionError."""
         self._is_closed = True
         for connection in self._made:
             _drop(connection)
 
 
 def _drop(connection: AbstractConnection) -> None:
-    # Not by its own `disconnect`, which has moments in which it can be cancelled; and a transport that is
-    # closed, not aborted, first sends what a Redis that hangs does not take.
+    # Its own `disconnect` can be cancelled half-way. A transport that is closed instead of aborted first
+    # sends its buffer, which a Redis that hangs does not accept.
     if connection._writer:
         connection._writer.transport.abort()
         connection._close()  # type: ignore[no-untyped-call]
@@ -128,8 +134,10 @@ def _drop(connection: AbstractConnection) -> None:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Redis and socket errors within become BusUnavailable, BusFull or RedisProblem; NOGROUP and its like
-    (`redis.exceptions.ResponseError` of a missing group) stay as they are."""
+    """Turn Redis and socket errors into BusUnavailable, BusFull or RedisProblem.
+
+    The `redis.exceptions.ResponseError` of a missing stream or group passes unchanged.
+    """
     try:
         yield
     except exceptions.OutOfMemoryError as error:
@@ -152,8 +160,10 @@ def translated() -> Iterator[None]:
 
 
 def is_group_missing(error: exceptions.ResponseError) -> bool:
-    """The stream or its group is gone (flush, restart without persistence, stream deleted while we read).
-    Redis words it by command: XREADGROUP, a blocked XREADGROUP on 6.2, XINFO, XGROUP."""
+    """Return True if the stream or its group is gone: a flush, a restart without persistence, a deletion.
+
+    Redis words it differently for XREADGROUP, a blocked XREADGROUP on 6.2, XINFO and XGROUP.
+    """
     text = str(error)
     return text.startswith(("NOGROUP", "UNBLOCKED")) or "no such key" in text or "requires the key" in text
 
@@ -168,12 +178,12 @@ def _password_text(error: Exception) -> str:
 
 
 async def probe(client: Redis, url: str, limit_s: float) -> dict[str, Any]:
-    """`INFO server` of a Redis that can be used. Raises a RedisProblem that says why it cannot."""
+    """Return `INFO server` of a usable Redis. Raises a RedisProblem that says why it is not usable."""
     where = public_url(url)
     try:
         with translated():
             async with asyncio.timeout(limit_s):
-                # a password the server does not want is refused here, one it wants and lacks as well
+                # The server refuses here a password that it does not want or did not get.
                 facts: dict[str, Any] = await client.info("server")
     except RedisProblem as problem:
         raise type(problem)(f"{problem} (at {where})") from problem
@@ -203,9 +213,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 async def close(client: Redis) -> None:
-    """Closes the connections of a client of `make_client`, whatever state they are in; they are closed also
-    when this is cancelled."""
+    """Close the connections of a client of `make_client`, in any state, even if this call is cancelled."""
     pool = client.connection_pool
     assert isinstance(pool, _Pool)
     pool.close()
-    await asyncio.sleep(0)  # the sockets are closed when the event loop comes by
+    await asyncio.sleep(0)  # the event loop closes the sockets in its next turn

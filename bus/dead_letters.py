@@ -1,7 +1,7 @@
-"""Entries nobody could use: kept in a bounded stream with their reason, and acknowledged.
+"""Dead letters: entries that could not be decoded, kept with the reason in a bounded stream.
 
-A bad entry costs one dead letter, never a traceback at every read; a flood of them costs one line of log
-and one event every QUIET_S.
+A bad entry costs one dead letter, not a traceback at every read. A flood of them costs one line of log and
+one event every QUIET_S.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class DeadLetters:
     def __init__(self, link: RedisLink, stream: str) -> None:
         self._link = link
         self._stream = stream
-        self._untold = 0
-        self._told_at_s = -QUIET_S
+        self._unreported = 0
+        self._reported_at_s = -QUIET_S
 
     def letter(self, entry_id: str, payload: bytes, reason: str) -> DeadLetter:
-        """A long payload is cut, and the reason says so."""
+        """Return a dead letter. A payload over MAX_PAYLOAD_BYTES is cut, and the reason says so."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             reason = f"{reason} (first {MAX_PAYLOAD_BYTES} of {len(payload)} bytes kept)"
             payload = payload[:MAX_PAYLOAD_BYTES]
@@ -41,7 +41,7 @@ class DeadLetters:
         )
 
     async def bury(self, letters: list[DeadLetter]) -> None:
-        """Writes the letters if that is possible now; else they are dropped, with a line that says so."""
+        """Write the letters; if Redis refuses, drop them with a line of log."""
         if not letters or self._stream == self._link.names.dead_letters:
             return  # a bad dead letter would become another one at every read
         notices = self._notices(letters)
@@ -56,25 +56,25 @@ class DeadLetters:
         try:
             await self._link.run(write)
         except (BusFull, BusUnavailable) as error:
-            log.warning("%d dead letters of %s are dropped: %s", len(letters), self._stream, error)
+            log.warning("dropped %d dead letters of %s: %s", len(letters), self._stream, error)
 
     def _notices(self, letters: list[DeadLetter]) -> list[tuple[DeadLetter | Event, str]]:
         names = self._link.names
         notices: list[tuple[DeadLetter | Event, str]] = [(dead, names.dead_letters) for dead in letters]
-        self._untold += len(letters)
-        if time.monotonic() - self._told_at_s >= QUIET_S:
+        self._unreported += len(letters)
+        if time.monotonic() - self._reported_at_s >= QUIET_S:
             reason = letters[0].reason
-            log.warning("%d unusable entries in %s, such as: %s", self._untold, self._stream, reason)
+            log.warning("%d unusable entries in %s, such as: %s", self._unreported, self._stream, reason)
             event = Event(
                 kind="dead_letter",
                 source=self._link.source,
                 subject=self._stream,
                 reason=reason,
                 at_ms=_now_ms(),
-                numbers={"entries": self._untold},
+                numbers={"entries": self._unreported},
             )
             notices.append((event, names.events))
-            self._untold, self._told_at_s = 0, time.monotonic()
+            self._unreported, self._reported_at_s = 0, time.monotonic()
         return notices
 
 

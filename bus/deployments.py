@@ -1,7 +1,7 @@
-"""Messages of deploying by intent: what is asked for, what was measured, what is expected, what is ordered.
+"""The messages of deploying by intent (iServe): intents, profiles, estimates, records, orders.
 
-The controller owns registered models and deployments (keys of the registry); gateways order and read, workers
-measure, load and retire.
+The controller owns registered models and deployments, which are keys of the catalogue. Gateways send orders
+and read the records; workers measure, load and retire.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ DeploymentState = Literal["waiting", "loading", "serving", "retiring", "retired"
 LinkKind = Literal["all_reduce", "hop"]
 
 
-# --------------------------------------------------------------------------- what is asked for
+# --------------------------------------------------------------------------- intents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """What the owner of a deployment wants (iServe §4.1). At most one of the two SLOs; the other quantity is
-    then minimised, else `minimise` is. Latency is that of one request of `prompt_tokens` and `output_tokens`
-    in batches of `batch_size`. What is given of `tp`, `pp` and `precision` is fixed, the rest is chosen."""
+    """The goal of a deployment (iServe §4.1).
+
+    With `max_latency_s` or `max_cost`, at most one of them, the other quantity is minimised; without them,
+    `minimise` is. Latency is that of one request of `prompt_tokens` and `output_tokens` in batches of
+    `batch_size`. `tp`, `pp` and `precision` are chosen unless they are given.
+    """
 
     minimise: Objective = "cost"
     cost: CostModel = "memory_seconds"  # byte seconds of a request, bytes, or device hours of a request
     max_latency_s: float | None = None
     max_cost: float | None = None
-    max_loss: float | None = None  # a floor of quality under any: 0.01 is one per cent of perplexity more
+    max_loss: float | None = None  # most loss of quality: 0.01 is 1 % more perplexity
     prompt_tokens: int = 256
     output_tokens: int = 64
     batch_size: int = 1
@@ -55,14 +58,17 @@ class Configuration:
         return self.tp * self.pp
 
 
-# --------------------------------------------------------------------------- what was measured
+# --------------------------------------------------------------------------- measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySample:
-    """Dummy requests to a fingerprint: `seconds` of each repetition, from the submission of a batch of equal
-    requests to the last token of all of them. Of degrees above 1: one rank's own work, without what ranks say
-    to each other (`Profile.links`). Repetition i of both lengths of output is one run."""
+    """Latencies of a batch of equal dummy requests to a fingerprint, a model of its first layers.
+
+    `seconds` has, for each repetition, the time from the submission of the batch to its last token. Above
+    degree 1 it is one rank's own work, without the communication of ranks (`Profile.links`). Repetition i
+    with both lengths of output is one run.
+    """
 
     num_layers: int  # hidden layers of what was measured: 1 or 2, or all
     configuration: Configuration
@@ -74,9 +80,11 @@ class LatencySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """All devices of the configuration together; bytes of whole pages for the weights. Of several devices the
-    weights are what their layout says, which is exact, and activations those of one of them times their
-    number, or None where nobody measured one."""
+    """Memory of all devices of a configuration together.
+
+    Weights are counted in whole pages, of several devices by their layout, which is exact. Activations of
+    several devices are those of one device times their number; None if no device was measured.
+    """
 
     num_layers: int
     configuration: Configuration
@@ -86,8 +94,10 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSample:
-    """What two workers say to each other: `seconds` of each repetition of an all-reduce of two ranks, or of a
-    hop from one stage to the next, of so many bytes."""
+    """Times of communication between two workers: an all-reduce of two ranks, or a hop between stages.
+
+    `seconds` has the time of each repetition with `nbytes` bytes.
+    """
 
     kind: LinkKind
     nbytes: int
@@ -96,7 +106,7 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """`profile:{model}:{device kind}`, and a file beside the model: what its fingerprints told."""
+    """The measurements of a model on one kind of device; key `profile:{model}:{device kind}` and a file."""
 
     model: str  # registered name
     digest: str  # of the checkpoint: config and the files' names, sizes and times
@@ -107,22 +117,24 @@ class Profile:
     block_tokens: int
     latency: list[LatencySample]
     memory: list[MemorySample]
-    degrees: list[int] = field(default_factory=list)  # that its weights can be cut to; empty: not told
-    loss: dict[Precision, float] = field(default_factory=dict)  # share of perplexity more; none: not known
-    device_seconds: float = 0.0  # that measuring took
-    peak_bytes: int = 0  # that it had at once
+    degrees: list[int] = field(default_factory=list)  # tensor-parallel degrees of its weights; empty: unknown
+    loss: dict[Precision, float] = field(
+        default_factory=dict
+    )  # added perplexity, as a share; absent: unknown
+    device_seconds: float = 0.0  # spent on measuring
+    peak_bytes: int = 0  # most pages in use at once
     ended_ms: int = 0
-    links: list[LinkSample] = field(default_factory=list)  # empty: there was no other worker to measure with
-    row_bytes: int = 0  # of a token between two layers; 0: not told
-    max_num_batched_tokens: int = 0  # of a step; 0: not told
+    links: list[LinkSample] = field(default_factory=list)  # empty: no other worker to measure with
+    row_bytes: int = 0  # of a token between two layers; 0: unknown
+    max_num_batched_tokens: int = 0  # of a step; 0: unknown
 
 
-# --------------------------------------------------------------------------- what is expected
+# --------------------------------------------------------------------------- estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """low <= value <= high; all three alike where nothing is known of the spread."""
+    """An estimate with its bounds: low <= value <= high, all equal if the spread is unknown."""
 
     value: float
     low: float
@@ -132,7 +144,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """One row of the configuration map (iServe §4.2). Seconds, bytes, and the unit of the intent's cost."""
+    """One row of the configuration map (iServe §4.2), in seconds, bytes and the unit of the intent's cost."""
 
     configuration: Configuration
     memory_bytes: Quantity  # of all devices together, KV of the intent's batch included
@@ -141,8 +153,8 @@ class Estimate:
     latency_s: Quantity
     cost: Quantity
     gpu_hours: Quantity  # per request: devices times latency
-    loss: Quantity | None = None  # share of perplexity more than at full precision; None: not known
-    refusal: str = ""  # why it cannot be had here now; "": it can
+    loss: Quantity | None = None  # added perplexity against full precision, as a share; None: unknown
+    refusal: str = ""  # why this configuration cannot be deployed now; "": it can
 
 
 # --------------------------------------------------------------------------- registry: keys, no streams
@@ -150,7 +162,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """`model:{name}`: a registered model."""
+    """A registered model; key `model:{name}`."""
 
     name: str
     path: str
@@ -159,33 +171,35 @@ class ModelCard:
     state: ModelState
     reason: str = ""
     progress: str = ""
-    worker: str = ""  # that measures, as `epoch`, since `since_ms`
+    worker: str = ""  # that measures it, with the epoch `epoch`, since `since_ms`
     epoch: int = 0
     since_ms: int = 0
-    attempts: int = 0  # to measure, in a row
-    context: int = 0  # tokens, prompt and output, that a sequence may have; 0: the checkpoint does not say
+    attempts: int = 0  # to measure it, in a row
+    context: int = 0  # most tokens of a sequence; 0: the checkpoint does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """`deployment:{id}`: a model that is to be served as its intent says."""
+    """A model to serve as its intent says; key `deployment:{id}`."""
 
     id: str
     model: str
     intent: Intent
     state: DeploymentState
-    reason: str = ""  # of its state: what failed, what would have to go, what is waited for
+    reason: str = ""  # of its state: what failed, or what it waits for
     configuration: Configuration | None = None
     stages: list[Stage] = field(default_factory=list)
     expected: Estimate | None = None
     instance: str = ""  # that serves it
     since_ms: int = 0  # in this state
-    attempts: int = 0  # to load, in a row
-    loads: int = 0  # ever ordered; ids of commands are made of it
-    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of `stages`, when they were told to
-    replaces: str = ""  # it is loaded to take the place of this one, which serves until then
-    heir: str = ""  # that took its place
-    is_ungrouped: bool = False  # workers would not form a group for it: it is served without one
+    attempts: int = 0  # to load it, in a row
+    loads: int = 0  # number of loads ordered so far; part of the ids of commands
+    epochs: dict[str, int] = field(
+        default_factory=dict
+    )  # of the workers of `stages` when they got the command
+    replaces: str = ""  # the deployment that it replaces, which serves until then
+    heir: str = ""  # the deployment that replaced it
+    is_ungrouped: bool = False  # workers refused to form a group for it: it is served without
 
 
 # --------------------------------------------------------------------------- gateway -> controller
@@ -193,7 +207,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterModel:
-    """`orders`. Answered by an Answer with this id, as the next ones."""
+    """Register a model. Stream `orders`, like the next ones; the controller writes an Answer with this id."""
 
     id: str
     name: str
@@ -202,13 +216,15 @@ class RegisterModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveModel:
+    """Remove a registered model that no deployment uses."""
+
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanModel:
-    """What would be chosen for this intent, and everything else; nothing is done."""
+    """Estimate all configurations for an intent and rank them. Changes nothing."""
 
     id: str
     name: str
@@ -217,6 +233,8 @@ class PlanModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeployModel:
+    """Deploy a registered model as the intent says."""
+
     id: str
     name: str
     intent: Intent
@@ -224,7 +242,7 @@ class DeployModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetireModel:
-    """A deployment, by its id."""
+    """Retire a deployment by its id."""
 
     id: str
     deployment: str
@@ -235,7 +253,10 @@ Order = RegisterModel | RemoveModel | PlanModel | DeployModel | RetireModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """`answer:{order id}`, for a minute. `status` as of HTTP; `error` with 400 and above."""
+    """The controller's answer to an order; key `answer:{order id}`, for a minute.
+
+    `status` is an HTTP status; `error` is set with 400 and above.
+    """
 
     id: str
     status: int
@@ -250,20 +271,22 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbePeer:
-    """A worker to measure links with, and its address and key as on its card. Ranks of a group share a host:
-    without that only hops are measured."""
+    """A worker to measure links with, and its address and key as on its card."""
 
     worker: str
     link: str
     link_key: bytes
-    shares_host: bool = True
+    shares_host: bool = True  # False: only hops are measured, since the ranks of a group share a host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """`control:{worker}`: profile fingerprints of a model between the steps. Ends in `profile:...`
-    (`bus.catalogue.write`), or in an event `profile_failed` whose `morph_id` is this `id`, its subject the
-    model and its reason why not; on the way events `profile_progress`, alike, say how far it is."""
+    """Profile fingerprints of a model between the steps of the engine; stream `control:{worker}`.
+
+    The worker writes the Profile to the catalogue, or publishes an event `profile_failed` with the reason.
+    Until then, events `profile_progress` say how far it is. The `morph_id` of these events is this `id`,
+    their subject the model.
+    """
 
     id: str
     epoch: int
@@ -273,5 +296,5 @@ class Measure:
     precisions: list[Precision]
     prompt_tokens: list[int]
     batch_sizes: list[int]
-    max_bytes: int = 0  # of pages it may take; 0: what is free
-    peer: ProbePeer | None = None  # to measure links with; None: they are not measured
+    max_bytes: int = 0  # of pages to use; 0: all that are free
+    peer: ProbePeer | None = None  # None: links are not measured

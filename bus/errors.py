@@ -1,26 +1,26 @@
-"""What can go wrong between a service and Redis, by who must act.
+"""Errors between a service and Redis.
 
-`RedisProblem`: somebody must change a setting or start a server; a service prints it and exits.
-`BusUnavailable`: Redis is away for now; try again later. `BusFull`: it is there and has no memory left.
+`RedisProblem`: an operator must change a setting or start a server; the service prints it and exits.
+`BusUnavailable`: Redis is away; try again later. `BusFull`: Redis has no memory left.
 """
 
 from __future__ import annotations
 
 
 class RedisProblem(Exception):
-    """Redis cannot be used as it is. The text says what was found and what to do; never a password."""
+    """Redis cannot be used as it is. The text says what was found and what to do, and holds no password."""
 
 
 class BadRedisUrl(RedisProblem):
-    """settings.redis.url is not the address of a Redis server."""
+    """The setting redis.url is not the address of a Redis server."""
 
 
 class RedisNotThere(RedisProblem):
-    """Nobody answers at the address."""
+    """No server answers at the address."""
 
 
 class NotRedis(RedisProblem):
-    """Somebody answers, but not as Redis does."""
+    """The server at the address is not Redis."""
 
 
 class RedisTooOld(RedisProblem):
@@ -28,7 +28,7 @@ class RedisTooOld(RedisProblem):
 
 
 class RedisPassword(RedisProblem):
-    """The server asks for a password, or refused the one given."""
+    """The server asks for a password, or refused the one that it got."""
 
 
 class RedisForbidden(RedisProblem):
@@ -36,8 +36,11 @@ class RedisForbidden(RedisProblem):
 
 
 class BusUnavailable(Exception):
-    """Redis did not answer. Whether the command was carried out is unknown: send it again only if doing it
-    twice is harmless (every message of the bus is, by attempt, epoch and index)."""
+    """Redis did not answer. Whether it carried out the command is unknown.
+
+    Send a command again only if running it twice is harmless; messages of the bus are, thanks to attempt,
+    epoch and index.
+    """
 
 
 class BusFull(Exception):

@@ -1,7 +1,7 @@
-"""What workers and gateways leave behind in Redis, and its removal.
+"""Removal of the streams and cards that dead workers and gateways leave in Redis.
 
 A stream belongs to the holder of a lease: `requests:{model}@{worker}` and `control:{worker}` to the worker,
-`tokens:{gateway}` to the gateway. Removal asks for the lease within the same script, so that an owner who
+`tokens:{gateway}` to the gateway. The script that removes a stream checks the lease too, so an owner that
 comes back in that moment loses nothing.
 """
 
@@ -28,7 +28,7 @@ SCAN_COUNT = 500
 
 
 def lease_of(names: Names, key: str) -> str | None:
-    """The lease key of the stream's owner; None for a key that nobody owns."""
+    """Return the lease key of a stream's owner; None for a key without an owner."""
     kind, _, owner = key.removeprefix(names.prefix).partition(":")
     if not owner:
         return None
@@ -43,7 +43,7 @@ def lease_of(names: Names, key: str) -> str | None:
 
 
 async def without_owner(registry: Registry) -> dict[str, str]:
-    """Streams whose owner holds no lease now: key -> lease key. Raises BusUnavailable."""
+    """Return the streams whose owner holds no lease now: key -> lease key. Raises BusUnavailable."""
     names = registry.names
     leases = {key: lease for key in await _keys(registry) if (lease := lease_of(names, key))}
     if not leases:
@@ -55,7 +55,7 @@ async def without_owner(registry: Registry) -> dict[str, str]:
 
 
 async def _keys(registry: Registry) -> set[str]:
-    """SCAN, a page at a time: it sees every key that is there from its beginning to its end."""
+    """Return all keys by SCAN, which finds every key that is there from its beginning to its end."""
     pattern = _escaped(registry.names.prefix) + "*"
     keys: set[str] = set()
     cursor = 0
@@ -74,12 +74,12 @@ def _escaped(prefix: str) -> str:
 
 
 async def remove_streams(registry: Registry, lease: str, *keys: str) -> bool:
-    """Deletes the streams unless somebody holds the lease; False then."""
+    """Delete the streams. Returns False, and does nothing, if the lease is held."""
     return bool(await registry.link.script(_REMOVE, [lease, registry.names.workers, *keys], [""]))
 
 
 async def remove_worker(registry: Registry, worker: str) -> bool:
-    """Takes a dead worker's card and membership away, unless it holds its lease again; False then."""
+    """Remove a dead worker's card and membership. Returns False, and does nothing, if its lease is held."""
     names = registry.names
     keys = [names.lease(worker), names.workers, names.card(worker)]
     return bool(await registry.link.script(_REMOVE, keys, [worker]))

@@ -1,8 +1,8 @@
-"""The link of one process to Redis: short commands, and one watcher that knows whether Redis is there.
+"""One process's link to Redis: short commands, and a watcher that knows whether Redis answers.
 
-The watcher is the only one that probes a Redis that went away, so an outage costs one line of log and one
-connection attempt a second, however many readers wait. It also tells a Redis that came back with another
-run id or without its data from one that was only slow: `on_restart`.
+Only the watcher probes a Redis that went away, so an outage costs one line of log and one connection attempt
+a second, however many readers wait. The watcher also tells a Redis that came back with another run id or
+without its data from one that was only slow: `on_restart`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ T = TypeVar("T")
 
 SHORT_CONNECTIONS = 16
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
+PICTURES = 3  # tries to read from a server that the watcher knows
 QUIET_S = 5.0  # outages that follow each other faster are logged once
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Redis is not what it was. `data_lost`: streams, groups and leases are gone (restart without
-    persistence, FLUSHALL, an empty replica took over); else it restarted and kept what it had saved."""
+    """Redis restarted or lost its data."""
 
+    # True: streams, groups and leases are gone (restart without persistence, FLUSHALL, an empty replica took
+    # over). False: Redis restarted and kept what it had saved.
     data_lost: bool
     run_id: str
 
@@ -49,8 +51,11 @@ class _Identity:
 
 
 class RedisLink:
-    """Short commands with fail-fast while Redis is away. `source`: who speaks, in events.
-    `watch_s`: how often a healthy Redis is asked whether it still has its data."""
+    """Short commands that fail at once while Redis is away.
+
+    source: the service's name in events. watch_s: how often the watcher asks a healthy Redis whether it still
+    has its data.
+    """
 
     def __init__(
         self, url: str, names: Names, *, source: str, socket_timeout_s: float, watch_s: float
@@ -58,7 +63,7 @@ class RedisLink:
         self.url = url
         self.names = names
         self.source = source
-        self.restarts = 0  # how often Redis restarted or lost its data, as far as we know
+        self.restarts = 0  # how often the watcher saw that Redis restarted or lost its data
         self.socket_timeout_s = socket_timeout_s
         self._watch_s = watch_s
         self._client = self.client(SHORT_CONNECTIONS)
@@ -67,18 +72,18 @@ class RedisLink:
         self._callbacks: list[Callable[[Restart], None]] = []
         self._up = asyncio.Event()
         self._trouble = asyncio.Event()
-        self._look = asyncio.Event()  # the watcher's next one
+        self._look = asyncio.Event()  # set when the watcher has looked once more
         self._down_since = 0.0
         self._logged_at = -QUIET_S
         self._loud = False
         self._watcher: asyncio.Task[None] | None = None
 
     def client(self, max_connections: int) -> Redis:
-        """A client with a pool of its own, for a blocking reader."""
+        """Return a client with a pool of its own, for a blocking reader."""
         return make_client(self.url, max_connections=max_connections, pool_wait_s=self.socket_timeout_s)
 
     async def start(self, wait_s: float = 10.0) -> None:
-        """Waits up to `wait_s` for a Redis that is only just starting. Raises RedisProblem."""
+        """Wait up to `wait_s` for a Redis that is starting. Raises RedisProblem."""
         deadline = time.monotonic() + wait_s
         waits = False
         while True:
@@ -107,22 +112,26 @@ class RedisLink:
 
     @property
     def up(self) -> bool:
-        """False from the first failed command until the watcher has reached Redis again."""
+        """True unless a command failed and the watcher has not reached Redis since."""
         return self._up.is_set()
 
     async def wait_up(self) -> None:
         await self._up.wait()
 
     def on_restart(self, callback: Callable[[Restart], None]) -> None:
-        """`callback` runs in the event loop before any reader gets its next batch. It must not block:
-        set an event or start a task."""
+        """Register a callback that runs in the event loop before any reader gets its next batch.
+
+        It must not block: set an event or start a task.
+        """
         self._callbacks.append(callback)
 
     async def run(self, call: Callable[[Redis], Awaitable[T]]) -> T:
-        """One short command (or pipeline). Raises BusUnavailable (at once while Redis is known to be away),
-        BusFull, RedisProblem."""
+        """Run one short command or pipeline.
+
+        Raises BusUnavailable (at once while Redis is known to be away), BusFull and RedisProblem.
+        """
         if not self.up:
-            raise BusUnavailable(f"Redis is away since {time.monotonic() - self._down_since:.1f} s")
+            raise BusUnavailable(f"Redis has not answered for {time.monotonic() - self._down_since:.1f} s")
         try:
             with translated():
                 async with asyncio.timeout(self.socket_timeout_s):
@@ -132,8 +141,7 @@ class RedisLink:
             raise
 
     async def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
-        """A Lua script, atomic in Redis: EVALSHA, and EVAL where the server does not know it (any more).
-        Raises as `run` does."""
+        """Run a Lua script, which is atomic in Redis. Raises as `run` does."""
 
         async def call(client: Redis) -> Any:
             known = self._scripts.get(source)
@@ -144,7 +152,7 @@ class RedisLink:
         return await self.run(call)
 
     def failed(self, error: Exception) -> None:
-        """A command failed: all others fail at once until the watcher has reached Redis again."""
+        """Make all commands fail at once, after one failed, until the watcher has reached Redis again."""
         if self.up:
             self._up.clear()
             self._down_since = time.monotonic()
@@ -154,14 +162,26 @@ class RedisLink:
                 log.warning("lost Redis at %s: %s", public_url(self.url), error)
         self._trouble.set()
 
-    def is_known(self, run_id: str, boot: str) -> bool:
-        """Whether this is the server and the data set that the watcher saw last."""
-        return self._identity == _Identity(run_id, boot)
+    async def picture(self, source: str, keys: list[str], args: list[Any]) -> list[Any]:
+        """Return the rows of a script that returns a run id, the boot marker and rows.
+
+        Rows of a restarted server are returned only after `on_restart` ran: an empty registry would otherwise
+        look as if all workers had left. Raises as `run` does.
+        """
+        for _ in range(PICTURES):
+            answer: list[Any] = await self.script(source, keys, args)
+            run_id, boot, *rows = answer
+            if self._identity == _Identity(run_id.decode(), (boot or b"").decode()):
+                return rows
+            await self.doubt()
+        raise BusUnavailable(f"Redis was another server in each of {PICTURES} answers")
 
     async def doubt(self) -> None:
-        """A reader's own connection failed, or the server seems another: returns when the watcher has looked
-        and Redis is there. It may have been one connection alone (CLIENT KILL, no more clients): then nobody
-        else is disturbed."""
+        """Have the watcher look at Redis, and wait until Redis answers.
+
+        For a reader whose own connection failed, or to which the server looks like another one. If only that
+        connection is lost (CLIENT KILL, no more clients), others are not disturbed.
+        """
         look = self._look
         self._trouble.set()
         await look.wait()
@@ -175,7 +195,7 @@ class RedisLink:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._watch_s):
                         await self._trouble.wait()
-            if time.monotonic() - began_s > LONGEST_RETRY_S:  # it was up for a while: not the same trouble
+            if time.monotonic() - began_s > LONGEST_RETRY_S:  # it was up for a while: a new outage
                 pause_s = FIRST_RETRY_S
             if not self.up:
                 await asyncio.sleep(pause_s)
@@ -207,7 +227,7 @@ class RedisLink:
         log.warning("Redis %s", "lost its data" if data_lost else "restarted and kept its data")
         self.restarts += 1
         restart = Restart(data_lost=data_lost, run_id=now.run_id)
-        for callback in self._callbacks:  # these run before whoever waits for `up`
+        for callback in self._callbacks:  # these run before those who wait for `up`
             asyncio.get_running_loop().call_soon(callback, restart)
 
     async def _identify(self) -> _Identity:
@@ -222,7 +242,7 @@ class RedisLink:
         return _Identity(run_id=str(facts["run_id"]), boot=boot.decode())
 
     async def _name_data_set(self) -> bytes:
-        """Whoever is first names a new data set; at maxmemory it stays without a name for now."""
+        """Name a new data set, unless another process was first; at maxmemory the name stays empty."""
         with suppress(exceptions.OutOfMemoryError):
             await self._client.set(self.names.boot, uuid.uuid4().hex, nx=True)
         name: Any = await self._client.get(self.names.boot)

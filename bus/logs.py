@@ -1,8 +1,8 @@
-"""Logging of every service: to stderr, one line a record, as text or JSON.
+"""Logging of all services: to stderr, one line a record, as text or JSON.
 
     log.info("finished", extra={"request_id": request_id, "tokens": 12})
 
-`extra` ends up as `key=value` in the text and as keys in the JSON. Secrets do not belong in either.
+`extra` becomes `key=value` in text and keys in JSON. Never log secrets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from bus.settings import LogSettings
 
-# What every LogRecord carries; all else came with `extra`.
+# The attributes of every LogRecord; all others came with `extra`.
 _OWN: Final = frozenset(logging.makeLogRecord({}).__dict__) | {
     "message",
     "asctime",
@@ -23,12 +23,12 @@ _OWN: Final = frozenset(logging.makeLogRecord({}).__dict__) | {
     "color_message",
 }
 
-# Chatty at a level where we are not; their warnings stay.
+# Libraries that log much at levels below warning.
 _QUIET: Final = ("asyncio", "httpx", "httpcore", "redis", "uvicorn.access", "transformers", "numba")
 
 
 def set_up(settings: LogSettings, service: str) -> None:
-    """Replaces the root handlers. Warnings of Python's `warnings` module go the same way."""
+    """Replace the root handlers. Warnings of Python's `warnings` module are logged too."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(service) if settings.json_lines else Text(service))
     level = logging.getLevelNamesMapping()[settings.level.upper()]
@@ -39,12 +39,12 @@ def set_up(settings: LogSettings, service: str) -> None:
 
 
 def extras(record: logging.LogRecord) -> dict[str, Any]:
-    """What the caller passed as `extra`."""
+    """Return what the caller passed as `extra`."""
     return {key: value for key, value in record.__dict__.items() if key not in _OWN}
 
 
 class Text(logging.Formatter):
-    """`12:04:31.250 gateway WARNING bus: lost Redis at ... request_id=cmpl-1`."""
+    """Records as lines like `12:04:31.250 gateway WARNING bus: lost Redis at ... request_id=cmpl-1`."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Text(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: `time` (RFC 3339, UTC), `level`, `service`, `logger`, `message`, extras."""
+    """Records as JSON objects: `time` (RFC 3339, UTC), `level`, `service`, `logger`, `message`, extras."""
 
     def __init__(self, service: str) -> None:
         super().__init__()

@@ -244,8 +244,7 @@ def in_words(command: Morph) -> str:
 
 
 def progress_of(kind: str, numbers: dict[str, Any]) -> float | None:
-    """Return the share of a morph that is done, 0 to 1, by the numbers of its report; None where they do not
-    say so."""
+    """Return the share of a morph that is done, 0 to 1, by the numbers of its report; None: unknown."""
     for names in (STEPS, ENTRIES[kind].progress if kind in ENTRIES else None):
         if names and numbers.get(names[1]):
             return float(numbers.get(names[0], 0) / numbers[names[1]])

@@ -1,4 +1,4 @@
-"""Names of every Redis key. A key prefix keeps several clusters (and tests) apart on one server."""
+"""The names of all Redis keys. A prefix separates several clusters, and tests, on one server."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ GROUP = "workers"  # the consumer group of every requests:{instance} stream
 
 
 def consumer(worker: str, epoch: int) -> str:
-    """The name under which one incarnation of a worker reads its instances' requests."""
+    """Return the consumer name of one incarnation of a worker."""
     return f"{worker}:{epoch}"
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """`prefix` comes from settings.redis.prefix, e.g. "instar:"."""
+    """All keys with one prefix (setting redis.prefix)."""
 
     prefix: str = "instar:"
 
@@ -53,11 +53,11 @@ class Names:
 
     @property
     def workers(self) -> str:
-        """Set of worker ids that ever joined; who is alive is told by the leases."""
+        """The set of workers that joined and did not leave; the leases say which are alive."""
         return f"{self.prefix}workers"
 
     def lease(self, worker: str) -> str:
-        """The epoch of a live worker as text; expires when the worker stops renewing it."""
+        """Return the key of a live worker's epoch, which expires when the worker stops renewing it."""
         return f"{self.prefix}lease:{worker}"
 
     def card(self, worker: str) -> str:
@@ -68,7 +68,7 @@ class Names:
 
     @property
     def policy(self) -> str:
-        """The morph policy, one message; without it the defaults hold."""
+        """The morph policy, one message. Without it the defaults hold."""
         return f"{self.prefix}policy"
 
     @property
@@ -76,12 +76,12 @@ class Names:
         return f"{self.prefix}orders"
 
     def answer(self, order: str) -> str:
-        """What the controller answered; expires."""
+        """Return the key of the controller's answer to an order, which expires."""
         return f"{self.prefix}answer:{order}"
 
     @property
     def catalogue(self) -> str:
-        """Set of the keys of all models, deployments and profiles."""
+        """The set of the keys of all models, deployments and profiles."""
         return f"{self.prefix}catalogue"
 
     def model(self, name: str) -> str:
@@ -91,31 +91,33 @@ class Names:
         return f"{self.prefix}deployment:{deployment}"
 
     def profile(self, model: str, device: str) -> str:
-        """`device`: its kind, as `WorkerCard.device` without an index tells it, or a GPU's name."""
+        """Return the key of a model's profile on one kind of device (`WorkerCard.kind`)."""
         return f"{self.prefix}profile:{model}:{device}"
 
     @property
     def boot(self) -> str:
-        """A marker set once per data set: when it is gone, the data is gone (FLUSHALL, empty replica)."""
+        """A marker of the data set: another marker means that the data was lost (FLUSHALL, empty replica)."""
         return f"{self.prefix}boot"
 
     def limit(self, stream: str) -> int | None:
-        """The most entries a stream keeps when its writers trim it. None: its readers do, because an entry
-        may be pending (requests) or unread (tokens)."""
+        """Return how many entries writers leave in a stream.
+
+        None: only readers trim it, because an entry may be pending (requests) or unread (tokens).
+        """
         kind = stream.removeprefix(self.prefix).partition(":")[0]
         return LIMITS.get(kind)
 
 
-# Of the streams that are read as they grow: enough for the slowest reader's pause. Two are history, too:
-# `moments` of 15 minutes, even where a load begins anew all the time and there are two in two seconds, and
-# `events` of as long while they are fewer than ten a second.
+# Entries of a stream that readers follow: enough for the longest pause of a reader. Two streams are history
+# too. `moments` covers 15 minutes even if a new load begins all the time, which makes one a second; `events`
+# covers 15 minutes of ten a second.
 LIMITS = {
     "control": 4096,
     "telemetry": 2048,
     "metrics": 16,
     "moments": 900,
     "demand": 256,
-    "orders": 256,  # and none of them stays: the controller deletes what it has answered
+    "orders": 256,  # the controller deletes those that it has answered
     "events": 10_000,
     "dead-letters": 256,
 }

@@ -1,4 +1,4 @@
-"""Entries that were delivered and not acknowledged: ending them one by one, by consumer, or the stranded."""
+"""Entries that were delivered and not acknowledged: ending them by id, by consumer, or without a consumer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bus.connection import is_group_missing
 from bus.link import RedisLink
 from bus.names import GROUP
 
-CHUNK = 1000  # pending entries settled in one round trip; Redis serves nobody else for some 5 ms
+CHUNK = 1000  # pending entries ended in one round trip, which blocks Redis for some 5 ms
 
-# Where stream or group is missing, XPENDING fails and there is nothing to do.
+# If the stream or the group is missing, XPENDING fails and there is nothing to do.
 _DISCARD = """
 local found = redis.pcall('XPENDING', KEYS[1], ARGV[1], '-', '+', ARGV[3], ARGV[2])
 if found.err then
@@ -34,14 +34,17 @@ return #ids
 
 
 def as_numbers(entry_id: str) -> tuple[int, int]:
-    """`1700000000000-3` as (milliseconds, sequence): ids compare as these do."""
+    """Return `1700000000000-3` as (milliseconds, sequence); ids compare as these do."""
     milliseconds, _, sequence = entry_id.partition("-")
     return int(milliseconds), int(sequence or 0)
 
 
 async def settle(client: Redis, stream: str, ids: list[str]) -> None:
-    """XACK, then XDEL, in one round trip. Not in a MULTI: at maxmemory Redis refuses to queue any command
-    there, and what frees memory would fail. Cut off in between, `drop_stranded` deletes what is left."""
+    """Acknowledge, then delete entries in one round trip.
+
+    A MULTI would fail at maxmemory, where Redis refuses to queue any command, even one that frees memory. If
+    the connection breaks between the two, `drop_stranded` deletes the rest.
+    """
     async with client.pipeline(transaction=False) as pipe:
         pipe.xack(stream, GROUP, *ids)
         pipe.xdel(stream, *ids)
@@ -49,7 +52,7 @@ async def settle(client: Redis, stream: str, ids: list[str]) -> None:
 
 
 async def consumers_of(client: Redis, stream: str) -> list[str]:
-    """Names of the group's consumers; none where stream or group is missing."""
+    """Return the names of the group's consumers; none if the stream or the group is missing."""
     try:
         found: Any = await client.xinfo_consumers(stream, GROUP)
     except exceptions.ResponseError as error:
@@ -60,11 +63,11 @@ async def consumers_of(client: Redis, stream: str) -> list[str]:
 
 
 async def discard_pending(link: RedisLink, stream: str, consumer: str) -> int:
-    """Acknowledges and deletes all that is pending with one consumer, then removes the consumer. Returns
-    how many entries. Raises BusUnavailable.
+    """Acknowledge and delete everything that is pending with one consumer, then remove the consumer.
 
-    Asked for by consumer (XPENDING) instead of claimed by age (XAUTOCLAIM): entries that a live incarnation
-    reads meanwhile are never touched. The consumer goes last: DELCONSUMER drops what is still pending.
+    It goes by consumer (XPENDING), not by age (XAUTOCLAIM), so entries that a live incarnation reads are not
+    touched. The consumer goes last: DELCONSUMER drops what is still pending. Returns the number of
+    entries. Raises BusUnavailable.
     """
     total = 0
     while ended := int(await link.script(_DISCARD, [stream], [GROUP, consumer, CHUNK])):
@@ -73,9 +76,11 @@ async def discard_pending(link: RedisLink, stream: str, consumer: str) -> int:
 
 
 async def drop_stranded(client: Redis, stream: str) -> int:
-    """Deletes entries that were delivered, are pending with nobody and were never deleted: a consumer was
-    removed with its pending list, or its XACK arrived without the XDEL. They would count as backlog for
-    ever. Does nothing while anything is pending. Returns how many."""
+    """Delete entries that were delivered and are pending with no consumer. Returns their number.
+
+    They are left when a consumer is removed with its pending list, or when its XACK arrives without the XDEL,
+    and would count as backlog without end. Does nothing while any entry is pending.
+    """
     try:
         groups: Any = await client.xinfo_groups(stream)
     except exceptions.ResponseError as error:

@@ -1,7 +1,7 @@
-"""Blocking readers of streams. Each has a connection of its own: a blocked connection serves nobody else.
+"""Blocking readers of streams, each with a connection of its own: a blocked connection serves nothing else.
 
-A reader never raises because Redis is away: `read` waits for it and goes on where it was. `BLOCK` is shorter
-than the socket timeout, and a second limit around both catches a connection that is lost without a sign.
+A reader does not raise when Redis is away: `read` waits and continues where it was. `BLOCK` is shorter than
+the socket timeout, and a third limit around both catches a connection that is lost silently.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEW, OWN_PENDING = ">", "0"  # where XREADGROUP reads
 
 
 class _Reader(Generic[M]):
-    """What both kinds share: the connection, the limits, decoding."""
+    """The common part of both readers: the connection, the limits, decoding."""
 
     def __init__(
         self, link: RedisLink, stream: str, types: tuple[type[Any], ...], block_ms: int, count: int
@@ -57,12 +57,12 @@ class _Reader(Generic[M]):
         await self.aclose()
 
     async def __aiter__(self) -> AsyncIterator[Batch[M]]:
-        """Every batch that has entries, for ever."""
+        """Yield every batch that has entries, without end."""
         while True:
             yield await self.next_batch()
 
     async def next_batch(self) -> Batch[M]:
-        """The next batch that has entries, however long that takes."""
+        """Return the next batch that has entries, however long that takes."""
         while not (batch := await self.read()):
             pass
         return batch
@@ -71,7 +71,7 @@ class _Reader(Generic[M]):
         raise NotImplementedError
 
     async def _blocking(self, call: Callable[[Redis], Awaitable[T]]) -> T | None:
-        """The call's answer; None when Redis was away, and is back (or will be asked again)."""
+        """Return the call's answer; None if the connection failed and the watcher has looked since."""
         try:
             with translated():
                 async with asyncio.timeout(self._block_ms / 1000 + 2.0):
@@ -98,8 +98,11 @@ class _Reader(Generic[M]):
 
 
 class StreamReader(_Reader[M]):
-    """`XREAD`: every reader sees every entry. `start`: "$" what comes after `open`, "0" from the beginning,
-    or an entry id. `position` is the last entry handed out."""
+    """A reader by XREAD: every reader sees every entry.
+
+    start: "$" for what is added after `open`, "0" for the beginning, or an entry id. `position` is the id of
+    the last entry that was returned.
+    """
 
     def __init__(
         self,
@@ -116,13 +119,15 @@ class StreamReader(_Reader[M]):
         self._restarts = link.restarts
 
     async def open(self) -> None:
-        """Resolves "$" now: what is added after this returns is read. `read` does it at its first call.
-        Raises BusUnavailable."""
+        """Resolve "$" now: what is added after this returns is read. The first `read` does it otherwise.
+
+        Raises BusUnavailable.
+        """
         if self.position == "$":
             self.position = await self._last_id()
 
     async def read(self) -> Batch[M]:
-        """The next entries, or [] after `block_ms` without any, or after an outage."""
+        """Return the next entries; [] after `block_ms` without any, or after an outage."""
         try:
             await self.open()
             await self._after_restart()
@@ -154,8 +159,10 @@ class StreamReader(_Reader[M]):
         return await self._link.run(ask)
 
     async def _after_restart(self) -> None:
-        """A stream that was lost and made anew by a server whose clock is behind counts from smaller ids:
-        reading on from the old position would wait for ever."""
+        """Begin again if the stream was lost and created anew with smaller ids, by a clock that is behind.
+
+        Reading from the old position would then wait without end.
+        """
         if self._restarts != (restarts := self._link.restarts):
             if as_numbers(await self._last_id()) < as_numbers(self.position):
                 self.position = "0-0"
@@ -163,13 +170,14 @@ class StreamReader(_Reader[M]):
 
 
 class GroupReader(_Reader[M]):
-    """`XREADGROUP`: every entry goes to one consumer of the group, and stays pending until `ack`.
+    """A reader by XREADGROUP: every entry goes to one consumer of the group and stays pending until `ack`.
 
-    The group is made at entry 0 (at "$" an entry that came before it would never be delivered), and made
-    again when it is gone; `on_recreate` is told, since what was in the stream may be lost with it.
+    The group begins at entry 0: at "$", an entry that came before the group would never be delivered. If the
+    group is gone, the reader creates it again and calls `on_recreate`, since the stream may be lost too.
 
-    What is delivered as a connection is lost may never arrive and is pending all the same. So after each
-    loss all that is pending with this consumer is read again: entries that it already knows are among it.
+    An entry that Redis delivers while a connection breaks may never arrive, and is pending all the same. So
+    after each loss the reader returns everything that is pending with this consumer once more, known entries
+    included.
     """
 
     def __init__(
@@ -188,7 +196,7 @@ class GroupReader(_Reader[M]):
         self.on_recreate: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
-        """Makes stream and group where they are missing. Raises BusUnavailable, BusFull."""
+        """Create the stream and the group if they are missing. Raises BusUnavailable and BusFull."""
         await self._link.run(self._create)
 
     async def _create(self, client: Redis) -> None:
@@ -199,8 +207,10 @@ class GroupReader(_Reader[M]):
                 raise
 
     async def read(self) -> Batch[M]:
-        """The next entries for this consumer, or [] after `block_ms` without any, or after an outage.
-        Raises BusFull where the group is gone and there is no memory to make it again."""
+        """Return the next entries for this consumer; [] after `block_ms` without any, or after an outage.
+
+        Raises BusFull if the group is gone and Redis has no memory to create it again.
+        """
         position = self._position
         try:
             answer: Any = await self._blocking(
@@ -226,7 +236,7 @@ class GroupReader(_Reader[M]):
         return batch
 
     async def _recreate(self) -> None:
-        log.info("the group of %s is gone; making it again", self.stream)
+        log.info("the consumer group of %s is gone; creating it again", self.stream)
         try:
             await self.open()
         except BusUnavailable:
@@ -235,23 +245,27 @@ class GroupReader(_Reader[M]):
         self.on_recreate()
 
     async def _settle(self, ids: list[str]) -> None:
-        """`ack` that leaves the entries pending when Redis is away: they are settled with the consumer."""
+        """Call `ack`, but leave the entries pending if Redis is away: they end with the consumer."""
         try:
             await self.ack(ids)
         except BusUnavailable as error:
             log.warning("%d dead entries of %s stay pending: %s", len(ids), self.stream, error)
 
     async def ack(self, ids: Iterable[str]) -> None:
-        """Ends entries: XACK and XDEL, so that the stream's length is its backlog. Unknown ids are
-        harmless; works at maxmemory. Raises BusUnavailable."""
+        """Acknowledge and delete entries, so that the stream's length is its backlog.
+
+        Unknown ids are harmless. Works at maxmemory. Raises BusUnavailable.
+        """
         wanted = list(ids)
         if wanted:
             await self._link.run(lambda client: settle(client, self.stream, wanted))
 
     async def claim_all(self) -> int:
-        """Ends every pending entry of every other consumer of the group and removes those consumers:
-        what a new incarnation does with the leftovers of the ones before it. Returns how many entries.
-        Call it before the first `read`. Raises BusUnavailable."""
+        """End the pending entries of all other consumers of the group, and remove those consumers.
+
+        A new incarnation of a worker calls it before its first `read`, to clear what its predecessors left.
+        Returns the number of entries. Raises BusUnavailable.
+        """
         consumers = await self._link.run(lambda client: consumers_of(client, self.stream))
         others = [name for name in consumers if name != self.consumer]
         ended = sum([await discard_pending(self._link, self.stream, name) for name in others])

@@ -1,8 +1,8 @@
-"""Who is there: leases that expire by themselves, and the cards of their holders.
+"""The registry: leases that expire by themselves, and the cards of the workers that hold them.
 
-A worker is alive while `lease:{worker}` holds its epoch. Its card stays behind when the lease expires, so
-that a card without a lease says *died*; a clean exit removes both. All workers are read in one round trip,
-by a script: an atomic picture, in which no card can belong to another moment than its lease.
+A worker is alive while `lease:{worker}` holds its epoch. Its card stays when the lease expires, so a card
+without a lease means that the worker died; a clean exit removes both. One script reads all workers, so a card
+and its lease are of the same moment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from bus.codec import DecodeError, decode, encode
-from bus.errors import BusUnavailable
 from bus.link import RedisLink
 from bus.messages import WorkerCard
 from bus.policy import Policy
@@ -62,12 +61,11 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
 end
 return found
 """
-PICTURES = 3  # taken at most, where the server changes under them
 
 
 @dataclass(frozen=True, slots=True)
 class LiveWorker:
-    """A worker whose lease holds the epoch of its card; `lease_ms` until the lease expires unless renewed."""
+    """A worker whose lease holds the epoch of its card. The lease expires in `lease_ms` unless renewed."""
 
     card: WorkerCard
     epoch: int
@@ -76,7 +74,7 @@ class LiveWorker:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredWorker:
-    """One id of the set of workers. `lease_epoch` None: no lease. `card` None: no readable card."""
+    """One id of the set of workers. `lease_epoch` is None without a lease, `card` without a readable card."""
 
     id: str
     card: WorkerCard | None
@@ -85,8 +83,10 @@ class RegisteredWorker:
 
 
 class Registry:
-    """Leases and cards of workers and gateways. Every method raises BusUnavailable, BusFull (where it
-    writes) and RedisProblem."""
+    """Leases and cards of workers and gateways, and the morph policy.
+
+    Every method raises BusUnavailable, BusFull (if it writes) and RedisProblem.
+    """
 
     def __init__(self, link: RedisLink) -> None:
         self.link = link
@@ -95,8 +95,10 @@ class Registry:
     # ------------------------------------------------------------------------------------- workers
 
     async def register_worker(self, card: WorkerCard, lease_s: float) -> None:
-        """Card, membership and lease in one MULTI. A lease of an older epoch is overwritten: its holder
-        finds out at its next renewal."""
+        """Write card, membership and lease in one MULTI.
+
+        It overwrites the lease of an older epoch, whose holder finds out at its next renewal.
+        """
 
         async def call(client: Redis) -> None:
             async with client.pipeline(transaction=True) as pipe:
@@ -108,7 +110,7 @@ class Registry:
         await self.link.run(call)
 
     async def last_epoch(self, worker: str) -> int:
-        """The latest epoch that the worker's lease or card tells of; 0 without either."""
+        """Return the latest epoch in the worker's lease or card; 0 without either."""
         keys = [self.names.lease(worker), self.names.card(worker)]
         found: Any = await self.link.run(lambda client: client.mget(keys))
         lease, card = found
@@ -116,39 +118,31 @@ class Registry:
         return max(member.lease_epoch or 0, member.card.epoch if member.card else 0)
 
     async def renew_lease(self, worker: str, epoch: int, lease_s: float) -> bool:
-        """False: the lease expired or another epoch holds it. The worker must then stop all it runs, take
-        a new epoch and register again."""
+        """Renew a worker's lease. Returns False if it expired or another epoch holds it.
+
+        The worker must then stop all it runs, take a new epoch and register again.
+        """
         keys = [self.names.lease(worker)]
         return bool(await self.link.script(_RENEW, keys, [str(epoch), _ms(lease_s)]))
 
     async def update_card(self, card: WorkerCard) -> bool:
-        """A new card (state, progress, instances) while the lease holds its epoch; else False."""
+        """Replace a worker's card. Returns False, and does nothing, unless the lease holds its epoch."""
         keys = [self.names.lease(card.id), self.names.card(card.id)]
         return bool(await self.link.script(_UPDATE_CARD, keys, [str(card.epoch), encode(card)]))
 
     async def drop_lease(self, worker: str, epoch: int) -> bool:
-        """A clean exit: lease, card and membership go. False where another epoch holds the lease."""
+        """Delete lease, card and membership, for a clean exit. Returns False if the lease is another's."""
         keys = [self.names.lease(worker), self.names.card(worker), self.names.workers]
         return bool(await self.link.script(_DROP, keys, [str(epoch), worker]))
 
     async def members(self) -> list[RegisteredWorker]:
-        """Every worker that joined and did not leave, dead ones too.
-
-        A restart is told (`on_restart`) before the first picture of the restarted server is handed out: the
-        connections are made again without a sign, and an empty registry would look as if all had left.
-        """
+        """Return every worker that joined and did not leave, dead ones too. See `RedisLink.picture`."""
         prefixes = [self.names.lease(""), self.names.card("")]
-        for _ in range(PICTURES):
-            run_id, boot, *rows = await self.link.script(
-                _PICTURE, [self.names.workers, self.names.boot], prefixes
-            )
-            if self.link.is_known(run_id.decode(), (boot or b"").decode()):
-                return [_member(*row) for row in rows]
-            await self.link.doubt()
-        raise BusUnavailable(f"Redis was another one in each of {PICTURES} answers")
+        rows = await self.link.picture(_PICTURE, [self.names.workers, self.names.boot], prefixes)
+        return [_member(*row) for row in rows]
 
     async def workers(self) -> list[LiveWorker]:
-        """The live ones, in the order of their ids."""
+        """Return the live workers in the order of their ids."""
         live = [
             LiveWorker(card=member.card, epoch=member.card.epoch, lease_ms=member.lease_ms)
             for member in await self.members()
@@ -159,8 +153,10 @@ class Registry:
     # ------------------------------------------------------------------------------------- gateways
 
     async def renew_gateway(self, gateway: str, lease_s: float = 5.0) -> bool:
-        """Makes or renews a gateway's lease, and keeps its tokens stream from expiring for ten leases.
-        False: the lease was not held (any more), and workers may have dropped what it had asked for."""
+        """Create or renew a gateway's lease, and keep its tokens stream from expiring for ten leases.
+
+        Returns False if the lease was not held: workers may have dropped the gateway's requests.
+        """
 
         async def call(client: Redis) -> bool:
             key = self.names.gateway_lease(gateway)
@@ -175,12 +171,12 @@ class Registry:
         return await self.link.run(call)
 
     async def drop_gateway(self, gateway: str) -> None:
-        """A clean exit: the lease and the tokens stream go."""
+        """Delete a gateway's lease and tokens stream, for a clean exit."""
         keys = [self.names.gateway_lease(gateway), self.names.tokens(gateway)]
         await self.link.run(lambda client: client.delete(*keys))
 
     async def live_gateways(self, gateways: Iterable[str]) -> set[str]:
-        """Those of `gateways` whose lease stands."""
+        """Return those of `gateways` that hold a lease."""
         asked = list(gateways)
         if not asked:
             return set()
@@ -191,13 +187,15 @@ class Registry:
     # ------------------------------------------------------------------------------------- the policy
 
     async def read_policy(self) -> Policy:
-        """The morph policy; its defaults (revision 0) where none was written. What cannot be read means
-        manual: nothing morphs by itself until a policy is written again, as revision 1."""
+        """Return the morph policy; its defaults, revision 0, if none was written.
+
+        An unreadable policy counts as mode "manual": nothing morphs by itself until a policy is written
+        again, as revision 1.
+        """
         return _policy(await self._stored_policy())
 
     async def write_policy(self, policy: Policy) -> bool:
-        """Compare and set: `policy.revision` must be the stored one's plus 1. False: another revision is
-        there (read it, and ask again)."""
+        """Write a policy whose revision is the stored one's plus 1. Returns False if it is not."""
         before = await self._stored_policy()
         if policy.revision != _policy(before).revision + 1:
             return False

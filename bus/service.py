@@ -3,9 +3,14 @@
     if __name__ == "__main__":
         sys.exit(run("monitor", main))      # async def main(settings, bus, stop: asyncio.Event)
 
-Exit status 0: asked to stop (SIGTERM, SIGINT) and did. 2: a setting is wrong or Redis is not usable as it
-is: a supervisor need not try again; one line on stderr says what to do. 1: nobody answers where Redis should
-be (it may come), or something unforeseen, with a traceback.
+======  =====================================================================================
+status  meaning
+======  =====================================================================================
+0       stopped by SIGTERM or SIGINT
+1       no Redis answers (it may come), or an unexpected error, with a traceback
+2       a setting is wrong or Redis is not usable as it is: a supervisor need not try again;
+        one line on stderr says what to do
+======  =====================================================================================
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ from bus.settings import Settings, SettingsError, load_settings
 
 Main = Callable[[Settings, Bus, asyncio.Event], Awaitable[None]]
 
-# A supervisor starts Redis beside us; in compose a health check does. Longer means it is really not there.
+# Redis may be starting beside the service, by the same supervisor.
 REDIS_WAIT_S = 15.0
 CONFIGURATION_ERROR = 2  # exit status: the same settings will fail again
 
 
 def run(service: str, main: Main, source: str = "") -> int:
-    """Runs `main` with a started bus until it returns. Returns the exit status."""
+    """Run `main` with a started bus until it returns. Returns the exit status."""
     try:
         settings = load_settings()
     except SettingsError as error:
@@ -48,7 +53,7 @@ def run(service: str, main: Main, source: str = "") -> int:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed (it comes with the services extra), else asyncio's own."""
+    """Return uvloop's loop if it is installed (by the extra `services`); None: asyncio's own."""
     try:
         import uvloop
     except ImportError:
@@ -72,8 +77,10 @@ async def _run(settings: Settings, main: Main, source: str) -> None:
 
 
 async def run_until(stop: asyncio.Event, *works: Coroutine[Any, Any, object]) -> None:
-    """Runs `works` side by side until `stop` is set or one of them ends; the others are cancelled then.
-    Raises what the first to fail raised."""
+    """Run `works` side by side until `stop` is set or one of them ends, then cancel the others.
+
+    Raises what the first one that failed raised.
+    """
     tasks = [asyncio.create_task(work) for work in (stop.wait(), *works)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""Where settings come from: layers of (section.key -> value, origin), the later one winning.
+"""Layers of settings (section.key -> value and origin) from files and variables; the later layer wins.
 
-Works on any pydantic model whose fields are sections and whose sections' fields are keys: this file knows
-no setting by name. Every complaint names the origin (a file, a variable, a flag), the key and the value.
+It works on any pydantic model whose fields are sections with keys, and knows no setting by name. Every error
+names the origin (a file, a variable, a flag), the key and the value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One value and who gave it, in the words a complaint uses: `instar.toml`, `INSTAR_PORT`, `--port`."""
+    """One value and its origin, as errors name it: `instar.toml`, `INSTAR_PORT`, `--port`."""
 
     value: Any
     origin: str
@@ -36,11 +36,11 @@ Layer = dict[str, Given]  # "gateway.port" -> Given(8000, "instar.toml")
 
 
 class SettingsError(ValueError):
-    """One line for each problem: the file, variable or flag, the key, the value, what would be accepted."""
+    """A wrong setting. One line a problem: the origin, the key, the value, what would be accepted."""
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """`section.key` -> its field, in the order of the file."""
+    """Return `section.key` -> field, in the order of the file."""
     return {
         f"{section}.{key}": field
         for section, holder in model.model_fields.items()
@@ -49,7 +49,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def is_secret(field: FieldInfo) -> bool:
-    """Fields declared with repr=False hold passwords or keys: no message and no listing shows them."""
+    """Return True for passwords and keys (repr=False): no message and no listing shows them."""
     return not field.repr
 
 
@@ -57,7 +57,7 @@ def is_secret(field: FieldInfo) -> bool:
 
 
 def config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """The file to read: the one asked for, else INSTAR_CONFIG (empty: none), else instar.toml if present."""
+    """Return the file to read: `path`, else INSTAR_CONFIG (empty: none), else instar.toml if present."""
     if path is None and CONFIG_VARIABLE not in environ:
         return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
     chosen = path if path is not None else Path(environ[CONFIG_VARIABLE])
@@ -70,7 +70,7 @@ def config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
 
 
 def read_file(path: Path, model: type[BaseModel]) -> Layer:
-    """A TOML file as a layer. Raises SettingsError for broken TOML and for names the model does not have."""
+    """Read a TOML file. Raises SettingsError for broken TOML and for names that the model does not have."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def _refuse_unknown_keys(layer: Layer, known: Mapping[str, FieldInfo]) -> None:
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
-    """A closest name; a key alone ("port") also finds the section it belongs to."""
+    """Return a hint with the closest name, or with the section of a key that was given alone."""
     names = list(known)
     same_key = [full for full in names if full.split(".")[-1] == name.split(".")[-1]]
     close = get_close_matches(name, names, n=1, cutoff=0.75) or same_key
@@ -107,7 +107,7 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 
 # --------------------------------------------------------------------------- the environment
 
-# What Kubernetes puts into every container for a service called "instar" or "instar-anything":
+# Variables that Kubernetes sets in every container for a service called "instar" or "instar-anything":
 # INSTAR_PORT=tcp://10.0.0.1:8000, INSTAR_SERVICE_HOST, INSTAR_SERVICE_PORT_HTTP, INSTAR_PORT_8000_TCP_ADDR.
 _KUBERNETES_NAME = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
 _KUBERNETES_VALUE = re.compile(r"^(tcp|udp|sctp)://")
@@ -116,11 +116,11 @@ _KUBERNETES_VALUE = re.compile(r"^(tcp|udp|sctp)://")
 def read_environment(
     environ: Mapping[str, str], model: type[BaseModel], short_names: Mapping[str, str]
 ) -> Layer:
-    """INSTAR_SECTION__KEY and the short names as a layer; the long name wins over the short one.
+    """Read INSTAR_SECTION__KEY and the short names; the long name wins over the short one.
 
-    Raises SettingsError for an unknown name with two underscores, and for one with fewer that looks like a
-    slip (INSTAR_WORKER, INSTAR_GATEWAY_PORT) or is a key without its section (INSTAR_API_KEYS, which must not
-    be ignored). Other INSTAR_ variables may belong to somebody else: compose.yaml has some.
+    Raises SettingsError for an unknown name with two underscores, for a likely misspelling (INSTAR_WORKER,
+    INSTAR_GATEWAY_PORT) and for a key without its section (INSTAR_API_KEYS, which must not be ignored). Other
+    INSTAR_ variables may belong to other programs: compose.yaml has some.
     """
     long_names = {variable_of(name): name for name in fields_of(model)}
     names = {f"{PREFIX}{short}": target for short, target in short_names.items()} | long_names
@@ -142,7 +142,7 @@ def read_environment(
 
 
 def _meant(variable: str, names: Mapping[str, str]) -> str | None:
-    """The variable of a close name, or of a key whose section was left out (a plural s may be missing)."""
+    """Return the variable of a close name, or of a key without its section or its plural s."""
     if close := get_close_matches(variable, names, n=1, cutoff=0.9):
         return close[0]
     key = variable.removeprefix(PREFIX).lower()
@@ -151,7 +151,7 @@ def _meant(variable: str, names: Mapping[str, str]) -> str | None:
 
 
 def variable_of(name: str) -> str:
-    """gateway.port -> INSTAR_GATEWAY__PORT"""
+    """Return the variable of a setting: gateway.port -> INSTAR_GATEWAY__PORT."""
     return PREFIX + name.upper().replace(".", "__")
 
 
@@ -163,7 +163,7 @@ def _is_kubernetes(variable: str, value: str) -> bool:
 
 
 def merge(model: type[Model], layers: Iterable[Layer]) -> Model:
-    """The model with the last layer's word on every key. Raises SettingsError naming each bad value."""
+    """Return the model with the last value of every key. Raises SettingsError with each bad value."""
     merged: Layer = {}
     for layer in layers:
         merged |= layer
@@ -178,7 +178,7 @@ def merge(model: type[Model], layers: Iterable[Layer]) -> Model:
         raise SettingsError("\n".join(_complaint(e, merged, fields) for e in error.errors())) from error
 
 
-# From pydantic's error types to what is wanted; {names} are of the error's context.
+# What pydantic's error types demand; {names} are keys of the error's context.
 _WANTED: Final = {
     "greater_than_equal": "{ge} or more",
     "greater_than": "above {gt}",
@@ -199,7 +199,7 @@ _WANTED: Final = {
 
 
 def _reason(error: Any) -> str:
-    """What the value must be; a rule of our own says it itself."""
+    """Return what the value must be; a validator of ours says it in its message."""
     if wanted := _WANTED.get(error["type"]):
         return f"it must be {wanted.format(**error.get('ctx', {}))}"
     return str(error["msg"]).removeprefix("Value error, ")

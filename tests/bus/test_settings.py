@@ -104,7 +104,7 @@ def test_a_bad_file_is_answered_with_the_place_and_the_way_out(tmp_path: Path, t
         ("INSTAR_WORKER", "1", "did you mean INSTAR_WORKERS?"),
         ("INSTAR_NOWHERE__AT_ALL", "1", "there is no such setting"),
         ("INSTAR_PORT", "http", "gateway.port = 'http': it must be a whole number"),
-        ("INSTAR_MODEL", '["a"', "begins like a JSON list and is none"),
+        ("INSTAR_MODEL", '["a"', "begins like a JSON list but is not one"),
         ("INSTAR_WORKER__LEASE_S", "inf", "worker.lease_s = 'inf': it must be a finite number"),
         ("INSTAR_WORKERS", "0", "serve.workers = '0': it must be 1 or more"),
         ("INSTAR_WORKERS", "1.5", "serve.workers = '1.5': it must be a whole number"),
