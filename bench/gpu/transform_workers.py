@@ -112,8 +112,8 @@ def _compare(
     off: dict[str, list[float]] = {}
     problems, tolerance = [], TOLERANCE[dtype]
     for prompt, made in requests:
-        behind = [one.token_id for one in made]
-        ids = torch.tensor([prompt + behind[:-1]], device=oracle.device)
+        tokens = [one.token_id for one in made]
+        ids = torch.tensor([prompt + tokens[:-1]], device=oracle.device)
         with torch.no_grad():
             known = oracle(ids).logits[0, len(prompt) - 1 :].log_softmax(-1).cpu()
         for at, one in enumerate(made):
@@ -132,11 +132,11 @@ def _compare(
         problems.append(f"no token at {', '.join(sorted(missing))}")
     if not any("on the way" in kind for kind in off):
         problems.append("no token in a step with layers at two degrees")
-    told = {
+    by_kind = {
         kind: {"tokens": len(all_), "largest": max(all_), "mean": statistics.fmean(all_)}
         for kind, all_ in sorted(off.items())
     }
-    return {"off": told, "problems": problems}
+    return {"off": by_kind, "problems": problems}
 
 
 def lines(row: dict[str, Any]) -> Iterator[str]:

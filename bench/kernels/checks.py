@@ -117,7 +117,7 @@ def check_attention(backend: str, device: str, case: AttentionCase, dtype: torch
 
 
 def plan_of(case: AttentionCase, random: torch.Generator) -> tuple[AttentionPlan, int]:
-    """Blocks in shuffled order, a few of them nobody's."""
+    """Return a plan whose blocks are in shuffled order, and the number of blocks, some unowned."""
     new = torch.tensor([length for length, _ in case.lengths])
     contexts = torch.tensor([context for _, context in case.lengths])
     blocks = -(-contexts // case.block_tokens)

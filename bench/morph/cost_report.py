@@ -102,17 +102,17 @@ def _median(values: Any) -> float:
 def say_card(found: dict[str, Any]) -> None:
     for way, one in found["swaps"].items():
         if "times_floor" in one:
-            told = (
+            compared = (
                 f"{one['times_floor']:.2f} times the floor ({one['floor_gb_s']:.1f} GB/s),"
                 f" {one['times_resident']:.2f} that of resident memory ({one['resident_gb_s']:.1f})"
             )
         else:
-            told = (
+            compared = (
                 f"{one['share_of_time']:.1%} of it at work: {one['at_work_times_floor']:.2f} times the floor"
             )
         say(
             f"{way:<22} {one['mb']:6.2f} MB in {one['ms']:7.1f} ms ({one['copying_ms']:5.1f} copying,"
-            f" {one['engine_ms']:5.1f} of the engine's time), {told}"
+            f" {one['engine_ms']:5.1f} of the engine's time), {compared}"
         )
     low, high = found["steps_longer_quartiles"]
     say(

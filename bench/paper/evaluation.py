@@ -106,8 +106,8 @@ class Evaluation:
             first = number * len(order) // len(loads)
             for way in order[first:] + order[:first]:
                 run = self._run(way, load.name, load.source, load.times, self.size.drain_s)
-                told = quality(run, way, self.offline, self.service.order)
-                self.rows.append(row(run) | {"quality": told})
+                found = quality(run, way, self.offline, self.service.order)
+                self.rows.append(row(run) | {"quality": found})
                 self.clock.say(in_a_line(self.rows[-1]), load.seconds + BETWEEN_S)
         names = [load.name for load in loads], [way.name for way in order]
         self.rows.sort(key=lambda one: (names[0].index(one["load"]), names[1].index(one["way"])))

@@ -79,7 +79,7 @@ def loads(result: Result) -> str:
     ]
     rates = result["settings"]["capacity_requests_per_s"]
     of = result["settings"]
-    told = (
+    text = (
         f"Full precision could do {number(rates[FULL])} requests per second before the runs, all layers in "
         f"INT4 {number(rates[INT4])}. Windows are thinned until their busiest {of['busiest_s']:g} s ask for "
         f"{of['burst_share_of_int4']:g} of the latter, and {of['least_overload_of_full']:g} of the former "
@@ -91,7 +91,7 @@ def loads(result: Result) -> str:
         "requests",
         f"of full precision: mean, busiest {result['settings']['busiest_s']:g} s",
     ]
-    return told + table(head, rows)
+    return text + table(head, rows)
 
 
 # --------------------------------------------------------------------------- the figures
@@ -127,14 +127,14 @@ def plans(result: Result) -> str:
     offline = result["offline"]
     rows = [[name, one["in_words"], number(one["mean_bits"])] for name, one in offline["plans"].items()]
     kept = offline["pyramid"]
-    told = (
+    text = (
         f"PyramidKV keeps {', '.join(map(str, kept['kept_of_prompt']))} tokens of a prompt of "
         f"{result['settings']['prompt_tokens']}, from the first layer to the last, which is "
         f"{100 * kept['memory_share']:.0f} % of the memory of a whole request; so it is granted "
         f"{result['settings']['kv_blocks']['pyramid']} KV blocks in place of "
         f"{result['settings']['kv_blocks']['full']}."
     )
-    return table(["plan", "layers below full", "mean bits"], rows) + "\n\n" + told
+    return table(["plan", "layers below full", "mean bits"], rows) + "\n\n" + text
 
 
 def static(result: Result) -> str:
@@ -200,11 +200,11 @@ def figure6(result: Result) -> str:
     rows = []
     for rate in sorted({one["rate"] for one in ladder}):
         cells = [by[rate, way] for way in ways]
-        told = [
+        texts = [
             f"{one['ttft_s']['p95']:.2f} s, {one['tokens_per_s']:.0f}" if one["ttft_s"] else "-"
             for one in cells
         ]
-        rows.append([number(rate), *told])
+        rows.append([number(rate), *texts])
     highest = result["headlines"]["highest_rate_within_slo"]
     rows.append(["P95 crosses 2 s at", *(_crossing_text(highest[way], ladder) for way in ways)])
     return table(["requests/s", *(f"{way}: P95 TTFT, tokens/s" for way in ways)], rows)

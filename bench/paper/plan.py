@@ -54,8 +54,8 @@ def ceiling_bits(num_layers: int, num_below: int, precision: str) -> float:
 def in_words(chosen: Plan) -> str:
     """Return the layers that are not at full, as in `int4: 1, 2; int8: 0`."""
     below = sorted(set(chosen) - {"full"}, key=lambda precision: BITS[precision])
-    told = [
+    parts = [
         f"{precision}: " + ", ".join(str(i) for i, one in enumerate(chosen) if one == precision)
         for precision in below
     ]
-    return "; ".join(told) or "all full"
+    return "; ".join(parts) or "all full"

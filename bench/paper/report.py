@@ -266,12 +266,12 @@ def premises(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if one["way"] == FULL:
             share = one["kv_used_peak"] / one["kv_blocks_before"]
             holds = share >= SATURATED and one["share_of_time_waiting"] > 0
-            told = f"KV use up to {share:.0%}, requests wait {one['share_of_time_waiting']:.0%} of the time"
-            found.append(_premise(f"full precision saturates: {one['load']}", told, holds))
+            was = f"KV use up to {share:.0%}, requests wait {one['share_of_time_waiting']:.0%} of the time"
+            found.append(_premise(f"full precision saturates: {one['load']}", was, holds))
         if one["way"] == PERFORMANCE:
             p95 = one["ttft_s"]["p95"]
-            told = f"P95 TTFT {p95:.2f} s"
-            found.append(_premise(f"performance mode holds the load: {one['load']}", told, p95 <= SLO.ttft_s))
+            was = f"P95 TTFT {p95:.2f} s"
+            found.append(_premise(f"performance mode holds the load: {one['load']}", was, p95 <= SLO.ttft_s))
     late = max(one["lateness_p99_s"] for one in rows)
     others = max(one["others_cores"] for one in rows)
     unserved = sum(one["requests"] - one["served"] for one in rows)
@@ -283,5 +283,5 @@ def premises(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _premise(what: str, told: str, holds: bool) -> dict[str, Any]:
-    return {"what": what, "told": told, "holds": holds}
+def _premise(what: str, was: str, holds: bool) -> dict[str, Any]:
+    return {"what": what, "told": was, "holds": holds}

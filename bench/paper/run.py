@@ -78,8 +78,8 @@ def run_one(
 
 def digest(arrivals: Sequence[Arrival]) -> str:
     """Return a hash of times and prompts, the same for the same load."""
-    told = json.dumps([(one.at_s, one.prompt, one.output_tokens) for one in arrivals])
-    return hashlib.sha256(told.encode()).hexdigest()
+    text = json.dumps([(one.at_s, one.prompt, one.output_tokens) for one in arrivals])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def observed(service: MorphService, since_s: float, began_s: float) -> dict[str, Any]:

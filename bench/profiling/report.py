@@ -29,11 +29,11 @@ class Window:
     others_cores: float
 
     def __str__(self) -> str:
-        told = summary([self])
+        ms = summary([self])
         return (
             f"round {self.round}, {self.beside:<18} {len(self.outcomes):>3} requests: TTFT P50"
-            f" {told['ttft_p50_ms']:.1f} ms, P95 {told['ttft_p95_ms']:.1f} ms, TPOT {told['tpot_p50_ms']:.2f}"
-            f" and {told['tpot_p95_ms']:.2f} ms, others {self.others_cores:.2f} cores"
+            f" {ms['ttft_p50_ms']:.1f} ms, P95 {ms['ttft_p95_ms']:.1f} ms, TPOT {ms['tpot_p50_ms']:.2f}"
+            f" and {ms['tpot_p95_ms']:.2f} ms, others {self.others_cores:.2f} cores"
         )
 
 
@@ -74,12 +74,12 @@ def report(windows: Sequence[Window]) -> dict[str, Any]:
 def say_card(found: dict[str, Any]) -> None:
     for kind, row in found["rows"].items():
         times = found["times"].get(kind)
-        told = [
+        quantities = [
             f"{name.replace('_', ' ')} {row[f'{name}_p50_ms']:.2f} and {row[f'{name}_p95_ms']:.2f} ms"
             + (f" ({times[f'{name}_p50_ms']:.2f} and {times[f'{name}_p95_ms']:.2f} times)" if times else "")
             for name in QUANTITIES
         ]
-        say(f"{kind:<18}{row['requests']:>5} requests, P50 and P95: {', '.join(told)}")
+        say(f"{kind:<18}{row['requests']:>5} requests, P50 and P95: {', '.join(quantities)}")
     profiling = found["profiling"]
     if profiling["idle_s"]:
         loaded = profiling["loaded_s"]

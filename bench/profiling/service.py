@@ -48,7 +48,7 @@ class ProfileService(Service):
         time.sleep(REST_S)
 
     def measure(self) -> None:
-        """Order a profile that begins anew."""
+        """Order a new profile."""
         self.forget()
         card = self._read(Names().card(WORKER))
         assert isinstance(card, WorkerCard)
@@ -75,7 +75,7 @@ class ProfileService(Service):
             )
 
     def forget(self) -> None:
-        """Delete the profile, in Redis and beside the model, so that the next one begins anew."""
+        """Delete the profile, in Redis and beside the model, so that the next one begins from nothing."""
         self.redis.delete(self._key)
         shutil.rmtree(self.folder_of_other / "instar", ignore_errors=True)
 

@@ -154,7 +154,7 @@ def show_orders(name: str, found: dict[str, Any]) -> None:
 
 def show_rows(name: str, rows: dict[str, Any]) -> None:
     gap, error = rows["all low"]["above_full"]
-    remark = "" if gap > SIGNIFICANT * error else ": the bounds are not told apart by this much text"
+    remark = "" if gap > SIGNIFICANT * error else ": this much text does not separate the bounds"
     say(f"\n{name}, changed on the way{remark}")
     for row, found in rows.items():
         mark = "" if found["within_bounds"] else "   OUTSIDE"

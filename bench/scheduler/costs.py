@@ -30,7 +30,7 @@ SHORTEST_TRANSFORM_STEP_S = 2.240 / NUM_LAYERS
 CHUNK_TOKENS = 512  # in one step of an instance: its decodes, and of prompts what is left
 
 SHORT_PROMPT, SHORT_OUTPUT = 1 * K, 118  # output: 10.3 % of the whole, §5
-LONG_PROMPT, LONG_OUTPUT = 50 * K, 4096  # a minute in a group of 4: the next one meets it, as in Figure 13
+LONG_PROMPT, LONG_OUTPUT = 50 * K, 4096  # a minute in a group of 4: the next one overlaps it, as in Figure 13
 
 PEAK_FLOPS, WEIGHTS = 148e12, 32.5e9
 PEAK_SHARE = 0.5

@@ -74,8 +74,8 @@ class Shapes:
         tokens = [one.num_tokens for one in waiting]
         if self.policy is None or not tokens:
             return
-        told = Demand(gateway="g", model="m", tokens=max(tokens), count=len(tokens), at_ms=0)
-        self._state = hear(self._state, told, cluster.now)
+        demand = Demand(gateway="g", model="m", tokens=max(tokens), count=len(tokens), at_ms=0)
+        self._state = hear(self._state, demand, cluster.now)
         groups = self._groups(cluster)
         self._state, merging = scale_up(self._state, groups, self.policy, cluster.now, FRESHNESS)
         self._carry_out(cluster, merging)

@@ -1,7 +1,7 @@
 """The service under `bench.serving`: all processes, four workers, and one of several ways to schedule.
 
-Workers stay from way to way, which saves their loading. Gateway, monitor and controller start anew, so that
-no way inherits what another one learnt. The first shape is made before a run begins.
+Workers stay from way to way, which saves their loading. Gateway, monitor and controller are restarted, so
+that no way inherits what another one learnt. The first shape is made before a run begins.
 """
 
 from __future__ import annotations

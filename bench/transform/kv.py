@@ -3,7 +3,7 @@
 In place: `worker.distributed.kv_exchange` over a header-centric cache; rows sent make room for rows received.
 Migrate and trim: the cache is page-friendly, [block, K/V, token, head, dim]. Heads of the other ranks are
 packed piece by piece and sent; what comes lands in pages mapped for it; then the cache is full of holes, so
-the heads that stay are moved up, piece by piece, and the pages behind them unmapped. It gets compiled loops
+the heads that stay are moved up, piece by piece, and the pages after them unmapped. It gets compiled loops
 and pages that are not zeroed, and receives straight to where blocks stay. In stages, its packing takes no
 more memory than ours. Both go through sockets and through the engine's outboxes, and are compared alike.
 """
@@ -149,7 +149,7 @@ class InPlace:
 
 
 class Trimmed:
-    """Migrating and trimming one layer, which is mapped and filled anew each time."""
+    """Migrating and trimming one layer, which is mapped and filled again each time."""
 
     def __init__(self, pool: PagePool, sizes: Sizes, group: Communicator, live: list[list[int]]) -> None:
         self._pool, self._sizes, self._group, self._live = pool, sizes, group, live
@@ -159,7 +159,7 @@ class Trimmed:
         """Migrate the layer, packing at most `stage_bytes` at once, through the boxes or else sockets."""
         sizes, pool = self._sizes, self._pool
         held = pool.pages_for(sizes.blocks * sizes.block_bytes)
-        # The most that can come lies behind the cache: addresses cost nothing.
+        # Addresses after the cache for the most that can come: they cost nothing.
         space = pool.reserve(3 * held * PAGE_BYTES, kind="kv", owner="bench, to be trimmed")
         space.map(0, held)
         shape = (sizes.blocks, 2 * sizes.block_tokens, sizes.heads, sizes.head_dim)
@@ -221,7 +221,7 @@ class Trimmed:
             return
         filled = boxes.turn(self._group)
         for j, part in enumerate(arrived.split(sizes_in)):
-            first = (rank - (rank > j)) * part.nbytes  # behind what it packed for those before
+            first = (rank - (rank > j)) * part.nbytes  # after what it packed for lower ranks
             part.view(-1).copy_(filled[j][first : first + part.nbytes].view(torch.float32))
 
     def _stages(self, stage_bytes: int) -> Iterator[list[npt.NDArray[np.int64]]]:

@@ -1,8 +1,8 @@
 """FFN weights from TP1 to TP4 on one rank: unmapping padded shards, against a partial swap (Gyges §4.2).
 
 Unmapping: the engine's own (`Resharder.narrow`): shards end on pages, so what the other ranks keep is
-unmapped. Partial swap: gate, up and down lie one behind the other without padding, a shard shares pages with
-its neighbours; the rows that stay are copied to the front and the pages behind them unmapped. Both end with
+unmapped. Partial swap: gate, up and down lie one after the other without padding, a shard shares pages with
+its neighbours; the rows that stay are copied to the front and the pages after them unmapped. Both end with
 the layer's products set to the rows that stayed. No other rank is needed for either.
 
 The cost of padding for the products is measured too: the FFN over padded storage and without take turns, both
