@@ -108,9 +108,13 @@ class Completion:
             self.fingerprint = step.fingerprint
             self._on_fingerprint(step.fingerprint)
         made = self.choices[request.index].decode(token_ids, delta, skip, step)
-        if made:
-            self._emit(request.index, made)
-        return isinstance(made, ChoicePiece) and made.is_cut
+        if not made:
+            return False
+        if isinstance(made, str):
+            self._emit_text(request.index, made)
+            return False
+        self._emit(request.index, made)
+        return made.is_cut
 
     def on_end(self) -> None:
         self._num_open -= 1
@@ -123,7 +127,10 @@ class Completion:
 
     # ------------------------------------------------------------------------------------- by kind
 
-    def _emit(self, index: int, made: str | ChoicePiece) -> None:
+    def _emit_text(self, index: int, text: str) -> None:
+        raise NotImplementedError
+
+    def _emit(self, index: int, piece: ChoicePiece) -> None:
         raise NotImplementedError
 
     def _on_fingerprint(self, fingerprint: str) -> None:
@@ -167,15 +174,14 @@ class StreamedCompletion(Completion):
         if self.stream.is_over_limit:
             self.fail(slow_reader(self.stream.max_pending))
 
-    def _emit(self, index: int, made: str | ChoicePiece) -> None:
-        writer = self._writers[index]
-        if isinstance(made, str):
-            self.stream.push(writer.text(made))
-            return
-        logprobs = self.envelope.format.logprobs(made.tokens, self.vocabulary) if made.tokens else None
+    def _emit_text(self, index: int, text: str) -> None:
+        self.stream.push(self._writers[index].text(text))
+
+    def _emit(self, index: int, piece: ChoicePiece) -> None:
+        logprobs = self.envelope.format.logprobs(piece.tokens, self.vocabulary) if piece.tokens else None
         precision = self.choices[index].precision
-        spans = precision.spans if precision is not None and made.finish_reason is not None else None
-        self.stream.push(writer.rich(made.text, logprobs, made.finish_reason, spans))
+        spans = precision.spans if precision is not None and piece.finish_reason is not None else None
+        self.stream.push(self._writers[index].rich(piece.text, logprobs, piece.finish_reason, spans))
 
     def _on_fingerprint(self, fingerprint: str) -> None:
         for writer in self._writers:
@@ -211,14 +217,14 @@ class WholeCompletion(Completion):
         choices = [self._choice(index, whole) for index, whole in enumerate(self._wholes)]
         return self.envelope.whole(choices, self.usage(), self.fingerprint)
 
-    def _emit(self, index: int, made: str | ChoicePiece) -> None:
+    def _emit_text(self, index: int, text: str) -> None:
+        self._wholes[index].texts.append(text)
+
+    def _emit(self, index: int, piece: ChoicePiece) -> None:
         whole = self._wholes[index]
-        if isinstance(made, str):
-            whole.texts.append(made)
-        else:
-            whole.texts.append(made.text)
-            whole.tokens += made.tokens
-            whole.finish_reason = made.finish_reason
+        whole.texts.append(piece.text)
+        whole.tokens += piece.tokens
+        whole.finish_reason = piece.finish_reason
 
     def _choice(self, index: int, whole: _WholeChoice) -> dict[str, Any]:
         form, precision = self.envelope.format, self.choices[index].precision

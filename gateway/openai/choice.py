@@ -65,7 +65,8 @@ class ChoiceText:
         """
         if self._is_plain and delta.finish_reason is None:
             self.num_tokens += len(token_ids)
-            self._note_precision(step)
+            if self.precision is not None:
+                self._note_precision(step)
             feed = self._text.feed
             return feed(token_ids[0]) if len(token_ids) == 1 else "".join(map(feed, token_ids))
         text, finish, is_cut = self._take_echo(delta), delta.finish_reason, False
