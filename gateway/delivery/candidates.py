@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
@@ -46,11 +46,6 @@ class _Member:
         return self.metrics.running + self.metrics.waiting if self.metrics else None
 
     @property
-    def place(self) -> tuple[str, str, int, float | None, int, int]:
-        """The fields of a Destination."""
-        return *self.address, self.num_measured, len(self.own.requests), self.own.num_since
-
-    @property
     def block_tokens(self) -> int:
         return self.ready.card.block_tokens
 
@@ -87,7 +82,10 @@ class _Member:
 
     def as_seat(self, usual_tokens: int, home_tokens: float) -> Seat:
         return Seat(
-            *self.place,
+            *self.address,
+            num_measured=self.num_measured,
+            num_own=len(self.own.requests),
+            num_own_since=self.own.num_since,
             short_tokens=self.short_tokens(usual_tokens),
             home_tokens=home_tokens,
         )
@@ -109,41 +107,32 @@ class Candidates:
         return [self._candidate(ready, refused_by) for ready in self._cluster.ready(model)]
 
     def _candidate(self, ready: ReadyInstance, refused_by: frozenset[InstanceAddress]) -> Candidate:
-        card, member = ready.card, self._member(ready)
-        max_tokens = self._cluster.tokens_of(card, member.shape_metrics)
-        single = Candidate(
-            *member.place,
-            max_tokens=max_tokens,
-            kv_usage=member.metrics.kv_usage if member.metrics else 0.0,
-            precision=lowest_half(member.metrics.last.layers) if member.metrics else None,
-            has_refused=member.address in refused_by,
-            low_tokens=max_tokens,
-            free_tokens=_free_tokens(member, [member]),
-            can_split=self._cluster.can_split and bool(card.tokens_at),
-        )
-        is_group = card.tp > 1 and card.pp == 1  # in a pipeline only the leader has requests
-        return self._group(single, member, refused_by) if is_group else single
-
-    def _group(self, single: Candidate, leader: _Member, refused_by: frozenset[InstanceAddress]) -> Candidate:
-        """Return the leader's candidate with the load of all members: each plans its own requests, and the
-        KV cache is one."""
-        cluster, ready = self._cluster, leader.ready
-        members = [self._member(one) for one in cluster.seats(ready)]
-        usual_tokens = cluster.usual_tokens(ready, self._now)
+        """Return an instance with the load of all its members: each plans its own requests, and the KV cache
+        is one. In a pipeline only the leader has requests."""
+        cluster, card, leader = self._cluster, ready.card, self._member(ready)
+        is_group = card.tp > 1 and card.pp == 1
+        members = [self._member(one) for one in cluster.seats(ready)] if is_group else [leader]
         measured = [one.num_measured for one in members if one.num_measured is not None]
-        kv_share = (1 - cluster.free_share) * (leader.kv_tokens or single.max_tokens) / ready.card.tp
-        home_tokens = min(ready.card.tokens_at.get(1, usual_tokens), kv_share)
-        return replace(
-            single,
+        max_tokens = cluster.tokens_of(card, leader.shape_metrics)
+        usual_tokens = cluster.usual_tokens(ready, self._now) if is_group else max_tokens
+        kv_share = (1 - cluster.free_share) * (leader.kv_tokens or max_tokens) / card.tp
+        home_tokens = min(card.tokens_at.get(1, usual_tokens), kv_share)
+        has_long = any(one.longest_tokens > usual_tokens for one in members)
+        return Candidate(
+            *leader.address,
             num_measured=sum(measured) if measured else None,
             num_own=sum(len(one.own.requests) for one in members),
             num_own_since=sum(one.own.num_since for one in members),
+            max_tokens=max_tokens,
+            kv_usage=leader.metrics.kv_usage if leader.metrics else 0.0,
+            precision=lowest_half(leader.metrics.last.layers) if leader.metrics else None,
             has_refused=any(one.address in refused_by for one in members),
-            tp=ready.card.tp,
+            tp=card.tp if is_group else 1,
             low_tokens=usual_tokens,
             free_tokens=_free_tokens(leader, members),
-            stays=any(one.longest_tokens > usual_tokens for one in members) or not cluster.can_split,
-            seats=tuple(one.as_seat(usual_tokens, home_tokens) for one in members),
+            stays=not is_group or has_long or not cluster.can_split,
+            can_split=cluster.can_split and bool(card.tokens_at),
+            seats=tuple(one.as_seat(usual_tokens, home_tokens) for one in members) if is_group else (),
         )
 
     def _member(self, ready: ReadyInstance) -> _Member:

@@ -74,6 +74,20 @@ class Completion:
             self._on_failed(error)
             self._wake()
 
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds from the arrival until a worker began any of the requests."""
+        return self._first_s([state.began for state in self.states])
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the arrival to the first token of any."""
+        return self._first_s([state.first_token for state in self.states])
+
+    def _first_s(self, times: list[float]) -> float | None:
+        known = [at for at in times if at]
+        return min(known) - self.states[0].request.arrived if known else None
+
     def usage(self) -> dict[str, int]:
         output = sum(choice.num_tokens for choice in self.choices)
         return {

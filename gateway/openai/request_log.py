@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -75,8 +75,8 @@ def _of_call(call: Completion) -> dict[str, Any]:
         "finish": ",".join(sorted({state.ended for state in states} - {""})),
         "prompt_tokens": call.num_prompt_tokens,
         "output_tokens": sum(len(state.received) for state in states),
-        "queue_s": _first_s(states, (state.began for state in states)),
-        "ttft_s": _first_s(states, (state.first_token for state in states)),
+        "queue_s": _rounded(call.queue_s),
+        "ttft_s": _rounded(call.ttft_s),
         "tpot_s": _mean_tpot_s(states),
         "attempts": max((state.attempt for state in states), default=0),
         "precision": call.fingerprint,
@@ -84,10 +84,8 @@ def _of_call(call: Completion) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value not in (None, "")}
 
 
-def _first_s(states: Sequence[RequestState], times: Iterable[float]) -> float | None:
-    """Return the seconds from arrival to the earliest of `times`; a time of 0 is none."""
-    known = [at for at in times if at]
-    return round(min(known) - states[0].request.arrived, DIGITS) if known else None
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, DIGITS)
 
 
 def _mean_tpot_s(states: Sequence[RequestState]) -> float | None:

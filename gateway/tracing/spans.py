@@ -47,10 +47,10 @@ def of_end(log: RequestLog) -> Facts:
     facts: Facts = {"http.response.status_code": log.status}
     if error := error_type(log):
         facts["error.type"] = error
-    return facts | _of_call(log.call, log.arrived) if log.call is not None else facts
+    return facts | _of_call(log.call) if log.call is not None else facts
 
 
-def _of_call(call: Completion, arrived: float) -> Facts:
+def _of_call(call: Completion) -> Facts:
     states, sampling, usage = call.states, call.states[0].request.sampling, call.usage()
     facts: Facts = {
         "gen_ai.request.model": call.envelope.model,
@@ -67,10 +67,10 @@ def _of_call(call: Completion, arrived: float) -> Facts:
         "instar.attempts": max(state.attempt for state in states),
         "instar.fingerprint": call.fingerprint,
     }
-    if began := [state.began for state in states if state.began]:
-        facts["gen_ai.latency.time_in_queue"] = min(began) - arrived
-    if first := [state.first_token for state in states if state.first_token]:
-        facts["gen_ai.latency.time_to_first_token"] = min(first) - arrived
+    if call.queue_s is not None:
+        facts["gen_ai.latency.time_in_queue"] = call.queue_s
+    if call.ttft_s is not None:
+        facts["gen_ai.latency.time_to_first_token"] = call.ttft_s
     return facts
 
 
