@@ -36,6 +36,11 @@ UNHEARD_S: Final = 90.0  # longer than a worker's watchdog lets a step take: the
 SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, *LATENCY)
 PAUSES: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 ORDER: Final[Cause] = "order"
+# What GET /admin/morphs/{morph} has, in this order.
+_SHOWN: Final = (
+    *("id", "kind", "target", "worker", "workers", "epoch", "state", "reason", "decided", "cause", "numbers"),
+    *("started", "ended"),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,21 +87,7 @@ class MorphRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Return the morph as JSON; `steps` only for a transform of several."""
-        shown = {
-            "id": self.id,
-            "kind": self.kind,
-            "target": self.target,
-            "worker": self.worker,
-            "workers": self.workers,
-            "epoch": self.epoch,
-            "state": self.state,
-            "reason": self.reason,
-            "decided": self.decided,
-            "cause": self.cause,
-            "numbers": self.numbers,
-            "started": self.started,
-            "ended": self.ended,
-        }
+        shown = {name: getattr(self, name) for name in _SHOWN}
         return shown | {"steps": self.steps} if self.steps else shown
 
 

@@ -1,5 +1,5 @@
-// Calls to the gateway, and the two keys it may ask for: one for /admin, one for /v1.
-// Keys live in sessionStorage: gone with the tab, and never in an address or a log.
+// Calls to the gateway, and the keys that it may ask for: one for /admin, one for /v1.
+// Keys are kept in sessionStorage: they are gone with the tab, and in no address or log.
 
 import { $, text } from "./dom.js";
 
@@ -9,7 +9,7 @@ const TITLES = {
 };
 
 export class Refused extends Error {
-  /** What the server said, as it said it: its messages name the value, the limit and what to do. */
+  /** A refusal in the server's words, which name the value, the limit and what to do. */
   constructor(status, error) {
     super(error?.message ?? `the gateway answered ${status}`);
     this.status = status;
@@ -25,7 +25,7 @@ export function headers(which, more = {}) {
   return key ? { ...more, authorization: `Bearer ${key}` } : more;
 }
 
-/** Raises Refused for every answer that is not a 2xx, TypeError where nothing answers. */
+/** Throws Refused for an answer other than 2xx, TypeError without an answer. */
 export async function request(which, path, options = {}) {
   for (;;) {
     const answer = await fetch(path, { ...options, headers: headers(which, options.headers), cache: "no-store" });
@@ -45,7 +45,7 @@ export async function call(method, path, body) {
   return (await request("admin", path, options)).json();
 }
 
-/** Where no key is configured, another one does not help: the message says what does. */
+/** Without a configured key another one does not help; the message says what does. */
 function wantsKey({ status, code }) {
   return status === 401 || (status === 403 && code !== "admin_loopback_only");
 }
@@ -58,7 +58,7 @@ async function errorOf(answer) {
   }
 }
 
-let asking = null; // one dialog, however many calls wait for it
+let asking = null; // one dialog for all calls that wait for a key
 export const isAsking = () => asking !== null;
 
 async function askForKey(which, why) {
@@ -81,7 +81,7 @@ function showDialog(which, why) {
   text($("key-title"), TITLES[which]);
   text($("key-why"), why);
   input.value = "";
-  // Without the admin key there is nothing to go back to.
+  // Without the admin key there is nothing to show.
   $("key-cancel").hidden = which === "admin";
   $("key-cancel").onclick = () => dialog.close("");
   dialog.oncancel = (event) => which === "admin" && event.preventDefault();
@@ -98,9 +98,10 @@ function showDialog(which, why) {
   });
 }
 
-// ---------------------------------------------------------------------------- server-sent events out of a fetch: EventSource cannot send a key
+// ---------------------------------------------------------------------------- server-sent events
+// Read from a fetch: EventSource cannot send a key.
 
-/** Yields {event, data} of a response's body; comments too, as {event: ""}, since they are signs of life. */
+/** Yields {event, data} of a response's body; comments as {event: ""}: they show that the gateway lives. */
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// A request, streamed. Each piece of text is tinted by the shape that made it, as its chunk says.
+// A streamed request. Each piece of text has the colour of the shape that made it, which its chunk names.
 
 import { Refused, events, request } from "./api.js";
 import { $, children, h, options, say, text } from "./dom.js";
@@ -113,7 +113,7 @@ function take(chunk, seen) {
   text(view.numbers, parts.filter(Boolean).join(" · "));
 }
 
-/** To the last piece where the shape is the same, so that a long answer is few elements. */
+/** Appends to the last element while the shape is the same: a long answer is few elements. */
 function write(piece, fingerprint) {
   const last = view.output.lastElementChild;
   const isNear = view.output.scrollHeight - view.output.scrollTop - view.output.clientHeight < 40;
@@ -126,7 +126,7 @@ const tinted = (piece, fingerprint) => h("span", {
   "data-shape": fingerprint, "data-kind": lowestIn(fingerprint), "data-depth": depthOf(fingerprint), title: fingerprint,
 }, piece);
 
-/** 1 to 4: how many of the layers are below full, for how deep the tint is. */
+/** The depth of the colour, 1 to 4, by the share of the layers that are below full. */
 function depthOf(fingerprint) {
   const names = tables.precisions.filter(({ bits }) => bits).map(({ name }) => name).join("|");
   const counts = (fingerprint ?? "").matchAll(new RegExp(`(?:${names})x([\\d.]+)`, "g"));
@@ -135,7 +135,7 @@ function depthOf(fingerprint) {
   return Math.max(1, Math.min(4, Math.ceil((4 * layers) / all)));
 }
 
-/** Spans of tokens, as the answer's end tells them: how many each shape made. */
+/** Shows how many tokens each shape made, by the spans at the answer's end. */
 function drawShapes(spans) {
   const shapes = new Map();
   for (const { start, end, fingerprint } of spans) shapes.set(fingerprint, (shapes.get(fingerprint) ?? 0) + end - start);

@@ -1,4 +1,4 @@
-// One small time line: uPlot with this page's colours, a line for an objective, and marks for decisions.
+// One small chart over time: uPlot in this page's colours, with a line for an objective and marks for decisions.
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { attribute, h, text } from "./dom.js";
@@ -24,7 +24,7 @@ export class Chart {
     this.sized = new ResizeObserver(() => this.plot?.setSize({ width: this.box.clientWidth, height: HEIGHT }));
   }
 
-  /** Also for new colours. */
+  /** Draws the chart, also after the colours changed. */
   build() {
     this.plot?.destroy();
     this.style = getComputedStyle(this.box);
@@ -41,10 +41,10 @@ export class Chart {
     this.data = [points.map((point) => point.at), ...this.spec.series.map(({ value }) => points.map(value))];
     if (!this.plot) this.build();
     this.plot.setData(this.data);
-    this.#tell();
+    this.#showValues();
   }
 
-  /** The decision that somebody points at; null: none. */
+  /** Highlights the mark of a decision; null: of none. */
   highlight(decision) {
     this.pointed = decision?.id ?? null;
     this.plot?.redraw(false, false);
@@ -70,7 +70,7 @@ export class Chart {
         { ...common, space: 28, size: 48, gap: 4, values: (_, all) => all.map((one) => this.spec.unit(one)) },
       ],
       series: [{}, ...this.spec.series.map((one) => this.#series(one))],
-      hooks: { draw: [() => this.#decorate()], setCursor: [() => this.#tell()] },
+      hooks: { draw: [() => this.#decorate()], setCursor: [() => this.#showValues()] },
     };
   }
 
@@ -85,7 +85,7 @@ export class Chart {
     };
   }
 
-  /** From zero, with the objective in sight where it is not too far off. */
+  /** The scale: from 0, and up to the objective where that is near. */
   #range(high) {
     const top = Math.max((high ?? 0) * 1.15, this.spec.floor);
     const slo = this.spec.slo?.() ?? null;
@@ -112,12 +112,12 @@ export class Chart {
     ctx.restore();
   }
 
-  /** Values at the cursor, or now. */
-  #tell() {
+  /** Shows the values at the cursor, or the latest. */
+  #showValues() {
     const { idx } = this.plot.cursor;
     const at = idx ?? this.data[0].length - 1;
     const slo = this.spec.slo?.() ?? null;
-    const told = this.spec.series.map((one, i) => {
+    const values = this.spec.series.map((one, i) => {
       const value = this.data[i + 1][at];
       text(this.values[i], this.spec.unit(value));
       this.values[i].classList.toggle("is-over", slo !== null && value > slo);
@@ -125,7 +125,7 @@ export class Chart {
     });
     this.objective.hidden = slo === null;
     if (slo !== null) text(this.objective, `SLO ${this.spec.unit(slo)}`);
-    if (idx === null || idx === undefined) attribute(this.box, "aria-label", `${this.spec.title} now: ${told.join(", ")}`);
+    if (idx === null || idx === undefined) attribute(this.box, "aria-label", `${this.spec.title} now: ${values.join(", ")}`);
   }
 
   #hover() {

@@ -1,4 +1,4 @@
-// From a stream of events to decisions: what was decided, on what it saw, and what became of it. Pure.
+// Turns events into decisions: what was decided, by which numbers, and the outcome. Pure.
 
 import { isReport } from "./store.js";
 import { morphEntry } from "./tables.js";
@@ -8,11 +8,11 @@ const TONES = {
   worker_lost: "bad", dead_letter: "bad", bus_restarted: "bad", request_replayed: "bad", epoch_changed: "bad",
   worker_joined: "good", worker_left: "plain", policy_changed: "plain",
 };
-const SAME_S = 5; // events of a kind that follow one another so closely are told together
+const SAME_S = 5; // events of a kind that follow one another so closely are shown as one
 
 /**
  * [{id, at, kind, subject, source, reason, saw, outcome, tone, times}], the oldest first.
- * kind: of the morph, or the event's. outcome: null for what is no morph.
+ * kind: of the morph, or the event's. outcome: null unless it is a morph.
  */
 export function decisionsOf(events) {
   const found = new Map();
@@ -26,7 +26,7 @@ export function decisionsOf(events) {
         last.until = event.at;
         continue;
       }
-      last = told(event);
+      last = plain(event);
       found.set(last.id, last);
     }
   }
@@ -65,7 +65,7 @@ function blank(id, at, subject) {
   };
 }
 
-function told(event) {
+function plain(event) {
   return {
     ...blank(`${event.kind} ${event.at} ${event.subject}`, event.at, event.subject),
     kind: event.kind, source: event.source, reason: event.reason, saw: event.numbers ?? {},
@@ -73,5 +73,5 @@ function told(event) {
   };
 }
 
-/** The glyph and the colour: of a morph those of its kind, of all else those of its tone. */
+/** The glyph and colour of a decision: of a morph by its kind, else by its tone. */
 export const glyphOf = ({ kind, tone }) => morphEntry(kind)?.colour ? kind : tone === "bad" ? "trouble" : "note";

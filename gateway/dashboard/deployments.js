@@ -1,5 +1,5 @@
-// Models that are deployed by intent: what was asked for, where it is, what is expected of it and what it gives.
-// Nothing is shown where no model is registered.
+// Models that are deployed by intent: the intent, the place, what is expected and what is measured.
+// Hidden while no model is registered.
 
 import { Refused, call } from "./api.js";
 import { $, children, h, options, say, text } from "./dom.js";
@@ -8,7 +8,7 @@ import { bytes, seconds } from "./format.js";
 import { store } from "./store.js";
 import { chip } from "./why.js";
 
-const FAILED_S = 900; // for so long one that failed is shown
+const FAILED_S = 900; // how long a failed deployment is shown
 const ARMED_MS = 6000;
 const WANTED = { cost: "least cost", latency: "lowest latency", memory: "least memory", gpu_hours: "fewest GPU-hours" };
 
@@ -31,7 +31,7 @@ export function startDeployments() {
     const intent = limit.input.value ? { max_latency_s: limit.input.valueAsNumber } : { minimise: minimise.input.value };
     try {
       const made = await call("POST", "/admin/deployments", { model: model.input.value, intent });
-      told.show("good", `${made.model} is to be deployed as ${made.id}.`);
+      told.show("good", `${made.model} is being deployed as ${made.id}.`);
     } catch (error) {
       const at = error instanceof Refused && byParam[error.param?.split(".").at(-1)];
       if (at) at.fail(error.message);
@@ -80,7 +80,7 @@ function makeRow({ id, model }) {
   return row;
 }
 
-/** Asks before it is sent. */
+/** Sends the order after a second press. */
 async function retire(row, id, model) {
   if (!row.isArmed) {
     row.isArmed = true;
@@ -104,7 +104,7 @@ function disarm(row) {
 
 const inWords = (error) => error instanceof Refused ? error.message : "the gateway does not answer; the order may not have arrived";
 
-// ---------------------------------------------------------------------------- in words
+// ---------------------------------------------------------------------------- texts
 
 function wanted(intent) {
   const fixed = [["tp", "tp"], ["pp", "pp"], ["precision", ""]]
@@ -127,7 +127,7 @@ function where({ configuration, stages }) {
   return `${shape} on ${places.join(" → ")}`;
 }
 
-/** What is expected of a request of the intent, and what requests got lately. */
+/** What is expected of a request of the intent, beside what recent requests got. */
 function facts({ expected, instance, kv }, state) {
   if (!expected) return [];
   const now = state.metrics.instances.find(({ id }) => id === instance);

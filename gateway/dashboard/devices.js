@@ -1,4 +1,4 @@
-// Every device, in brackets of the instances they serve.
+// The devices, grouped by the instances that they serve.
 
 import { $, attribute, children, h, text, variable } from "./dom.js";
 import { bytes, count, seconds, share } from "./format.js";
@@ -7,14 +7,14 @@ import { PageMap } from "./pagemap.js";
 import { groups, layersOf, morphsOf, pendingLayers, segments, stageOf } from "./shape.js";
 import { fill, isPrecision, morphEntry, progressOf, tables } from "./tables.js";
 
-// Kinds of pages beside the precisions of weights.
+// Kinds of pages other than the precisions of weights.
 const KINDS = {
   rest: "other weights", "kv-used": "KV in use", "kv-free": "KV free", other: "other models", free: "free",
 };
 
 const drawn = { groups: new Map(), devices: new Map(), changes: new Map() };
 
-/** `onChoose(instance id, layers)`: layers that an operator pointed at. */
+/** `onChoose(instance id, layers)`: an operator chose layers in a strip. */
 export function drawDevices(state, metrics, onChoose) {
   const wanted = groups(state);
   const live = { groups: new Set(), devices: new Set(), changes: new Set() };
@@ -75,7 +75,7 @@ function drawGroup({ instance, workers }, state, metrics, onChoose, live) {
 
 const transformOf = (state, instance) => morphsOf(state, instance).find((morph) => morph.kind === "transform");
 
-/** Instances that are becoming one, or one that parts, stand in one frame with how far they are. */
+/** Draws one frame, with the progress, around the instances of a transform. */
 function beginChange(morph, element, live) {
   live.changes.add(morph.id);
   const change = entry(drawn.changes, morph.id, () => {
@@ -129,7 +129,7 @@ function drawMorph(group, morph) {
   return bar.element;
 }
 
-/** What runs, and how far it is. */
+/** The progress of a running morph as text. */
 export function inWords(morph) {
   const entry = morphEntry(morph.kind);
   const words = morph.steps ? morph.reason : fill(entry?.running, morph);
@@ -159,7 +159,7 @@ function drawDevice(worker, instance, morphs, onChoose, live) {
   return device.element;
 }
 
-/** Of a pipeline: which layers lie here, and which shard of them. */
+/** Which layers of a pipeline are here, and which shard of them. */
 function stageInWords({ number, first, end, shard }, { tp }) {
   const layers = end - first > 1 ? `layers ${first} to ${end - 1}` : `layer ${first}`;
   return `stage ${number + 1}: ${layers}${tp > 1 ? `, shard ${shard + 1} of ${tp}` : ""}`;
@@ -184,11 +184,11 @@ function makeDevice(onChoose) {
 
 function drawLayers(strip, worker, instance, { first, end, shard }, morphs) {
   const pending = new Set(morphs.flatMap((morph) => [...pendingLayers(morph, instance)]));
-  const travelling = morphs.find((morph) => morph.kind === "transform" && morph.numbers?.layers);
-  const travel = travelling && { done: travelling.numbers.layers_done, layers: travelling.numbers.layers };
-  const at = travelling ? travelling.workers.indexOf(worker.id) : -1;
-  const layers = layersOf(instance, travelling).slice(first, end);
-  strip.update(instance, layers, first, at >= 0 ? at : shard, pending, travel, worker);
+  const transform = morphs.find((morph) => morph.kind === "transform" && morph.numbers?.layers);
+  const progress = transform && { done: transform.numbers.layers_done, layers: transform.numbers.layers };
+  const at = transform ? transform.workers.indexOf(worker.id) : -1;
+  const layers = layersOf(instance, transform).slice(first, end);
+  strip.update(instance, layers, first, at >= 0 ? at : shard, pending, progress, worker);
 }
 
 function drawPages(device, worker, instance) {

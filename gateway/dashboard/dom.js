@@ -1,4 +1,4 @@
-// Elements, made and changed with as little work as possible: the page is redrawn twice a second.
+// Makes and changes elements with as little work as possible: the page is redrawn twice a second.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -16,7 +16,7 @@ export function h(what, props = {}, ...children) {
   return element;
 }
 
-/** Writes only what differs, so that nothing is laid out anew and nobody's selection is lost. */
+/** Writes only a text that differs, so that no selection is lost and no layout repeated. */
 export function text(element, value) {
   const wanted = String(value);
   if (element.textContent !== wanted) element.textContent = wanted;
@@ -32,7 +32,7 @@ export function variable(element, name, value) {
   if (element.style.getPropertyValue(name) !== String(value)) element.style.setProperty(name, value);
 }
 
-/** Makes `parent`'s children those elements, in order, moving only what is out of place. */
+/** Gives `parent` these children in this order, moving only what is out of place. */
 export function children(parent, wanted) {
   wanted.forEach((child, index) => {
     if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] ?? null);
@@ -40,7 +40,7 @@ export function children(parent, wanted) {
   while (parent.children.length > wanted.length) parent.lastElementChild.remove();
 }
 
-/** Options of a select, the choice kept where it is still there. */
+/** Sets the options of a select and keeps the choice if it is still among them. */
 export function options(select, pairs) {
   const now = JSON.stringify(pairs);
   if (select.dataset.pairs === now) return;
@@ -50,7 +50,7 @@ export function options(select, pairs) {
   if (pairs.some(([value]) => String(value) === chosen)) select.value = chosen;
 }
 
-/** For screen readers: what an operator who looks elsewhere should hear. */
+/** Announces a text to screen readers. */
 export function say(words) {
   text($("said"), words);
 }

@@ -1,8 +1,8 @@
-// GET /admin/live, for as long as the page is open: reconnects by itself, and says for how long it could not.
+// Follows GET /admin/live while the page is open; reconnects, and shows since when there is no connection.
 
 import { Refused, events, isAsking, request } from "./api.js";
 
-const SILENCE_MS = 25_000; // the gateway says something every ten seconds
+const SILENCE_MS = 25_000; // the gateway sends at least a comment every ten seconds
 const FIRST_PAUSE_MS = 400;
 const LONGEST_PAUSE_MS = 8_000;
 
@@ -21,7 +21,7 @@ export async function follow(on) {
         why = `the feed broke: ${error.message}`;
       }
     }
-    const wait = pause * (0.75 + Math.random() / 2); // many viewers do not come back all at once
+    const wait = pause * (0.75 + Math.random() / 2); // so that viewers do not reconnect all at once
     on.gone(why, Date.now() + wait);
     await new Promise((resolve) => setTimeout(resolve, wait));
     pause = Math.min(pause * 1.7, LONGEST_PAUSE_MS);
@@ -36,14 +36,14 @@ async function listen(on, wasHeard) {
     watch = setTimeout(() => (isAsking() ? heard() : abort.abort()), SILENCE_MS);
   };
   try {
-    heard(); // a gateway that takes the call and never answers is silent, too
+    heard(); // also while a gateway takes the call and never answers
     const answer = await request("admin", "/admin/live", { signal: abort.signal });
     for await (const { event, data } of events(answer)) {
       heard();
       if (!event || !(event in on)) continue;
       on[event](JSON.parse(data));
       if (event === "hello") on.live();
-      if (event === "state") wasHeard(); // the opening is whole: a gateway that fails on its way is not hurried
+      if (event === "state") wasHeard(); // the opening is complete: a gateway that fails before it is retried less and less often
     }
   } finally {
     clearTimeout(watch);

@@ -1,4 +1,4 @@
-// Fields with labels and errors, alike in all panels.
+// Fields with labels and errors, for all panels.
 
 import { attribute, h, text } from "./dom.js";
 
@@ -28,7 +28,7 @@ export function field(label, input, hint = "") {
 export const number = (props = {}) => h("input", { type: "number", inputMode: "decimal", step: "any", ...props });
 export const select = (pairs = []) => h("select", {}, ...pairs.map(([value, label]) => h("option", { value }, label)));
 
-/** An outcome of a form, heard by screen readers. */
+/** The outcome of a form, announced to screen readers. */
 export function notice() {
   const element = h("p.notice", { role: "status" });
   return {

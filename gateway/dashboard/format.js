@@ -1,4 +1,4 @@
-// Numbers and times in words. Null is not zero: it is a dash.
+// Numbers and times as text. Null is a dash, not zero.
 
 export const NONE = "–";
 
@@ -48,7 +48,7 @@ export function age(elapsed) {
   return elapsed < 7200 ? `${Math.floor(elapsed / 60)} min` : `${Math.floor(elapsed / 3600)} h`;
 }
 
-/** A number of an event or a report, by what its name says of its unit. */
+/** Formats a number of an event or a report by the unit in its name. */
 export function named(name, value) {
   if (typeof value !== "number" || /(epoch|revision)$/.test(name)) return String(value);
   if (/_per_(s|second)$/.test(name)) return `${/bytes/.test(name) ? bytes(value) : trimmed(value, 2)}/s`;

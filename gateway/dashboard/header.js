@@ -1,4 +1,4 @@
-// The line at the top: are we connected, is what we see fresh, and the few numbers one looks at first.
+// The line at the top: the connection, the age of what is shown, and the numbers to look at first.
 
 import { $, attribute, h, text } from "./dom.js";
 import { age, count, seconds, share } from "./format.js";
@@ -20,7 +20,7 @@ export function wentGone(why, retryAt) {
   link.retryAt = retryAt;
 }
 
-/** Every second: ages grow while nothing is told. */
+/** Called every second: ages grow while nothing arrives. */
 export function drawHeader() {
   const tone = link.isLive ? (isOld() ? "old" : "live") : "gone";
   attribute(document.body, "data-link", tone);
@@ -39,17 +39,17 @@ function goneWords() {
   return wait > 0 ? `${what} · trying again in ${wait} s` : `${what} · trying again`;
 }
 
-/** Since the monitor was last heard: in the state, which is told when something changes, or by a moment. */
+/** Seconds since the monitor's last metrics: of the state, which comes with changes only, or of a moment. */
 function metricsAge() {
-  const told = Math.max((store.state?.metrics?.at_ms ?? 0) / 1000, store.moments.at(-1)?.at ?? 0);
-  return told ? store.now() - told : null;
+  const last = Math.max((store.state?.metrics?.at_ms ?? 0) / 1000, store.moments.at(-1)?.at ?? 0);
+  return last ? store.now() - last : null;
 }
 
 const isOld = () => Boolean(store.state) && (metricsAge() === null || metricsAge() > OLD_METRICS_S);
 
 function oldWords() {
   const old = metricsAge();
-  return old === null ? "live, but nothing is measured yet" : `live, but the monitor is silent since ${age(old)}`;
+  return old === null ? "live, but nothing is measured yet" : `live, but no metrics for ${age(old)}`;
 }
 
 function drawVitals({ instances, metrics, gateway }) {

@@ -1,5 +1,5 @@
 // One strip per device: a column per layer, attention above the FFN. A column's colour is its precision, its
-// height the share of a full half that lies here; what stays empty was freed. Columns can be chosen for a swap.
+// height the share of a full half that is here; the rest was freed. Columns can be chosen for a swap.
 
 import { attribute, h, text, variable } from "./dom.js";
 import { PARTS } from "./shape.js";
@@ -27,10 +27,10 @@ export class LayerStrip {
   }
 
   /**
-   * layers: those that lie here, the first being number `offset`. shard: which of their FFN rows lie here,
-   * 0 .. tp-1. travel: layers done and all, or null.
+   * layers: those that are here, the first with the number `offset`. shard: which of their FFN rows are here,
+   * 0 .. tp-1. transform: {done, layers}, or null.
    */
-  update(instance, layers, offset, shard, pending, travel, worker) {
+  update(instance, layers, offset, shard, pending, transform, worker) {
     this.instance = instance;
     this.offset = offset;
     attribute(this.row, "aria-label", `Layers of ${instance.id} at ${worker.id}; space chooses layers to swap`);
@@ -39,8 +39,8 @@ export class LayerStrip {
     layers.forEach((layer, index) => this.#draw(this.columns[index], layer, offset + index, shard, pending.has(offset + index)));
     text(this.first, offset);
     text(this.last, offset + layers.length - 1);
-    this.boundary.hidden = !travel;
-    if (travel) variable(this.boundary, "--at", `${(100 * (travel.layers - travel.done)) / travel.layers}%`);
+    this.boundary.hidden = !transform;
+    if (transform) variable(this.boundary, "--at", `${(100 * (transform.layers - transform.done)) / transform.layers}%`);
   }
 
   choose(layers) {
@@ -82,7 +82,7 @@ export class LayerStrip {
 
   #flash(half) {
     half.classList.remove("has-changed");
-    void half.offsetWidth; // so that the animation begins anew
+    void half.offsetWidth; // restarts the animation
     half.classList.add("has-changed");
   }
 

@@ -1,4 +1,4 @@
-// Ties the feed to the views. The feed tells; each view draws what changed; nothing is drawn while nobody looks.
+// Connects the feed to the views. Each view draws what changed; nothing is drawn while the page is hidden.
 
 import { startAsk, drawAsk } from "./ask.js";
 import { decisionsOf } from "./decisions.js";
@@ -26,13 +26,13 @@ startTheme(() => {
 });
 drawHeader();
 setInterval(drawHeader, 1000);
-setInterval(() => redraw("time"), 5000); // time passes, whether anything happens or not
+setInterval(() => redraw("time"), 5000); // time passes without news, too
 document.addEventListener("visibilitychange", draw);
 
 follow({
   hello(hello) {
     const isFirst = !store.hello?.tables;
-    if (!takeTables(hello.tables)) location.reload(); // of a gateway with other tables
+    if (!takeTables(hello.tables)) location.reload(); // the gateway was updated
     store.greet(hello);
     if (isFirst && hello.tables) startViews();
   },
@@ -64,7 +64,7 @@ follow({
   },
 });
 
-/** Forms and charts are made of the gateway's tables. */
+/** Makes forms and charts, for which the gateway's tables are needed. */
 function startViews() {
   startAsk();
   startOrders();
@@ -108,7 +108,8 @@ function onChoose(instanceId, layers) {
   showTab("tab-orders");
 }
 
-// ---------------------------------------------------------------------------- tabs, as the ARIA practices have them: one tab stop, arrow keys between
+// ---------------------------------------------------------------------------- tabs
+// After the ARIA practices: one tab stop, arrow keys between.
 
 function startTabs() {
   const tabs = [...$("tabs").querySelectorAll("[role=tab]")];
@@ -134,9 +135,10 @@ function showTab(id) {
   }
 }
 
-// ---------------------------------------------------------------------------- light, dark, or as the system has it; kept for the next visit
+// ---------------------------------------------------------------------------- theme
+// Light, dark, or the system's; kept for the next visit.
 
-/** `onChange()`: colours are others now; canvases must be painted anew. */
+/** `onChange()`: the colours changed; canvases must be painted again. */
 function startTheme(onChange) {
   showTheme(localStorage.getItem("instar-theme") ?? "system");
   $("theme").addEventListener("click", () => {

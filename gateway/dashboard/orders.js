@@ -1,4 +1,4 @@
-// Morphs and drains by hand, each with what became of it. The gateway's table of morphs says which there are.
+// Morphs and drains by hand, with their outcomes. The gateway's table of morphs names the kinds.
 
 import { Refused, call } from "./api.js";
 import { $, attribute, children, h, options, say, text } from "./dom.js";
@@ -9,9 +9,9 @@ import { store } from "./store.js";
 import { fill, morphEntry, progressOf, tables } from "./tables.js";
 import { chip } from "./why.js";
 
-const WAIT_S = 5; // for memory, before a morph is deferred
-const KEPT = 2; // outcomes under each form
-const ARMED_MS = 6000; // for so long a drain that was asked for can be confirmed
+const WAIT_S = 5; // how long a morph may wait for memory
+const KEPT = 2; // outcomes shown under each form
+const ARMED_MS = 6000; // how long a drain waits to be confirmed
 
 const view = { orders: [], rows: new Map(), forms: {}, lists: new Map() };
 
@@ -21,7 +21,7 @@ export function startOrders() {
   $("panel-orders").append(...Object.values(view.forms).map(({ element }) => element));
 }
 
-/** Layers that were chosen in a picture: for the morph that takes layers. */
+/** Puts layers that were chosen in a strip into the form of the morph that takes layers. */
 export function chooseLayers(instanceId, layers) {
   const form = Object.values(view.forms).find(({ inputs }) => inputs?.layers);
   if (!form) return;
@@ -69,7 +69,7 @@ function numberInput({ label, summary, minimum }) {
   return asNumber(field(label, number({ min: minimum }), summary));
 }
 
-/** Starts at what the instance has, until somebody types. */
+/** Shows the instance's number of blocks until something is typed. */
 function blocksInput({ label, minimum }) {
   const made = asNumber(field(label, number({ min: minimum, step: 1 })));
   made.input.addEventListener("input", () => { made.input.dataset.touched = "yes"; });
@@ -89,7 +89,7 @@ function layersInput({ label }, instance) {
   return { ...made, read: () => whichLayers(made.input.value || "next 2") };
 }
 
-/** Starts at the policy's. */
+/** Starts with the policy's precision. */
 function precisionInput({ label }) {
   const made = field(label, select());
   return { ...made, read: (key) => ({ [key]: made.input.value }), draw(state, one) {
@@ -132,7 +132,7 @@ const INPUTS = {
   degree: degreeInput,
 };
 
-/** "next 3" -> {count}, "0, 4-6" -> {layers}. What is neither goes as it is: the server says what is wrong. */
+/** "next 3" -> {count}, "0, 4-6" -> {layers}. Other text is sent as it is: the server says what is wrong. */
 export function whichLayers(words) {
   const next = /^\s*(?:next\s+)?(\d+)\s*(?:more|layers?)?\s*$/i.exec(words);
   if (next && /next|more/i.test(words)) return { count: Number(next[1]) };
@@ -145,7 +145,7 @@ export function whichLayers(words) {
   return { layers };
 }
 
-/** Asks twice: before the order, and where the gateway says what nobody would serve any more. */
+/** Asks before the order, and again if the gateway says which models nobody would serve. */
 function drainForm() {
   const worker = field("Worker", select());
   const asked = { worker: "", force: "" };
@@ -172,11 +172,11 @@ function drainForm() {
   return { ...form, draw: (state) => options(worker.input, state.workers.map(({ id }) => [id, id])) };
 }
 
-/** `make()`: {path, body}, or null to be asked again. `onRefused(error)`: the gateway refused the order. */
+/** `make()`: {path, body}, or null to ask again. `onRefused(error)`: the gateway refused the order. */
 function order(title, hint, fields, make, byParam, onRefused = () => {}) {
   const go = h("button.primary", { type: "submit" }, title);
   const told = notice();
-  const list = h("ol.outcomes", { "aria-label": `What became of it: ${title}`, "aria-live": "polite" });
+  const list = h("ol.outcomes", { "aria-label": `Outcomes: ${title}`, "aria-live": "polite" });
   view.lists.set(title, list);
   const element = h("form.order", { noValidate: true, "aria-label": title },
     h("h3", {}, title, h("span.fine", {}, hint)),
@@ -209,7 +209,7 @@ function refuse(error, byParam, told) {
   say(message);
 }
 
-// ---------------------------------------------------------------------------- what became of them
+// ---------------------------------------------------------------------------- outcomes
 
 async function send(title, { path, body }) {
   const answer = await call("POST", path, body);

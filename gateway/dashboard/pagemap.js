@@ -1,5 +1,5 @@
-// A device's memory as a field of cells on a canvas, each some pages of one kind. Cells that change their kind
-// grow into the new one; nothing is drawn while nothing changes.
+// A device's memory as cells on a canvas, each some pages of one kind. A cell that changes its kind grows into
+// the new one. Nothing is drawn while nothing changes.
 
 import { h, isCalm } from "./dom.js";
 import { cells } from "./shape.js";
@@ -27,7 +27,7 @@ export class PageMap {
     if (this.columns) this.#fill();
   }
 
-  /** With other colours. */
+  /** Paints again, in other colours. */
   repaint() {
     this.colours = null;
     this.#paint(1);
@@ -69,7 +69,7 @@ export class PageMap {
     if (part < 1) this.frame = requestAnimationFrame((next) => this.#step(next));
   }
 
-  /** Cells lie column by column, so that a share of the memory is a share of the width. */
+  /** Fills column by column, so that a share of the memory is a share of the width. */
   #paint(part) {
     if (!this.columns || !this.kinds.length) return;
     this.colours ??= coloursOf(this.canvas);
@@ -97,7 +97,7 @@ export class PageMap {
   #cell(context, x, y, width, height, kind) {
     context.fillStyle = this.colours[kind];
     context.fillRect(x, y, width, height);
-    if (kind === "other") { // told by a stroke, not by colour alone
+    if (kind === "other") { // marked by a stroke, not by colour alone
       context.strokeStyle = this.colours.free;
       context.beginPath();
       context.moveTo(x, y + height);

@@ -1,4 +1,4 @@
-// The policy, to read and to change. What the server refuses is shown at the field that it names.
+// The policy, to read and to change. A refusal is shown at the field that it names.
 
 import { Refused, call } from "./api.js";
 import { $, attribute, h, say, text } from "./dom.js";
@@ -33,7 +33,7 @@ function makeField({ name, label, unit, summary, zero, choices, type }) {
   return made.element;
 }
 
-/** As the feed tells it. What somebody is typing stays. */
+/** Shows the policy of the feed; what is being typed stays. */
 export function drawPolicy(policy) {
   if (view.policy?.revision === policy.revision || view.isBusy) return;
   const edited = view.policy ? changes() : {};

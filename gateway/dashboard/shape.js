@@ -1,8 +1,8 @@
-// What a device holds, as plain values to draw. Pure: state in, shapes out.
+// What a device holds, as plain values to draw. Pure.
 
 export const PARTS = ["attention", "ffn"];
 
-/** [{instance, workers: [worker]}], instances in their order, then the workers that are in none. */
+/** [{instance, workers: [worker]}], instances in their order, then the workers without an instance. */
 export function groups(state) {
   const byId = new Map(state.workers.map((worker) => [worker.id, worker]));
   const seen = new Set();
@@ -17,7 +17,7 @@ export function groups(state) {
 
 const absent = (id) => ({ id, device: "?", host: "", state: "gone", pages: null, busy: null, page_bytes: 0 });
 
-/** What this worker has: {number, first, end, shard}: of a pipeline its stage and rank, of others all layers. */
+/** The layers of a worker, {number, first, end, shard}: in a pipeline its stage and rank, else all layers. */
 export function stageOf(instance, worker) {
   const number = (instance.stages ?? []).findIndex(({ workers }) => workers.includes(worker.id));
   const all = { number, first: 0, end: instance.layers?.length ?? 0, shard: instance.workers.indexOf(worker.id) };
@@ -26,7 +26,7 @@ export function stageOf(instance, worker) {
   return { number, first, end, shard: workers.indexOf(worker.id) };
 }
 
-/** The running morphs that this instance, or any of its workers, takes part in. */
+/** The running morphs of this instance or of any of its workers. */
 export function morphsOf(state, instance) {
   return state.morphs.filter(
     (morph) =>
@@ -37,38 +37,38 @@ export function morphsOf(state, instance) {
 }
 
 /**
- * Of every layer {attention, ffn, tp, fill: {attention, ffn}}: the fill is its share of a whole full half.
- * travelling: a transform under way, whose last report may be newer than the instance's picture.
+ * For every layer {attention, ffn, tp, fill: {attention, ffn}}: the fill is its share of a whole half at full.
+ * transform: the running one, whose last report may be newer than the instance's state.
  */
-export function layersOf(instance, travelling = null) {
+export function layersOf(instance, transform = null) {
   const sizes = instance.layer_pages ?? {};
   const ratio = (precision) => (sizes.full && sizes[precision] ? sizes[precision] / sizes.full : 1);
   return (instance.layers ?? []).map((layer, index) => {
-    const { layers: all, layers_done: done, tp_before: before, tp_after: after } = travelling?.numbers ?? {};
+    const { layers: all, layers_done: done, tp_before: before, tp_after: after } = transform?.numbers ?? {};
     const tp = all ? (index < all - done ? before : after) : instance.layer_tp?.[index] ?? instance.tp;
     return {
       ...layer,
       tp,
-      // Attention is whole at every worker; of the FFN each keeps its rows.
+      // Each worker has all of the attention and its rows of the FFN.
       fill: { attention: ratio(layer.attention), ffn: ratio(layer.ffn) / tp },
     };
   });
 }
 
-/** Layers that a running swap has yet to change, as far as its words and the instance's order tell. */
+/** The layers that a running swap has not changed yet, by its words and the instance's order. */
 export function pendingLayers(morph, instance) {
   if (morph.kind !== "swap" || morph.state !== "running" || !instance.layers) return new Set();
-  const told = morph.decided ?? "";
+  const words = morph.decided ?? "";
   const by = (layer) => instance.layers[layer];
-  const named = /layers ([\d, ]+) to (\w+)/.exec(told);
+  const named = /layers ([\d, ]+) to (\w+)/.exec(words);
   if (named) {
     const layers = named[1].split(",").map(Number);
     return new Set(layers.filter((layer) => by(layer) && !isAll(by(layer), named[2])));
   }
   const order = instance.order?.length ? instance.order : instance.layers.map((_, index) => index);
   const halves = Math.ceil(((morph.numbers?.halves ?? 0) - (morph.numbers?.halves_applied ?? 0)) / 2);
-  const back = /back to full|more to full/.test(told);
-  const down = /more to (?!full)(\w+)/.exec(told);
+  const back = /back to full|more to full/.test(words);
+  const down = /more to (?!full)(\w+)/.exec(words);
   const left = back
     ? [...order].reverse().filter((layer) => by(layer) && !isAll(by(layer), "full"))
     : down
@@ -80,7 +80,7 @@ export function pendingLayers(morph, instance) {
 const isAll = (layer, precision) => layer.attention === precision && layer.ffn === precision;
 
 /**
- * Pages of a worker as this instance sees them, in order, [{kind, pages}] that sum to the budget.
+ * The pages of a worker, as parts of this instance, in order, [{kind, pages}] that sum to the budget.
  * kind: a precision, "rest" (embeddings and the like), "kv-used", "kv-free", "other" (models), "free".
  */
 export function segments(worker, instance) {
@@ -105,7 +105,7 @@ export function segments(worker, instance) {
   return joined(list.filter(({ pages }) => pages > 0));
 }
 
-/** Of layers, in their order; what no layer has is the rest. Never more than there is. */
+/** The pages of layers in their order, after the rest, which no layer has; never more than `pages`. */
 function fitted(ranges, pages) {
   const sum = total(ranges);
   const scale = sum > pages ? pages / sum : 1;
@@ -136,7 +136,7 @@ function joined(list) {
 
 const total = (ranges) => ranges.reduce((sum, range) => sum + range.pages, 0);
 
-/** The kind of each of `num` cells; each cell stands for as many pages. What is there has a cell at least. */
+/** The kind of each of `num` cells of equally many pages. Every kind that is there has at least one cell. */
 export function cells(list, num) {
   const budget = total(list);
   const found = new Array(num);

@@ -1,4 +1,4 @@
-// What the feed told, and nothing older than its history. Every view reads it; only the feed writes it.
+// What the feed sent, as far back as its history. Every view reads it; only the feed writes it.
 
 const MOST_EVENTS = 600;
 
@@ -9,9 +9,9 @@ export const store = {
   events: [],
   historyS: 900,
   slo: { ttft_s: null, tpot_s: null },
-  skewS: 0, // the gateway's clock minus ours
+  skewS: 0, // the gateway's clock minus this one
 
-  /** Seconds since 1970, as the gateway counts them. */
+  /** Seconds since 1970 by the gateway's clock. */
   now() {
     return Date.now() / 1000 + this.skewS;
   },
@@ -31,15 +31,15 @@ export const store = {
   },
 
   addMoment(moment) {
-    if (this.moments.length && moment.at <= this.moments.at(-1).at) return; // told twice
+    if (this.moments.length && moment.at <= this.moments.at(-1).at) return; // received before
     this.moments.push(moment);
     this.forget();
   },
 
-  /** False: it only tells how far a morph is that was known to run. */
+  /** Returns false for the progress of a morph that was known to run. */
   addEvent(event) {
     const isNew = keep(timed(event));
-    if (isReport(event) && event.state === "running") getOn(event);
+    if (isReport(event) && event.state === "running") applyProgress(event);
     this.forget();
     return isNew;
   },
@@ -47,13 +47,13 @@ export const store = {
   forget() {
     const oldest = this.now() - this.historyS;
     drop(this.moments, oldest);
-    // Events come out of order: a morph's report has the time of its beginning until it ends.
+    // Events are not in order: a morph's report has the time of its start until it ends.
     if (this.events.some(({ at }) => at < oldest)) this.events = this.events.filter(({ at }) => at >= oldest);
     if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
   },
 };
 
-/** Of a morph only the last report counts. */
+/** Keeps an event; of a morph only the last report. */
 function keep(event) {
   const at = isReport(event) ? store.events.findLastIndex((one) => isReport(one) && one.id === event.id) : -1;
   if (at < 0) store.events.push(event);
@@ -61,8 +61,8 @@ function keep(event) {
   return at < 0 || event.state !== "running";
 }
 
-/** Reports come as they are made, pictures twice a second at most. An end waits for the picture that shows it. */
-function getOn(report) {
+/** Applies a report's progress to the state, which comes twice a second at most. An end waits for the state. */
+function applyProgress(report) {
   const morphs = store.state?.morphs;
   const at = morphs?.findIndex(({ id }) => id === report.id) ?? -1;
   if (at < 0) {

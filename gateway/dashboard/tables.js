@@ -1,5 +1,5 @@
-// The tables that the gateway sends first: precisions, kinds of morphs, fields of the policy, charts. No view has
-// a list of its own. Their colours become a style sheet, in light and dark.
+// The tables that the gateway sends first: precisions, kinds of morphs, fields of the policy, charts. No view
+// has a list of its own. The colours become a style sheet, for light and dark.
 
 import { named } from "./format.js";
 
@@ -7,7 +7,7 @@ export const tables = { precisions: [], morphs: [], steps: [], policy: [], chart
 
 let taken = "";
 
-/** False where they differ from those that the page was made of: the gateway is another version now. */
+/** Returns false if the tables differ from those that the page was made with. */
 export function takeTables(found) {
   const text = JSON.stringify(found);
   if (!found || taken === text) return true;
@@ -21,11 +21,11 @@ export function takeTables(found) {
 export const isPrecision = (name) => tables.precisions.some((one) => one.name === name);
 export const morphEntry = (kind) => tables.morphs.find(({ name }) => name === kind);
 
-/** The precision with the fewest bits that a text such as a fingerprint names; the first where it names none. */
+/** The precision with the fewest bits that a text such as a fingerprint names; full if it names none. */
 export const lowestIn = (words) =>
   tables.precisions.findLast(({ bits, name }) => bits && words?.includes(name))?.name ?? tables.precisions[0]?.name;
 
-/** 0 to 1, or null where the numbers of a morph do not say how much is done. */
+/** The share of a morph that is done, 0 to 1; null if its numbers do not say so. */
 export function progressOf({ kind, numbers, progress }) {
   for (const [done, all] of [tables.steps, morphEntry(kind)?.progress].filter((names) => names?.length)) {
     if (numbers?.[all]) return (numbers[done] ?? 0) / numbers[all];
@@ -33,7 +33,7 @@ export function progressOf({ kind, numbers, progress }) {
   return typeof progress === "number" ? progress : null;
 }
 
-/** A template of the table with the numbers of a morph; "" where one is missing. */
+/** Fills a template of the table with the numbers of a morph; "" if one is missing. */
 export function fill(template, morph) {
   const facts = { ...morph.numbers, reason: morph.reason, workers: (morph.workers ?? []).join(", ") };
   const names = [...(template ?? "").matchAll(/\{(\w+)\}/g)].map(([, name]) => name);

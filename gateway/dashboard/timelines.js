@@ -7,7 +7,7 @@ import { count, seconds } from "./format.js";
 import { store } from "./store.js";
 import { tables } from "./tables.js";
 
-const GAP_S = 25; // moments come at least every ten seconds: between two further apart nobody looked
+const GAP_S = 25; // moments come at least every ten seconds: a longer pause is a gap
 const ALL = "all instances";
 
 const UNITS = {
@@ -17,7 +17,7 @@ const UNITS = {
   whole: (value) => (value === null || value === undefined || Number.isInteger(value) ? count(value) : ""),
 };
 
-/** A chart of the gateway's table, as Chart takes it. */
+/** Turns a chart of the gateway's table into the arguments of Chart. */
 const specOf = ({ title, unit, floor, slo, series }) => ({
   title, floor, unit: UNITS[unit],
   slo: slo ? () => store.slo[slo] : undefined,
@@ -35,7 +35,7 @@ export function startTimelines(onPoint, onSelect) {
   $("span").addEventListener("change", onSelect);
 }
 
-/** [from, to] in seconds since 1970: what is looked at. */
+/** The time that is shown, [from, to], in seconds since 1970. */
 export function spanNow() {
   const spanS = Math.min(store.historyS, Number($("span").value));
   text($("time-title"), `The last ${Math.round(spanS / 60)} minutes`);
@@ -67,21 +67,21 @@ function pointsOf(moments, id) {
   return points;
 }
 
-/** Null where nobody told a value: absent is not zero. */
-function told(name, { instances }) {
+/** The values that are there: absent is not zero. */
+function valuesOf(name, { instances }) {
   return instances.map((one) => one[name]).filter((value) => value !== null && value !== undefined);
 }
 
 function sum(name) {
   return (point) => {
-    const values = told(name, point);
+    const values = valuesOf(name, point);
     return values.length ? values.reduce((a, b) => a + b, 0) : null;
   };
 }
 
 function highest(name) {
   return (point) => {
-    const values = told(name, point);
+    const values = valuesOf(name, point);
     return values.length ? Math.max(...values) : null;
   };
 }

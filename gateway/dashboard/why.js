@@ -1,4 +1,4 @@
-// Decisions on a lane of time, in a list, and one of them in full: what it saw and what became of it.
+// Decisions along a time line, in a list, and one in detail: the numbers behind it and its outcome.
 
 import { $, attribute, children, h, text, variable } from "./dom.js";
 import { glyphOf } from "./decisions.js";
@@ -9,18 +9,18 @@ const STEPS_S = [30, 60, 180, 300]; // between times on the lane
 
 const view = {
   decisions: [], // the oldest first
-  onLane: [], // those of the time that is shown
+  onLane: [], // those in the time that is shown
   from: 0,
   to: 1,
   chosen: null, // ids
   pointed: null,
-  isFollowing: true, // the latest is chosen, until somebody chooses
+  isFollowing: true, // the latest is chosen until another one is
   marks: new Map(),
   rows: new Map(),
   onPoint: () => {},
 };
 
-/** `onPoint(decision or null)`: somebody points at it, here or by keyboard. */
+/** `onPoint(decision or null)`: it is pointed at, by mouse or keyboard. */
 export function startWhy(onPoint) {
   view.onPoint = onPoint;
   $("lane").addEventListener("keydown", (event) => step(event, view.onLane, view.marks));
@@ -30,7 +30,7 @@ export function startWhy(onPoint) {
 
 export function drawWhy(decisions, from, to) {
   view.decisions = decisions;
-  if (!decisions.some(({ id }) => id === view.chosen)) view.isFollowing = true; // it is forgotten
+  if (!decisions.some(({ id }) => id === view.chosen)) view.isFollowing = true; // it is too old
   if (view.isFollowing) view.chosen = decisions.at(-1)?.id ?? null;
   if (!decisions.some(({ id }) => id === view.pointed)) view.pointed = null;
   view.onLane = decisions.filter(({ at }) => at >= from);
@@ -44,7 +44,7 @@ export function drawWhy(decisions, from, to) {
   drawSaw();
 }
 
-/** Somebody points at a chart near this decision; null: no more. */
+/** Marks the decision that is pointed at, here or in a chart; null: none. */
 export function pointAt(id) {
   if (view.pointed === id) return;
   view.pointed = id;
@@ -129,9 +129,12 @@ export function chip(element, state) {
   attribute(element, "data-state", state);
 }
 
-const titleOf = ({ kind, subject, times }) => `${words(kind)} ${subject}${times > 1 ? ` ×${times}` : ""}`;
+const titleOf = ({ kind, subject, times }) => {
+  const name = kind.startsWith(`${subject}_`) ? words(kind) : `${words(kind)} ${subject}`; // policy changed
+  return times > 1 ? `${name} ×${times}` : name;
+};
 
-/** One tab stop for each list: the chosen one, or the latest where that is not shown. Arrow keys reach the others. */
+/** Gives each list one tab stop: the chosen one, or else the latest. Arrow keys reach the others. */
 function tabStop(element, id) {
   const shown = element.role === "option" ? view.onLane : view.decisions.slice(-SHOWN);
   const stop = shown.some((one) => one.id === view.chosen) ? view.chosen : shown.at(-1)?.id;
@@ -157,7 +160,7 @@ function mark() {
   }
 }
 
-// ---------------------------------------------------------------------------- one in full
+// ---------------------------------------------------------------------------- one in detail
 
 let saw = "";
 
@@ -169,13 +172,13 @@ function drawSaw() {
   mark();
   const box = $("saw");
   if (!decision) {
-    box.replaceChildren(h("p.fine", {}, "Nothing was decided in the last 15 minutes."));
+    box.replaceChildren(h("p.fine", {}, "No decisions in the last 15 minutes."));
     return;
   }
   box.replaceChildren(...inFull(decision));
 }
 
-/** Beside its mark, while somebody points at it. */
+/** Shows it beside its mark while it is pointed at. */
 function drawPeek(decision) {
   const peek = $("peek");
   peek.hidden = !decision;
@@ -192,10 +195,10 @@ function inFull(decision) {
   return [
     h("h3", {}, glyph, titleOf(decision), outcome && chipped(outcome.state)),
     h("p.fine", {}, facts.filter(Boolean).join(" · ")),
-    h("p", {}, reason || "no reason was told"),
+    h("p", {}, reason || "no reason given"),
     ...numbers("What it saw", saw),
     ...(outcome?.reason ? [h("p.outcome", {}, outcome.reason)] : []),
-    ...numbers("What it came to", outcome?.numbers ?? {}),
+    ...numbers("Outcome", outcome?.numbers ?? {}),
   ];
 }
 
@@ -205,7 +208,7 @@ function chipped(state) {
   return element;
 }
 
-/** A titled list, or nothing where there are none. */
+/** A titled list of numbers; nothing if there are none. */
 function numbers(title, values) {
   const pairs = Object.entries(values);
   if (!pairs.length) return [];

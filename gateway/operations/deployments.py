@@ -37,7 +37,7 @@ router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 
 
 class ModelBody(Body):
-    """`name`: left out, the folder's."""
+    """The body of POST /admin/models. `name` defaults to the folder's."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
@@ -45,8 +45,8 @@ class ModelBody(Body):
 
 @router.post("/models")
 async def register(request: Request, gateway: Here, wait: bool = False) -> Response:
-    """201 with the model, which is measured now; `?wait=true`: when that is over. 400 for a folder that is no
-    model, 409 for a name that is taken."""
+    """Register a model: 201 at once, with `?wait=true` when it is measured. 400 for a folder without a model,
+    409 for a name that is taken."""
     body = orders.parse(ModelBody, await body_of(request, gateway))
     name = body.name or Path(body.path).name
     if not name.isprintable() or " " in name or not name:
@@ -67,8 +67,8 @@ async def models(gateway: Here) -> Response:
 
 @router.get("/models/{name:path}/plan")
 async def plan(name: str, request: Request, gateway: Here) -> Response:
-    """What would be chosen for the intent in the query, and everything else: nothing is done. 409 while the
-    model is not measured."""
+    """Return the estimates of all configurations for the intent in the query; nothing is deployed. 409 while
+    the model is not measured."""
     order = PlanModel(id=new_id(), name=name, intent=intent_in_query(request.query_params))
     answer = await answers.ask(gateway, order, param="intent", code=NO_MODEL)
     assert answer.model is not None
@@ -84,7 +84,7 @@ async def plan(name: str, request: Request, gateway: Here) -> Response:
 
 @router.get("/models/{name:path}")
 async def model(name: str, gateway: Here, wait: bool = False) -> Response:
-    """`?wait=true`: when it is measured, or that has failed."""
+    """Return a model; with `?wait=true` when it is measured, or that has failed."""
     there = await answers.contents(gateway)
     card = there.models.get(name)
     if card is None:
@@ -99,7 +99,7 @@ async def model(name: str, gateway: Here, wait: bool = False) -> Response:
 
 @router.delete("/models/{name:path}")
 async def remove(name: str, gateway: Here) -> Response:
-    """409 while it is deployed. What was measured stays in a file beside the model."""
+    """Remove a model: 409 while it is deployed. Its measurements stay in a file beside the model."""
     order = RemoveModel(id=new_id(), name=name)
     card = (await answers.ask(gateway, order, param="model", code=NO_MODEL)).model
     assert card is not None
@@ -115,7 +115,7 @@ def _shown(card: ModelCard, there: Contents) -> dict[str, object]:
 
 
 class DeployBody(Body):
-    """`intent`: an object, or what to minimise alone; left out, the cost."""
+    """The body of POST /admin/deployments. `intent`: an object, or what to minimise."""
 
     model: Annotated[str, Field(min_length=1)]
     intent: Any = "cost"
@@ -123,8 +123,8 @@ class DeployBody(Body):
 
 @router.post("/deployments")
 async def deploy(request: Request, gateway: Here, wait: bool = False) -> Response:
-    """202 with the deployment; `?wait=true`: 200 when it serves or has failed. 404 for a model that is not
-    registered, 400 for a bad intent, 409 for one that nothing meets."""
+    """Deploy a model: 202; with `?wait=true` 200 when it serves or has failed. 404 for a model that is not
+    registered, 400 for a bad intent, 409 for an intent that no configuration meets."""
     body = orders.parse(DeployBody, await body_of(request, gateway))
     order = DeployModel(id=new_id(), name=body.model, intent=intent_of(body.intent))
     answer = await answers.ask(gateway, order, param="intent", code=NO_MODEL)
@@ -141,7 +141,7 @@ async def deployments(gateway: Here) -> Response:
 
 @router.get("/deployments/{deployment}")
 async def deployment(deployment: str, gateway: Here, wait: bool = False) -> Response:
-    """200; with `?wait=true` when it serves or has ended, or after WAIT_S."""
+    """Return a deployment; with `?wait=true` when it serves or has ended, or after WAIT_S."""
     there = await answers.contents(gateway)
     found = there.deployments.get(deployment)
     if found is None:
@@ -155,7 +155,7 @@ async def deployment(deployment: str, gateway: Here, wait: bool = False) -> Resp
 
 @router.delete("/deployments/{deployment}")
 async def retire(deployment: str, gateway: Here, wait: bool = False) -> Response:
-    """202: it takes nothing new, finishes what runs, and gives its memory back; 200 when that is done."""
+    """Retire a deployment: 202 while it finishes its requests, 200 when its memory is free."""
     order = RetireModel(id=new_id(), deployment=deployment)
     answer = await answers.ask(gateway, order, param="deployment", code="deployment_not_found")
     assert answer.deployment is not None

@@ -1,11 +1,13 @@
-"""An intent as a client writes it: in a body, or as the parameters of a query. Whether its fields go together
-is for the controller to say."""
+"""An intent as a client writes it: in a body, or as the parameters of a query.
+
+The controller checks whether its fields go together.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, cast, get_args
 
 from pydantic import ValidationError
 
@@ -40,9 +42,12 @@ class _Named(Body):
 
 
 def intent_of(value: Any) -> Intent:
-    """Of an object with an intent's fields, or of what to minimise alone. Raises ApiError 400."""
+    """Return the intent of an object with its fields, or of the name of what to minimise. Raises ApiError
+    400."""
     if isinstance(value, str):
-        return Intent(minimise=_objective(value))
+        if value not in OBJECTIVES:
+            raise invalid(f"intent is {value[:100]!r}; {meant(value, OBJECTIVES)}", "intent")
+        return Intent(minimise=cast(Objective, value))
     if not isinstance(value, dict):
         either = f"it must be an object, or one of {', '.join(OBJECTIVES)}"
         raise invalid(f"intent is {shown(value)}; {either}", "intent")
@@ -55,20 +60,13 @@ def intent_of(value: Any) -> Intent:
 
 
 def intent_in_query(query: Mapping[str, str]) -> Intent:
-    """Raises ApiError 400."""
+    """Return the intent of a query's parameters. Raises ApiError 400."""
     _refuse_unknown(query, "")
     try:
         body = IntentBody.model_validate({name: _number_or_text(text) for name, text in query.items()})
     except ValidationError as error:
         raise first_problem(error) from None
     return Intent(**body.model_dump())
-
-
-def _objective(text: str) -> Objective:
-    for objective in OBJECTIVES:
-        if text == objective:
-            return objective  # type: ignore[no-any-return]
-    raise invalid(f"intent is {text[:100]!r}; {meant(text, OBJECTIVES)}", "intent")
 
 
 def _refuse_unknown(fields: Mapping[str, Any], within: str) -> None:

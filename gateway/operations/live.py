@@ -273,12 +273,5 @@ def _version() -> str:
 
 
 def _event(event: Event) -> dict[str, Any]:
-    return {
-        "kind": event.kind,
-        "source": event.source,
-        "subject": event.subject,
-        "reason": event.reason,
-        "at": event.at_ms / 1000,
-        "numbers": event.numbers,
-        "morph_id": event.morph_id,
-    }
+    names = ("kind", "source", "subject", "reason", "numbers", "morph_id")
+    return {name: getattr(event, name) for name in names} | {"at": event.at_ms / 1000}

@@ -1,4 +1,4 @@
-"""What an operator may order, from a body's bytes to a command. Every refusal names what there is instead."""
+"""Orders for instances, from a body's bytes to a command. A refusal names what there is instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OrderT = TypeVar("OrderT", SwapOrder, ResizeOrder, TransformOrder)
 
 
 def _type_of(declared: OrderField) -> Any:
-    """The type of a field that pydantic validates, with its limits."""
+    """Return the type by which pydantic validates a field, with its limits."""
     limits = between(declared.minimum, declared.maximum)
     of_list = Field(min_length=1, max_length=declared.max_items)
     types: dict[str, Any] = {
@@ -58,7 +58,8 @@ class MorphTarget:
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """Raises ApiError 400: no JSON object, an unknown field, a value of the wrong type or range."""
+    """Validate a body. Raises ApiError 400: no JSON object, an unknown field, a value of the wrong type or
+    range."""
     fields = json_object(data)
     for name in fields:
         if name not in kind.model_fields:
@@ -77,34 +78,37 @@ def parse_order(kind: type[OrderT], data: bytes) -> OrderT:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or all that there is."""
+    """Return `did you mean 'x'?`, or the names of all there are."""
     names = list(known)
     near = get_close_matches(name[:200], names, n=1)
     return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
 
 
 def find(cluster: Cluster, instance: str) -> MorphTarget:
-    """Raises ApiError 404 for an instance that is not there, 503 for one that is still loading, 409 for one
-    whose worker drains: it would leave before anybody had something of it."""
+    """Return an instance that can be morphed.
+
+    Raises ApiError: 404 for an instance that is not there, 503 for one that is loading, 409 for one whose
+    worker drains, which would exit too soon for a morph to be of use.
+    """
     places = {card.id: MorphTarget(worker, card) for worker, card in cluster.instances()}
     place = places.get(instance)
     if place is None:
         message = f"no instance {instance[:200]!r}; {_leader(cluster, instance) or meant(instance, places)}"
         raise ApiError(404, message, param="instance", code="instance_not_found")
     if place.worker.state == "loading":
-        raise unavailable(f"{instance} is still loading ({place.worker.progress or 'no progress told yet'})")
+        raise unavailable(
+            f"{instance} is still loading ({place.worker.progress or 'no progress reported yet'})"
+        )
     for name in place.card.workers or [place.worker.id]:
         worker = cluster.workers.get(name)
         if worker is not None and worker.state == "draining":
-            message = (
-                f"{name} is draining: it ends what it runs and leaves; {instance} is not changed any more"
-            )
+            message = f"{name} is draining: it finishes its requests and exits; {instance} keeps its shape"
             raise ApiError(409, message, param="instance", code="worker_draining")
     return place
 
 
 def _leader(cluster: Cluster, instance: str) -> str:
-    """Of a member of a group: which instance it is now."""
+    """Return which instance a member of a group is in; "" for a name that is none."""
     for worker, card in cluster.instances():
         for member in (cluster.workers.get(name) for name in card.workers):
             if member and any(one.id == instance for one in member.instances):
@@ -113,7 +117,7 @@ def _leader(cluster: Cluster, instance: str) -> str:
 
 
 def loss_without(cluster: Cluster, leaving: WorkerCard) -> str:
-    """What nobody would serve once `leaving` has left; "" where other workers serve all that it serves."""
+    """Return which models no worker would serve after `leaving` has exited; "" if others serve them all."""
     if leaving.state == "draining":
         return ""
     models = {card.model for _, card in cluster.instances() if leaving.id in (card.workers or [leaving.id])}
@@ -128,13 +132,13 @@ def loss_without(cluster: Cluster, leaving: WorkerCard) -> str:
     if lost := sorted(models - served):
         return (
             f"{leaving.id} is the last worker that serves {', '.join(lost)}: after it has left, requests "
-            "wait for another worker until gateway.queue_timeout_s and then fail"
+            "wait for another worker, at most gateway.queue_timeout_s, and then fail"
         )
     return "" if staying else f"{leaving.id} is the last worker: after it has left, nothing can be served"
 
 
 def swap(place: MorphTarget, body: SwapOrder, morph_id: str) -> Swap:
-    """Raises ApiError 400."""
+    """Build the command. Raises ApiError 400 for layers or a precision that the instance does not have."""
     card = place.card
     if (body.layers is None) == (body.count is None):
         given = "neither layers nor count is" if body.layers is None else "both layers and count are"
@@ -186,11 +190,7 @@ def resize(place: MorphTarget, body: ResizeOrder, morph_id: str) -> Resize:
             "blocks",
         )
     return Resize(
-        id=morph_id,
-        epoch=place.worker.epoch,
-        instance=place.card.id,
-        blocks=body.blocks,
-        wait_s=body.wait_s,
+        id=morph_id, epoch=place.worker.epoch, instance=card.id, blocks=body.blocks, wait_s=body.wait_s
     )
 
 

@@ -28,6 +28,12 @@ from gateway.operations.transforms import layer_degrees
 from gateway.state import Gateway
 
 SHOWN_MORPHS: Final = 32
+# What an instance's card shows as it is, and what its workers report and is added up.
+_CARD: Final = (
+    *("id", "model", "tp", "pp", "dtype", "max_model_len", "num_layers", "variants", "order", "order_name"),
+    *("min_blocks", "layer_pages", "kv_heads", "degrees", "tokens_at"),
+)
+_COUNTS: Final = ("running", "waiting", "recomputed_tokens")
 MEASURED: Final = [field.name for field in fields(InstanceMetrics) if field.name != "last"]
 DIGITS: Final = 4
 
@@ -62,15 +68,9 @@ def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard
 def _worker(gateway: Gateway, card: WorkerCard) -> dict[str, Any]:
     """`pages` and `busy` are null without a fresh report: absent is not zero."""
     metrics = gateway.cluster.worker_metrics(card.id, card.epoch, time.monotonic())
-    return {
-        "id": card.id,
-        "host": card.host,
-        "pid": card.pid,
-        "device": card.device,
-        "epoch": card.epoch,
+    names = ("id", "host", "pid", "device", "epoch", "progress", "page_bytes")
+    return {name: getattr(card, name) for name in names} | {
         "state": _state(gateway, card),
-        "progress": card.progress,
-        "page_bytes": card.page_bytes,
         "pages": asdict(metrics.pages) if metrics else None,
         "busy": metrics.busy if metrics else None,
     }
@@ -87,38 +87,21 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
     last = metrics.last if metrics else None
     layers = [asdict(layer) for layer in last.layers] if last else None
     members = _members(gateway, worker, card)
-    return {
-        "id": card.id,
-        "model": card.model,
+    return {name: getattr(card, name) for name in _CARD} | {
         "workers": card.workers or [worker.id],
-        "tp": card.tp,
-        "pp": card.pp,
         "stages": [asdict(stage) for stage in card.stages],
         "state": _state(gateway, worker),
         "changing": gateway.morphs.changing(worker.id, card.tp),
-        "running": sum(one.running for one in members) if members else None,
-        "waiting": sum(one.waiting for one in members) if members else None,
         "layers": layers,
         "kv": {
             "blocks": last.kv_blocks if last else None,
             "used": last.kv_used if last else None,
             "block_tokens": card.block_tokens,
         },
-        "dtype": card.dtype,
-        "max_model_len": card.max_model_len,
-        "num_layers": card.num_layers,
         "layer_tp": layer_degrees(card, gateway.morphs.transform_of(worker.id)),
         "layers_below_full": layers_below_full(last.layers) if last else None,
-        "variants": card.variants,
-        "order": card.order,
-        "order_name": card.order_name,
-        "min_blocks": card.min_blocks,
         "max_blocks": card.max_blocks * card.tp,
-        "layer_pages": card.layer_pages,
-        "kv_heads": card.kv_heads,
-        "degrees": card.degrees,
-        "recomputed_tokens": sum(one.recomputed_tokens for one in members) if members else None,
-        "tokens_at": card.tokens_at,
+        **{name: sum(getattr(one, name) for one in members) if members else None for name in _COUNTS},
     }
 
 
@@ -334,11 +317,5 @@ def _pages(card: InstanceCard, part: Part, precision: Precision) -> int:
 def _range(
     owner: str, kind: str, layer: int | None, part: str, precision: Precision, pages: int
 ) -> dict[str, Any]:
-    return {
-        "owner": owner,
-        "kind": kind,
-        "layer": layer,
-        "part": part,
-        "precision": precision,
-        "pages": pages,
-    }
+    found = {"owner": owner, "kind": kind, "layer": layer, "part": part}
+    return found | {"precision": precision, "pages": pages}

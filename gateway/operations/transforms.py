@@ -60,20 +60,20 @@ def place_of(cluster: Cluster, name: str, model: str) -> MorphTarget:
     return MorphTarget(worker, _card(worker, model))
 
 
-def layer_degrees(card: InstanceCard, travelling: MorphRecord | None) -> list[int]:
-    """Of every layer: where a transform is on its way, as it reported last. The last layer goes first."""
-    told = travelling.numbers if travelling else {}
-    if not {"layers_done", "tp_before", "tp_after"} <= told.keys():
+def layer_degrees(card: InstanceCard, transform: MorphRecord | None) -> list[int]:
+    """Return the degree of every layer: during a transform as last reported, the last layers first."""
+    numbers = transform.numbers if transform else {}
+    if not {"layers_done", "tp_before", "tp_after"} <= numbers.keys():
         return [card.tp] * card.num_layers
-    num_done = int(told["layers_done"])
-    return [int(told["tp_before"])] * (card.num_layers - num_done) + [int(told["tp_after"])] * num_done
+    num_done = int(numbers["layers_done"])
+    return [int(numbers["tp_before"])] * (card.num_layers - num_done) + [int(numbers["tp_after"])] * num_done
 
 
 # ------------------------------------------------------------------------------------- who takes part
 
 
 def _members(cluster: Cluster, body: TransformOrder) -> dict[str, MorphTarget]:
-    """By worker, in the order of the body."""
+    """Return the named workers with their instances, in the order of the body."""
     if twice := [name for name in body.workers if body.workers.count(name) > 1]:
         raise _wrong_workers(f"workers names {twice[0][:200]!r} more than once")
     workers = [_worker(cluster, name) for name in body.workers]
@@ -83,7 +83,7 @@ def _members(cluster: Cluster, body: TransformOrder) -> dict[str, MorphTarget]:
 
 
 def _check_stages(cluster: Cluster, body: TransformOrder) -> None:
-    """A pipeline stays as it was deployed."""
+    """Refuse workers of a pipeline, which keeps the shape it was deployed in."""
     for _, card in cluster.instances():
         theirs = {worker for stage in card.stages for worker in stage.workers} & set(body.workers)
         if card.pp > 1 and theirs and body.model in (None, card.model):
@@ -128,8 +128,8 @@ def _card(worker: WorkerCard, model: str) -> InstanceCard:
 
 
 def _groups(cluster: Cluster, named: dict[str, MorphTarget]) -> list[tuple[str, ...]]:
-    """The groups that the named workers are in, in the order of the body. Raises ApiError 409 where cards of
-    one group differ."""
+    """Return the groups that the named workers are in, in the order of the body. Raises ApiError 409 if the
+    cards of one group differ."""
     groups: dict[tuple[str, ...], None] = {}
     for worker, place in named.items():
         names = _group(place)

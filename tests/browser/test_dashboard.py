@@ -161,6 +161,15 @@ def test_a_decision_tells_what_it_saw_and_what_it_came_to(fake: Fake, open_page:
     wait_for_text(page, "#peek", "12 pages are free, 40 are needed")
 
 
+def test_an_event_does_not_name_its_subject_twice(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    shown(page, ".row-button")
+    event = {"kind": "policy_changed", "source": "gateway", "subject": "policy", "reason": "windows 3 -> 5"}
+    fake.tell_event(event | {"at": time.time(), "numbers": {}, "morph_id": ""})
+    row = page.locator(".row-button", has_text="windows 3 -> 5")
+    assert row.locator("b").inner_text() == "policy changed"
+
+
 def test_a_decision_that_is_pointed_at_is_chosen_by_a_click(fake: Fake, open_page: OpenPage) -> None:
     page = open_page(fake.url)
     row = page.locator(".row-button >> nth=1")

@@ -135,7 +135,7 @@ def test_an_instance_that_is_loading_takes_no_orders_yet() -> None:
 
 def test_an_instance_whose_worker_drains_takes_no_orders_any_more() -> None:
     for call, body in (("swap", {"count": 1, "precision": "int4"}), ("resize", {"blocks": 9})):
-        with pytest.raises(ApiError, match="w0 is draining: it ends what it runs and leaves") as refusal:
+        with pytest.raises(ApiError, match="w0 is draining: it finishes its requests and exits") as refusal:
             ordered(f"demo@w0/{call}", body, cluster(state="draining"))
         assert (refusal.value.status, refusal.value.code) == (409, "worker_draining")
 
