@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final
 
-from instar.commands.offline import OFFLINE, run_offline
 from instar.errors import CommandError
 from instar.parser import CommandParser, add_config_flag, parse
 
@@ -31,6 +32,13 @@ COMMANDS: Final = {
     "bench": "replay recorded traffic, or record it",
     "settings": "show every setting and its source",
 }
+
+# These run where torch is, as `python -m worker.offline NAME`, and parse their own flags.
+OFFLINE: Final = {
+    "quantize": "quantise layers, to swap to under load",
+    "profile": "find the order in which layers are swapped",
+}
+CANNOT_RUN: Final = 2
 
 DESCRIPTION = """\
 Instar serves large language models and changes shape while it serves.
@@ -73,6 +81,16 @@ def _parser(first: str) -> CommandParser:
             add_config_flag(command)
             importlib.import_module(f"instar.commands.{name}").add_to(command)
     return parser
+
+
+def run_offline(name: str, argv: Sequence[str]) -> int:
+    """Replace this process. Returns an exit status only if the worker is not installed here."""
+    missing = [package for package in ("worker", "torch") if importlib.util.find_spec(package) is None]
+    if not missing:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "worker.offline", name, *argv])
+    sys.stderr.write(f"instar {name}: {missing[0]} is not installed here: pip install 'instar[worker]'\n")
+    return CANNOT_RUN
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

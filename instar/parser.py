@@ -123,8 +123,11 @@ def _setting(flag: str) -> str:
 # --------------------------------------------------------------------------- declaring
 
 
-def subcommands(parser: CommandParser) -> Callable[[str, str, Run], CommandParser]:
-    """Give `parser` commands of its own. The result declares one: name, help, what it does."""
+def subcommands(parser: CommandParser, *, json: bool = True) -> Callable[[str, str, Run], CommandParser]:
+    """Give `parser` commands of its own, which ask a running service.
+
+    The result declares one: name, help, what it does.
+    """
 
     def show_help(_: argparse.Namespace) -> int:
         parser.print_help()
@@ -138,6 +141,7 @@ def subcommands(parser: CommandParser) -> Callable[[str, str, Run], CommandParse
             name, help=help_, description=f"{help_[0].upper()}{help_[1:]}."
         )
         add_config_flag(command, default=argparse.SUPPRESS)
+        add_client_flags(command, json=json)
         command.set_defaults(run=run)
         return command
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from instar.parser import (
     CommandParser,
-    add_client_flags,
     at_least_one,
     number_above_zero,
     one_of,
@@ -35,7 +34,7 @@ docs/replay.md says what is measured, and how.
 
 def add_to(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
-    command = subcommands(parser)
+    command = subcommands(parser, json=False)
     _add_replay_flags(command("replay", "send a trace's requests at their arrival times", replay))
     _add_record_flags(command("record", "write the requests of a running service to a file", record))
     plots = command("plot", "show a run again, or compare several", plot)
@@ -47,7 +46,6 @@ def _add_replay_flags(parser: CommandParser) -> None:
     parser.add_argument(
         "trace", nargs="?", metavar="TRACE", help="a file, or gamma:RATE:CV:SECONDS[:PROMPT:OUTPUT]"
     )
-    add_client_flags(parser, json=False)
     parser.add_argument("--model", metavar="NAME", help="[the first one served]")
     parser.add_argument(
         "--format", type=one_of(FORMATS), default="auto", metavar="F", help=", ".join(FORMATS)
@@ -77,7 +75,6 @@ def _add_replay_flags(parser: CommandParser) -> None:
 
 
 def _add_record_flags(parser: CommandParser) -> None:
-    add_client_flags(parser, json=False)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new file of JSON lines")
     parser.add_argument("--with-prompts", action="store_true", help="write the prompts' token ids, too")
     parser.add_argument("--seconds", type=number_above_zero, metavar="S", help="[until Ctrl-C]")

@@ -11,7 +11,7 @@ import httpx
 
 from instar.client import Wait, admin_client, ask_json, follow, get_json
 from instar.output.tables import MIB, make_table, trimmed, with_reason, write_json, write_text
-from instar.parser import CommandParser, Run, add_client_flags, subcommands
+from instar.parser import CommandParser, subcommands
 
 MEASURED: Final = ("profiled", "failed")
 LINKS: Final = {"all_reduce": "all-reduces", "hop": "hops of stages"}
@@ -30,13 +30,7 @@ Registers models with a running service, which measures a few of their layers on
 
 def add_to(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
-    declare = subcommands(parser)
-
-    def command(name: str, help_: str, run: Run) -> CommandParser:
-        added = declare(name, help_, run)
-        add_client_flags(added)
-        return added
-
+    command = subcommands(parser)
     add = command("add", "register a model folder, and measure it", _add)
     add.add_argument("folder", type=Path, metavar="DIR", help="as `instar serve` takes it")
     add.add_argument("--name", metavar="NAME", help="[the folder's]")

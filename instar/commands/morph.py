@@ -24,7 +24,6 @@ from instar.output.tables import write_json, write_text
 from instar.parser import (
     CommandParser,
     Run,
-    add_client_flags,
     at_least_one,
     either,
     number_from_zero,
@@ -60,13 +59,7 @@ returns layers and splits groups that were ordered by hand; with mode=manual it 
 
 def add_to(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
-    declare = subcommands(parser)
-
-    def command(name: str, help_: str, run: Run) -> CommandParser:
-        added = declare(name, help_, run)
-        add_client_flags(added)
-        return added
-
+    command = subcommands(parser)
     swap = command("swap", ENTRIES["swap"].summary, _order(_swap))
     _add_instance(swap)
     which = swap.add_mutually_exclusive_group(required=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
+from bus.precisions import ENTRIES
 from instar.client import admin_client, get_json
 from instar.commands.intent import add_intent_flags, intent
 from instar.commands.model import model_path, until_measured
-from instar.output import plan_plot, plan_table
-from instar.output.tables import print_line, trimmed, write_json
+from instar.errors import InputError
+from instar.output.plan_table import Estimate, render, shape_of
+from instar.output.tables import MIB, print_line, trimmed, write_json
 from instar.parser import CommandParser, add_client_flags
 
 DESCRIPTION = """\
@@ -42,10 +46,58 @@ def run(args: argparse.Namespace) -> int:
         card = until_measured(client, get_json(client, path))
         plan = get_json(client, f"{path}/plan?{urlencode(intent(args))}", "estimates", "intent", "unmet")
     if args.plot:
-        plan_plot.draw(plan["estimates"], f"{args.model}: every configuration", args.plot)
+        draw(plan["estimates"], f"{args.model}: every configuration", args.plot)
     if args.json:
         return write_json(plan, is_good=not plan["unmet"])
     with trimmed() as console:
-        for part in plan_table.render(plan, card, shows_all=args.all):
+        for part in render(plan, card, shows_all=args.all):
             print_line(console, part)
     return int(bool(plan["unmet"]))
+
+
+def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:
+    """Draw latency over memory, a colour for each precision, hollow where a configuration does not fit.
+
+    Raises InputError.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise InputError(
+            "pictures need matplotlib: pip install 'instar[bench]', or leave out --plot"
+        ) from error
+    mpl.use("Agg")  # no display
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for one in estimates:
+        _point(axes, one)
+    axes.set(xlabel="memory of all devices, MiB", ylabel="latency of a request, s", title=title)
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+    except (OSError, ValueError) as error:
+        raise InputError(f"--plot {path} cannot be written: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def _point(axes: Any, one: Estimate) -> None:
+    memory, latency = one["memory_bytes"]["value"] / MIB, one["latency_s"]
+    colour = ENTRIES[one["configuration"]["precision"]].colour
+    below, above = (max(0.0, latency["value"] - latency["low"]), max(0.0, latency["high"] - latency["value"]))
+    axes.errorbar(
+        memory,
+        latency["value"],
+        yerr=[[below], [above]],
+        fmt="o",
+        color=colour,
+        markerfacecolor="white" if one["refusal"] else colour,
+    )
+    axes.annotate(
+        shape_of(one["configuration"]),
+        (memory, latency["value"]),
+        fontsize=7,
+        xytext=(4, 4),
+        textcoords="offset points",
+    )

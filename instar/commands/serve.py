@@ -14,7 +14,7 @@ from instar.client import settings_of
 from instar.errors import InputError
 from instar.parser import CommandParser
 from instar.running import announced, url_of
-from instar.serve.preflight import why_not_listen, why_not_serve
+from instar.serve.preflight import listening_problem, settings_problem
 from instar.serve.process import Backoff, Console, Program
 from instar.serve.programs import DEMO_MODEL, available_cpus, count_gpus, plan_programs, with_values
 from instar.serve.readiness import ServiceWatcher
@@ -112,18 +112,18 @@ def ready_to_start(settings: Settings) -> Settings:
         if not DEMO_MODEL.is_dir():
             raise InputError("no model: name a model folder, as in `instar serve path/to/model`")
         settings = with_values(settings, "worker", models=[_shortest(DEMO_MODEL)])
-    if problem := why_not_serve(settings):
+    if problem := settings_problem(settings):
         raise InputError(problem)
     if settings.gateway.port == 0:
         settings = with_values(settings, "gateway", port=free_port())
-    if problem := why_not_listen(settings.gateway.host, settings.gateway.port):
+    if problem := listening_problem(settings.gateway.host, settings.gateway.port):
         raise InputError(problem)
-    if settings.redis.url and (problem := asyncio.run(_why_not_redis(settings))):
+    if settings.redis.url and (problem := asyncio.run(_redis_problem(settings))):
         raise InputError(problem)
     return settings
 
 
-async def _why_not_redis(settings: Settings) -> str:
+async def _redis_problem(settings: Settings) -> str:
     from bus.client import RedisProblem, connect
 
     bus = None

@@ -7,9 +7,13 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from bus.settings import GatewaySettings, Settings
 from instar.client import settings_of
@@ -18,10 +22,9 @@ from instar.output.tables import trimmed
 from instar.replay import files, plots
 from instar.replay.card import card, comparison, differing_loads
 from instar.replay.files import RunFile
-from instar.replay.generator import Generator
+from instar.replay.generator import Generator, RunState
 from instar.replay.observer import Observer
 from instar.replay.outcomes import RequestOutcome
-from instar.replay.progress import show_progress
 from instar.replay.requests import IDS, Dialect, bodies, find_dialect, models_of
 from instar.replay.statistics import Slo
 from instar.replay.traces import Shaping, Workload, load
@@ -30,6 +33,9 @@ from instar.running import locate
 
 PICTURE = "run.png"
 COMPARISON = "compare.png"
+# Progress is drawn on the loop that also sends, in a millisecond or two, so seldom.
+TERMINAL_S: Final = 0.5
+ELSEWHERE_S: Final = 10.0
 
 
 def plot(args: argparse.Namespace) -> int:
@@ -207,3 +213,39 @@ async def _send(generator: Generator, observer: Observer | None, workload: Workl
     if observer is not None:
         await observer.end(lambda: run.now_s)
     return was_interrupted
+
+
+async def show_progress(run: RunState, workload: Workload) -> None:
+    """Show the progress until cancelled."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        while True:
+            await asyncio.sleep(ELSEWHERE_S)
+            console.print(progress_text(run, workload), highlight=False, soft_wrap=True)
+    with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
+        while True:
+            live.update(Text(progress_text(run, workload)), refresh=True)
+            await asyncio.sleep(TERMINAL_S)
+
+
+def progress_text(run: RunState, workload: Workload) -> str:
+    ends_s = workload.arrivals[-1].at_s
+    at_s = max(run.now_s, 0.0)
+    where = f"{at_s:.0f} of {ends_s:.0f} s" if at_s <= ends_s else f"{at_s - ends_s:.0f} s after the last"
+    tokens = run.events_in[int(run.now_s) - 1]
+    text = (
+        f"{where}: {run.num_sent} of {len(workload.arrivals)} sent, {run.num_open} open, "
+        f"{run.num_served} served, {tokens} tokens/s"
+    )
+    return text + failures_text(run.errors)
+
+
+def failures_text(errors: Mapping[str, int]) -> str:
+    """Return how many were refused with a status and failed otherwise, each with the commonest reason."""
+    text = ""
+    for how, is_refused in (("refused", True), ("failed", False)):
+        kinds = {kind: count for kind, count in errors.items() if kind[:1].isdigit() == is_refused}
+        if kinds:
+            mostly = "mostly " if len(kinds) > 1 else ""
+            text += f", {sum(kinds.values())} {how} ({mostly}{max(kinds, key=lambda kind: kinds[kind])})"
+    return text

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, TextIO
 
 import msgspec
@@ -140,62 +142,63 @@ def _csv_rows(path: Path, file: TextIO, second: str, schema: Schema, header: lis
     """Yield the rows; `second` is the line that was read already."""
     places = [header.index(name) for name in schema.columns]
     before, before_text = -math.inf, ""
-    with file:
-        try:
-            for number, cells in enumerate(csv.reader(chain([second], file)), start=2):
-                if not cells:
-                    continue
-                if len(cells) <= max(places):
-                    raise TraceError(path, number, f"has {len(cells)} columns, the header {len(header)}")
-                at_text, prompt, output = (cells[place] for place in places)
-                at_s = _seconds(path, number, schema, at_text)
-                if at_s < before:
-                    raise TraceError(
-                        path, number, f"{at_text} is before {before_text}, the line above: sort the trace"
-                    )
-                before, before_text = at_s, at_text
-                counts = (
-                    _tokens(path, number, schema.prompt, prompt),
-                    _tokens(path, number, schema.output, output),
-                )
-                yield Row(at_s, *counts)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise TraceError(path, 0, f"cannot be read as CSV: {error}") from error
+    with file, _located(path) as at:
+        for at.line, cells in enumerate(csv.reader(chain([second], file)), start=2):
+            if not cells:
+                continue
+            if len(cells) <= max(places):
+                raise ValueError(f"has {len(cells)} columns, the header {len(header)}")
+            row = _row(schema, [cells[place] for place in places])
+            text = cells[places[0]]
+            if row.at_s < before:
+                raise ValueError(f"{text} is before {before_text}, the line above: sort the trace")
+            before, before_text = row.at_s, text
+            yield row
 
 
 def _own_rows(path: Path, file: TextIO, first: str) -> Iterator[Row]:
     """Yield the rows by arrival: `instar bench record` writes them as requests end."""
-    with file:
-        try:
-            lines = enumerate(chain([first], file), start=1)
-            found = [_own_row(path, number, line) for number, line in lines if line.strip()]
-        except UnicodeDecodeError as error:
-            raise TraceError(path, 0, f"cannot be read as text: {error}") from error
+    found = []
+    with file, _located(path) as at:
+        for at.line, line in enumerate(chain([first], file), start=1):
+            if line.strip():
+                found.append(_own_row(line))
     yield from sorted(found, key=lambda row: row.at_s)
 
 
-def _own_row(path: Path, number: int, line: str) -> Row:
+@contextmanager
+def _located(path: Path) -> Iterator[SimpleNamespace]:
+    """Turn what is wrong in the block into a TraceError of the current `line`."""
+    at = SimpleNamespace(line=0)
+    try:
+        yield at
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise TraceError(path, 0, f"cannot be read: {error}") from error
+    except ValueError as error:
+        raise TraceError(path, at.line, str(error)) from error
+
+
+def _own_row(line: str) -> Row:
     try:
         fields = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
-        raise TraceError(path, number, f"{line.strip()[:60]!r} is not JSON; {OWN_LINE}") from error
+        raise ValueError(f"{line.strip()[:60]!r} is not JSON; {OWN_LINE}") from error
     if not isinstance(fields, dict):
-        raise TraceError(path, number, f"{line.strip()[:60]!r} is not an object; {OWN_LINE}")
+        raise ValueError(f"{line.strip()[:60]!r} is not an object; {OWN_LINE}")
     if missing := [name for name in OWN.columns if name not in fields]:
         there = ", ".join(fields)[:200] or "nothing"
-        raise TraceError(path, number, f"has no {' and no '.join(missing)}, but {there}; {OWN_LINE}")
-    at, prompt, output = (_text(fields[name]) for name in OWN.columns)
-    row = Row(
-        _seconds(path, number, OWN, at),
-        _tokens(path, number, OWN.prompt, prompt),
-        _tokens(path, number, OWN.output, output),
-        _token_ids(path, number, fields.get("prompt_token_ids")),
-    )
-    if row.prompt is not None and len(row.prompt) != row.prompt_tokens:
-        raise TraceError(
-            path, number, f"prompt_tokens is {row.prompt_tokens}, prompt_token_ids holds {len(row.prompt)}"
-        )
-    return row
+        raise ValueError(f"has no {' and no '.join(missing)}, but {there}; {OWN_LINE}")
+    row = _row(OWN, [_text(fields[name]) for name in OWN.columns])
+    prompt = fields.get("prompt_token_ids")
+    if prompt is None:
+        return row
+    if not isinstance(prompt, list):
+        raise ValueError(f"prompt_token_ids is {_text(prompt)!r}, not a list of token ids")
+    if wrong := [one for one in prompt if type(one) is not int or one < 0]:
+        raise ValueError(f"prompt_token_ids holds {_text(wrong[0])!r}, not a whole number, 0 or more")
+    if len(prompt) != row.prompt_tokens:
+        raise ValueError(f"prompt_tokens is {row.prompt_tokens}, prompt_token_ids holds {len(prompt)}")
+    return replace(row, prompt=prompt)
 
 
 def _text(value: Any) -> str:
@@ -203,36 +206,29 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()[:60]
 
 
-def _token_ids(path: Path, line: int, value: Any) -> list[int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        raise TraceError(path, line, f"prompt_token_ids is {_text(value)!r}, not a list of token ids")
-    wrong = [one for one in value if type(one) is not int or one < 0]
-    if wrong:
-        raise TraceError(
-            path, line, f"prompt_token_ids holds {_text(wrong[0])!r}, not a whole number, 0 or more"
-        )
-    return value
+def _row(schema: Schema, texts: Sequence[str]) -> Row:
+    """Parse the time and the two counts. Raises ValueError."""
+    at, prompt, output = texts
+    return Row(_seconds(schema, at), _tokens(schema.prompt, prompt), _tokens(schema.output, output))
 
 
-def _seconds(path: Path, line: int, schema: Schema, text: str) -> float:
+def _seconds(schema: Schema, text: str) -> float:
     try:
         at_s = schema.seconds(text.strip())
     except ValueError:
         at_s = math.nan
     if not math.isfinite(at_s):
         kind = "a number of seconds" if schema.seconds is float else "a date like 2023-11-16 18:17:03.9799600"
-        raise TraceError(path, line, f"{schema.at} is {text!r}, not {kind}")
+        raise ValueError(f"{schema.at} is {text!r}, not {kind}")
     return at_s
 
 
-def _tokens(path: Path, line: int, column: str, text: str) -> int:
+def _tokens(column: str, text: str) -> int:
     """Parse a whole number; some files write 12.0."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not value.is_integer() or not 0 <= value <= MAX_TOKENS:
-        raise TraceError(path, line, f"{column} is {text!r}, not a whole number of tokens, 0 to {MAX_TOKENS}")
+        raise ValueError(f"{column} is {text!r}, not a whole number of tokens, 0 to {MAX_TOKENS}")
     return int(value)

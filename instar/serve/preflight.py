@@ -20,17 +20,17 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
-def why_not_serve(settings: Settings) -> str:
+def settings_problem(settings: Settings) -> str:
     """Return the first reason why no process could work with these settings."""
     worker = settings.worker
-    return why_not_models(worker) or why_not_device(worker) or why_not_open(settings.gateway)
+    return models_problem(worker) or device_problem(worker) or exposure_problem(settings.gateway)
 
 
-def why_not_models(worker: WorkerSettings) -> str:
+def models_problem(worker: WorkerSettings) -> str:
     folders: dict[str, Path] = {}
     for entry in worker.models:
         name, folder = parse_model(entry)
-        if problem := _why_not_folder(folder, worker.load_format):
+        if problem := _folder_problem(folder, worker.load_format):
             return f"model {entry!r}: {problem}"
         if name in folders:
             return (
@@ -41,7 +41,7 @@ def why_not_models(worker: WorkerSettings) -> str:
     return ""
 
 
-def why_not_device(worker: WorkerSettings) -> str:
+def device_problem(worker: WorkerSettings) -> str:
     name = worker.device
     if name and not DEVICE.fullmatch(name):
         return f"worker.device (--device) is {name!r}; it may be cpu, cuda or cuda:N (N from 0)"
@@ -52,7 +52,7 @@ def why_not_device(worker: WorkerSettings) -> str:
     return ""
 
 
-def why_not_open(gateway: GatewaySettings) -> str:
+def exposure_problem(gateway: GatewaySettings) -> str:
     if gateway.loopback_only or gateway.api_keys:
         return ""
     return (
@@ -70,7 +70,7 @@ def parse_model(entry: str) -> tuple[str, Path]:
     return name or path.name, path
 
 
-def _why_not_folder(folder: Path, load_format: str) -> str:
+def _folder_problem(folder: Path, load_format: str) -> str:
     if folder.is_file():
         is_inside = (folder.parent / "config.json").is_file()
         which = f"the one it lies in: {folder.parent}" if is_inside else "one in Hugging Face's format"
@@ -94,7 +94,7 @@ def _may_have_gpu() -> bool:
     return count_gpus() > 0 or any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
 
 
-def why_not_listen(host: str, port: int) -> str:
+def listening_problem(host: str, port: int) -> str:
     """Return what keeps a server from listening there and what to do, "" if nothing does."""
     place = f"port {port} of {host or 'every address'}"
     try:

@@ -85,8 +85,8 @@ class Supervisor:
             await asyncio.gather(*(process.stop(self._at_once) for process in processes))
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*self._tasks.values())
-        if cannot_serve := self._cannot_serve():
-            self._console.say(cannot_serve)
+        if problem := self._serving_problem():
+            self._console.say(problem)
             return CONFIGURATION_ERROR
         self._console.say("Instar has stopped")
         return 0
@@ -95,7 +95,7 @@ class Supervisor:
         if task.cancelled():
             return
         self._exit_reasons[process] = task.result()
-        if self._cannot_serve():
+        if self._serving_problem():
             self._ending.set()
         elif task.result() == "left" and not self.expected_workers():
             self._console.say(NO_WORKER)
@@ -103,7 +103,7 @@ class Supervisor:
     def _of(self, role: Role) -> list[SupervisedProcess]:
         return [process for process in self.processes if process.program.role == role]
 
-    def _cannot_serve(self) -> str:
+    def _serving_problem(self) -> str:
         """Return the last line of the process that cannot serve with these settings, "" if all can."""
         for role in ("redis", "gateway", "worker"):
             processes = self._of(role)

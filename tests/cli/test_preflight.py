@@ -11,7 +11,7 @@ import pytest
 
 from bus.settings import Settings
 from instar.cli import main
-from instar.serve.preflight import parse_model, why_not_device, why_not_serve
+from instar.serve.preflight import device_problem, parse_model, settings_problem
 from instar.serve.programs import DEMO_MODEL, with_values
 from worker.service.loading import model_folders
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Write:
 
 
 def complaint(model: str | Path, **worker: str) -> str:
-    return why_not_serve(with_values(Settings(), "worker", models=[str(model)], **worker))
+    return settings_problem(with_values(Settings(), "worker", models=[str(model)], **worker))
 
 
 def test_a_folder_with_config_and_weights_is_let_through(folder: Write) -> None:
@@ -75,7 +75,7 @@ def test_random_weights_are_not_offered_where_they_would_be_refused_too(folder: 
 def test_two_models_of_one_name_are_refused(folder: Write) -> None:
     path = folder("config.json", "model.safetensors")
     settings = with_values(Settings(), "worker", models=[str(path), f"mine={path}"])
-    assert "two models are called 'mine'" in why_not_serve(settings)
+    assert "two models are called 'mine'" in settings_problem(settings)
 
 
 def test_a_model_has_the_name_that_the_worker_gives_it(
@@ -97,15 +97,15 @@ def test_an_unknown_device_is_refused(name: str) -> None:
 def test_a_gpu_is_refused_only_where_there_is_certainly_none(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = with_values(Settings(), "worker", device="cuda:1").worker
     monkeypatch.setattr("instar.serve.preflight._may_have_gpu", lambda: False)
-    assert "no NVIDIA GPU" in why_not_device(worker)
+    assert "no NVIDIA GPU" in device_problem(worker)
     monkeypatch.setattr("instar.serve.preflight._may_have_gpu", lambda: True)
-    assert why_not_device(worker) == ""
+    assert device_problem(worker) == ""
 
 
 def test_an_open_address_needs_a_key() -> None:
     settings = with_values(Settings(), "gateway", host="0.0.0.0")
-    assert "add `--api-key KEY`" in why_not_serve(settings)
-    assert why_not_serve(with_values(settings, "gateway", api_keys=["k"])) == ""
+    assert "add `--api-key KEY`" in settings_problem(settings)
+    assert settings_problem(with_values(settings, "gateway", api_keys=["k"])) == ""
 
 
 @pytest.mark.parametrize(

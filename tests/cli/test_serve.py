@@ -23,7 +23,7 @@ from instar.commands.serve import ready_to_start
 from instar.errors import InputError
 from instar.running import url_of
 from instar.serve.child import Child
-from instar.serve.preflight import why_not_listen
+from instar.serve.preflight import listening_problem
 from instar.serve.process import Backoff, Console, Program, Role
 from instar.serve.programs import plan_programs, with_values
 from instar.serve.readiness import ServiceWatcher
@@ -120,17 +120,17 @@ def test_no_password_is_in_an_argument() -> None:
 def test_a_port_in_use_is_one_line_that_says_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = why_not_listen("127.0.0.1", port)
+        told = listening_problem("127.0.0.1", port)
         with pytest.raises(InputError, match=f"port {port} of 127.0.0.1 is in use"):
             ready_to_start(with_values(Settings(), "gateway", port=port))
     assert f"--port {port + 1}" in told
     assert "\n" not in told
-    assert why_not_listen("127.0.0.1", port) == ""
+    assert listening_problem("127.0.0.1", port) == ""
 
 
 def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
-    assert "cannot be opened" in why_not_listen("192.0.2.1", 8000)
-    assert "not an address of this machine" in why_not_listen("no such host", 8000)
+    assert "cannot be opened" in listening_problem("192.0.2.1", 8000)
+    assert "not an address of this machine" in listening_problem("no such host", 8000)
 
 
 def test_a_redis_that_is_not_there_is_told_before_anything_starts() -> None:

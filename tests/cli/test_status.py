@@ -9,13 +9,14 @@ from rich.padding import Padding
 from instar.commands.status import (
     as_of_text,
     instances_table,
+    layers_text,
     morph_lines,
     policy_text,
+    ranges_text,
     shape_lines,
     show,
     shown_morphs,
 )
-from instar.output.layers import layers_text, ranges_text
 from instar.output.tables import trimmed
 from tests.support.cli_gateway import APPLIED, DEFERRED, RUNNING, instance
 

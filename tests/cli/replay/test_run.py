@@ -25,9 +25,8 @@ from instar.replay import files
 from instar.replay.files import RunFile
 from instar.replay.generator import Generator, RunState
 from instar.replay.outcomes import INTERRUPTED, NOT_SENT, UNFINISHED, RequestOutcome
-from instar.replay.progress import failures_text, line
 from instar.replay.requests import DIALECTS, Dialect, bodies, find_dialect
-from instar.replay.run import run_of
+from instar.replay.run import failures_text, progress_text, run_of
 from instar.replay.statistics import LATE_S, Slo, summary
 from instar.replay.traces import Arrival, Shaping, Workload, load
 from instar.replay.wire import Exchange, ServerAddress
@@ -165,7 +164,7 @@ def test_the_line_of_a_run_tells_the_refused_from_the_failed() -> None:
     run = RunState(
         [], began=time.perf_counter() - 3.2, num_sent=9, num_open=1, num_served=5, errors=Counter(errors)
     )
-    told = line(run, Workload("t", "instar", [Arrival(0.0, 4, 4), Arrival(10.0, 4, 4)], 10.0))
+    told = progress_text(run, Workload("t", "instar", [Arrival(0.0, 4, 4), Arrival(10.0, 4, 4)], 10.0))
     assert told.startswith("3 of 10 s: 9 of 2 sent, 1 open, 5 served, 0 tokens/s, 4 refused (mostly 400")
     assert failures_text({}) == ""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.common.oracles import FAMILIES, make_oracle
-from instar.commands.offline import run_offline
+from instar.cli import run_offline
 from kernels import quantize_rtn
 from tests.support.dense_layers import open_layerwise
 from tests.support.model_folders import Runner
