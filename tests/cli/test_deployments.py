@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bus.precisions import PRECISIONS
 from bus.settings import GatewaySettings, Settings, WorkerSettings
 from instar.commands import deploy
 from instar.commands.serve import ready_to_start
@@ -325,7 +326,7 @@ def test_what_the_gateway_refuses_is_told_in_its_words(
         (["deploy", "chat", "--max-latncy", "1"], "did you mean --max-latency?"),
         (["deploy", "chat", "--max-latency", "soon"], "'soon' must be a number above 0"),
         (["plan", "chat", "--max-loss", "much"], "'much' must be a share, as 1% or 0.01"),
-        (["deploy", "chat", "--precision", "int5"], "'int5' is none of full, int8, int4, int3"),
+        (["deploy", "chat", "--precision", "int5"], f"'int5' is none of {', '.join(PRECISIONS)}"),
         (["model", "ad", "x"], "did you mean add?"),
         (["deplo", "x"], "did you mean deploy?"),
     ],

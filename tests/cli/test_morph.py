@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bus.precisions import PRECISIONS
 from instar.cli import main
 from instar.commands.morph import in_words, layer_numbers, progress_text
 from instar.commands.morph_workers import workers_for
@@ -218,7 +219,7 @@ def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.Capture
         (["swap", "--precision", "int4"], "one of the arguments --layers --count is required"),
         (
             ["swap", "--count", "1", "--precision", "int5"],
-            "'int5' is none of full, int8, int4, int3; did you mean int",
+            f"'int5' is none of {', '.join(PRECISIONS)}; did you mean int",
         ),
         (["swap", "--count", "1", "--part", "fnn"], "'fnn' is none of attention, ffn; did you mean ffn?"),
         (["tp", "two"], "'two' must be a whole number, 1 or more"),

@@ -11,7 +11,7 @@ from bus.client import LiveWorker
 from bus.messages import Resize, Swap
 from bus.morphs import ResizeOrder, SwapOrder
 from bus.policy import Policy
-from bus.precisions import Precision
+from bus.precisions import PRECISIONS, Precision
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError
 from gateway.operations import orders
@@ -44,7 +44,13 @@ def ordered(call: str, body: Any, there: Cluster | None = None) -> Swap | Resize
     [
         ("demo@w9/swap", {"count": 1, "precision": "int4"}, 404, "instance", "did you mean 'demo@w0'"),
         ("zzz/resize", {"blocks": 9}, 404, "instance", "there are: demo@w0"),
-        ("demo@w0/swap", {"count": 1, "precision": "int5"}, 400, "precision", "'full', 'int8', 'int4' or"),
+        (
+            "demo@w0/swap",
+            {"count": 1, "precision": "int5"},
+            400,
+            "precision",
+            ", ".join(map(repr, PRECISIONS[:-1])) + " or",
+        ),
         ("demo@w0/swap", {"count": 1}, 400, "precision", "is missing"),
         ("demo@w0/swap", {"precision": "int4"}, 400, "layers", "neither layers nor count is given"),
         (

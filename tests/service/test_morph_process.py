@@ -14,6 +14,7 @@ import pytest
 
 from bus.client import Bus
 from bus.messages import MorphReport, Resize, SamplingParams, StepOutput, Submit, Swap, WorkerTelemetry
+from bus.precisions import PRECISIONS
 from bus.settings import RedisSettings
 from tests.service.test_worker_process import DEMO, start
 
@@ -123,7 +124,7 @@ async def test_streams_run_through_swaps_and_resizes_to_their_ends(
         async with asyncio.timeout(100), hands(bus, process, log) as hand:
             (live,) = await bus.workers()
             (card,) = live.card.instances
-            assert card.variants == ["full", "int8", "int4", "int3"] and sorted(card.order) == list(range(8))
+            assert card.variants == list(PRECISIONS) and sorted(card.order) == list(range(8))
             assert card.layer_pages["full"] > card.layer_pages["int8"] > card.layer_pages["int4"]
             expected = await hand.streams("before ", 60)
             busy = asyncio.create_task(hand.keep_busy())

@@ -67,7 +67,7 @@ ROWS = [WIDE, SMALL, PLAIN]
         ({"max_latency_s": float("nan")}, "max_latency_s is nan"),
         ({"max_cost": -2.0}, "max_cost is -2.0: it must be above 0"),
         ({"pp": 0}, "pp is 0: it must be a whole number, 1 or more"),
-        ({"precision": "int5"}, "precision is 'int5': it may be full, int8, int4, int3"),
+        ({"precision": "int5"}, f"precision is 'int5': it may be {', '.join(PRECISIONS)}"),
         ({"max_cost": "cheap"}, "max_cost is 'cheap': it must be above 0"),
         ({"max_loss": True}, "max_loss is True"),
         ({"max_loss": -0.01}, "max_loss is -0.01: it must be 0 or more"),
