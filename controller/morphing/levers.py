@@ -97,15 +97,9 @@ def take_free_pages(view: View, rules: Rules) -> MorphDecision | None:
     if gained < 1:
         return None
     blocks = view.kv_blocks + gained
-    return MorphDecision(
-        instance=view.instance,
-        worker=view.worker,
-        epoch=view.epoch,
-        lever="resize",
-        reason=f"{view.pages_spare} pages are free, for {gained} more KV blocks",
-        blocks=blocks,
-        numbers={"blocks_after": blocks, "pages_spare": view.pages_spare},
-    )
+    reason = f"{view.pages_spare} pages are free, for {gained} more KV blocks"
+    decision = _decide(view, "resize", reason, blocks_after=blocks, pages_spare=view.pages_spare)
+    return replace(decision, blocks=blocks)
 
 
 def swap_down(view: View, rules: Rules) -> MorphDecision | None:
@@ -115,22 +109,13 @@ def swap_down(view: View, rules: Rules) -> MorphDecision | None:
     if precision is None or count < 1:
         return None
     pages = view.layer_pages.get(view.resting, 0) - view.layer_pages.get(precision, 0)
-    is_last = view.layers_below + count == rules.max_layers
-    return MorphDecision(
-        instance=view.instance,
-        worker=view.worker,
-        epoch=view.epoch,
-        lever="swap_down",
-        reason=f"{_layers(count)} more to {precision} ({view.layers_below} of at most "
-        f"{rules.max_layers} below {view.resting}{'; this reaches the limit' if is_last else ''})",
-        count=count,
-        precision=precision,
-        numbers={
-            "count": count,
-            "max_layers": rules.max_layers,
-            "blocks_after": view.kv_blocks + view.blocks_of(count * pages),
-        },
-    )
+    blocks = view.kv_blocks + view.blocks_of(count * pages)
+    limit = f"{view.layers_below} of at most {rules.max_layers} below {view.resting}"
+    if view.layers_below + count == rules.max_layers:
+        limit += "; this reaches the limit"
+    reason, most = f"{_layers(count)} more to {precision} ({limit})", rules.max_layers
+    decision = _decide(view, "swap_down", reason, count=count, max_layers=most, blocks_after=blocks)
+    return replace(decision, count=count, precision=precision)
 
 
 def swap_up(view: View, rules: Rules) -> MorphDecision | None:
@@ -139,18 +124,27 @@ def swap_up(view: View, rules: Rules) -> MorphDecision | None:
         blocks = view.kv_blocks - view.blocks_for(count * _pages_of_return(view) - view.pages_spare)
         usage = view.kv_used / blocks if blocks > 0 else math.inf
         if blocks >= view.min_blocks and usage < rules.kv_usage_after:
-            return MorphDecision(
-                instance=view.instance,
-                worker=view.worker,
-                epoch=view.epoch,
-                lever="swap_up",
-                reason=f"{_layers(count)} of {view.layers_below} back to {view.resting}; KV use will be "
-                f"{usage:.2f} of {blocks} blocks, below {rules.kv_usage_after:g}",
-                count=count,
-                precision=view.resting,
-                numbers={"count": count, "blocks_after": blocks, "kv_usage_after": round(usage, 4)},
+            reason = (
+                f"{_layers(count)} of {view.layers_below} back to {view.resting}; KV use will be {usage:.2f} "
+                f"of {blocks} blocks, below {rules.kv_usage_after:g}"
             )
+            after = round(usage, 4)
+            decision = _decide(
+                view, "swap_up", reason, count=count, blocks_after=blocks, kv_usage_after=after
+            )
+            return replace(decision, count=count, precision=view.resting)
     return None
+
+
+def _decide(view: View, lever: Lever, reason: str, **numbers: Number) -> MorphDecision:
+    return MorphDecision(
+        instance=view.instance,
+        worker=view.worker,
+        epoch=view.epoch,
+        lever=lever,
+        reason=reason,
+        numbers=numbers,
+    )
 
 
 def _pages_of_return(view: View) -> int:
