@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from bus.settings import GatewaySettings, Settings
+from instar.cli import main
 from instar.errors import InputError
 from instar.running import announced, locate, running_services
+from instar.serve.redis_server import free_port
 
 DEFAULT = Settings().gateway
 
@@ -57,3 +59,16 @@ def test_a_folder_that_cannot_be_written_does_not_keep_a_service_from_running(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file"))
     with announced("http://127.0.0.1:9001"):
         assert running_services() == []
+
+
+def test_serve_can_be_found_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    async def supervise(*_: object) -> int:
+        seen.append(running_services())
+        return 0
+
+    monkeypatch.setattr("instar.commands.serve._supervise", supervise)
+    port = free_port()
+    assert main(["serve", "--port", str(port)]) == 0
+    assert seen == [[f"http://127.0.0.1:{port}"]] and running_services() == []
