@@ -103,13 +103,11 @@ def _tenants(holdings: list[_Holding], device: WorkerView) -> Iterator[Tenant]:
     assert device.pages is not None
     page_bytes = device.card.page_bytes
     for one in holdings:
-        kept_bytes = int(one.kept_pages * page_bytes)
         yield Tenant(
             instance=one.instance,
             deployment=one.deployment,
             workers=(device.card.id,),
             weight_bytes=device.pages.weights * page_bytes // len(holdings),
-            kv_bytes=kept_bytes,
-            kv_kept_bytes=kept_bytes,
+            kv_bytes=int(one.kept_pages * page_bytes),
             load=device.load,
         )

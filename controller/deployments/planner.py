@@ -170,7 +170,7 @@ def _plan(
 def _freed_bytes(device: WorkerView, question: Question, memory: FreeMemory) -> int:
     """Return the bytes that instances in `gone` would free; idle KV counts as free already."""
     return sum(
-        one.weight_bytes + one.kv_kept_bytes
+        one.weight_bytes + one.kv_bytes
         for one in memory.tenants
         if one.instance in question.gone and device.card.id in one.workers
     )

@@ -95,8 +95,8 @@ def _queued(deployment: Deployment, plan: Plan | None, obstacles: str, now: Situ
         return _note(deployment, NOWHERE, why)
     if plan is None:
         return _note(deployment, WORKER, f"{obstacles}. It stays queued until one of them is free")
-    ways = ", or ".join(map(str, plan.ways))
-    help_ = f"To make room: {ways}" if ways else "Nothing that could go would make room"
+    gone = " and ".join(map(str, plan.retirements))
+    help_ = f"To make room: {gone}" if gone else "Nothing that could go would make room"
     return _note(deployment, ROOM, f"{plan.reason}; {obstacles}. It stays queued. {help_}")
 
 

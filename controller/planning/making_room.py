@@ -1,23 +1,19 @@
-"""What would make room for a model that does not fit: retirements, or morphs of what stays. Pure.
+"""Which deployments would have to be retired for a model that does not fit. Pure.
 
-Every way is a list of steps that each free pages on some workers: one step if one suffices, of the least
-loaded instance; else those that free most, until the model fits, without those that prove needless.
+Idle KV of other instances counts as free before this is asked, so that morphs of what stays free nothing
+more.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bus.deployments import Configuration
-from bus.precisions import QUANTIZED, Precision, is_below
 from bus.shapes import natural
 from controller.planning.fitting import Device, Refusal, fit, sized
 from controller.planning.memory import Footprint
-
-Kind = Literal["resize", "swap", "retire"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,137 +27,78 @@ class Tenant:
     deployment: str = ""  # "": served by the worker's settings, and not retired
     workers: tuple[str, ...]
     weight_bytes: int
-    kv_bytes: int
-    kv_kept_bytes: int = 0  # of these: what its requests use, or it must have
+    kv_bytes: int  # that its requests use, or that it must have
     load: float = 0.0  # of its workers; the least loaded goes first
-    layers: Mapping[Precision, int] = field(default_factory=dict)  # how many in each precision
-    layer_bytes: Mapping[Precision, int] = field(default_factory=dict)  # of one in each it can have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoomStep:
-    """A morph or retirement that frees memory."""
+class Retirement:
+    """What retiring a deployment frees, by worker."""
 
-    kind: Kind
-    target: str  # an instance, or of a retirement the deployment
-    freed: Mapping[str, int]  # worker -> bytes
+    deployment: str
+    freed: Mapping[str, int]
     load: float = 0.0
-    precision: Precision | None = None  # of a swap
 
     @property
     def freed_bytes(self) -> int:
         """What it frees on all workers together."""
         return sum(self.freed.values())
 
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """Steps that together make room."""
-
-    steps: tuple[RoomStep, ...]
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of all its steps."""
-        return self.steps[0].kind
-
     def __str__(self) -> str:
-        return " and ".join(_SAYS[one.kind](one) for one in self.steps)
+        return f"retire deployment {self.deployment} ({sized(self.freed_bytes)})"
 
 
-def ways_to_fit(
+def retirements_to_fit(
     need: Footprint,
     configuration: Configuration,
     num_layers: int,
     devices: Iterable[Device],
     tenants: Iterable[Tenant],
-) -> list[Way]:
-    """Return ways, cheapest first: shrink idle KV, hold layers in fewer bits, retire deployments.
+) -> list[Retirement]:
+    """Return the least loaded that makes room alone, else those that free most, as many as needed.
 
     Empty: it fits as it is, or nothing helps.
     """
-    there, all_tenants = list(devices), list(tenants)
+    there = list(devices)
 
-    def fits(steps: Sequence[RoomStep]) -> bool:
-        return not isinstance(fit(need, configuration, num_layers, _after(there, steps)), Refusal)
+    def fits(gone: Sequence[Retirement]) -> bool:
+        return not isinstance(fit(need, configuration, num_layers, _after(there, gone)), Refusal)
 
     if fits(()):
         return []
-    resizes = [_resize(one) for one in all_tenants if one.kv_bytes > one.kv_kept_bytes]
-    found = [_way(resizes, fits)]
-    for precision in QUANTIZED:
-        swaps = [one for tenant in all_tenants if (one := _swap(tenant, precision))]
-        if way := _way(swaps, fits):
-            found.append(way)
-            break
-    found.append(_way(_retirements(all_tenants), fits))
-    return [way for way in found if way]
-
-
-def _way(steps: Iterable[RoomStep], fits: Callable[[Sequence[RoomStep]], bool]) -> Way | None:
-    """Return one step if one suffices; else those that free most, as many as it takes."""
-    least_first = sorted(steps, key=lambda one: (one.load, one.freed_bytes, natural(one.target)))
-    for step in least_first:
-        if fits([step]):
-            return Way((step,))
-    taken: list[RoomStep] = []
-    for step in sorted(least_first, key=lambda one: -one.freed_bytes):
-        taken.append(step)
-        if fits(taken):
+    least_first = sorted(
+        _retirements(tenants), key=lambda one: (one.load, one.freed_bytes, natural(one.deployment))
+    )
+    for one in least_first:
+        if fits([one]):
+            return [one]
+    gone: list[Retirement] = []
+    for one in sorted(least_first, key=lambda one: -one.freed_bytes):
+        gone.append(one)
+        if fits(gone):
             break
     else:
-        return None
-    for step in list(taken):
-        if fits(fewer := [one for one in taken if one is not step]):
-            taken = fewer
-    return Way(tuple(taken))
+        return []
+    for one in list(gone):
+        if fits(fewer := [other for other in gone if other is not one]):
+            gone = fewer  # it proved needless
+    return gone
 
 
-def _after(devices: Iterable[Device], steps: Sequence[RoomStep]) -> list[Device]:
-    """Return the devices after these steps. None is called empty: other models may be left."""
-    freed = {one.worker: 0 for one in devices}
-    for step in steps:
-        for worker in freed.keys() & step.freed.keys():
-            freed[worker] += step.freed[worker]
+def _after(devices: Iterable[Device], gone: Sequence[Retirement]) -> list[Device]:
+    """Return the devices after retirements. None is called empty: other models may be left."""
+    freed: Counter[str] = Counter()
+    for one in gone:
+        freed.update(one.freed)
     return [replace(one, free_bytes=one.free_bytes + freed[one.worker]) for one in devices]
 
 
-def _resize(tenant: Tenant) -> RoomStep:
-    return _step("resize", tenant, tenant.kv_bytes - tenant.kv_kept_bytes)
-
-
-def _retirements(tenants: Iterable[Tenant]) -> list[RoomStep]:
-    freed: dict[str, Counter[str]] = defaultdict(Counter)
-    loads: dict[str, float] = defaultdict(float)
+def _retirements(tenants: Iterable[Tenant]) -> list[Retirement]:
+    found: dict[str, Retirement] = {}
     for one in tenants:
         if one.deployment:
-            for worker in one.workers:
-                freed[one.deployment][worker] += one.weight_bytes + one.kv_bytes
-            loads[one.deployment] = max(loads[one.deployment], one.load)
-    return [
-        RoomStep(kind="retire", target=name, freed=found, load=loads[name]) for name, found in freed.items()
-    ]
-
-
-def _swap(tenant: Tenant, precision: Precision) -> RoomStep | None:
-    """Swap all layers with more bits to `precision`; None if that frees nothing."""
-    if precision not in tenant.layer_bytes:
-        return None
-    freed = sum(
-        count * max(0, tenant.layer_bytes.get(now, 0) - tenant.layer_bytes[precision])
-        for now, count in tenant.layers.items()
-        if is_below(precision, now)
-    )
-    return replace(_step("swap", tenant, freed), precision=precision) if freed else None
-
-
-def _step(kind: Kind, tenant: Tenant, freed_bytes: int) -> RoomStep:
-    freed = dict.fromkeys(tenant.workers, freed_bytes)
-    return RoomStep(kind=kind, target=tenant.instance, freed=freed, load=tenant.load)
-
-
-_SAYS: dict[Kind, Callable[[RoomStep], str]] = {
-    "resize": lambda one: f"shrink the KV cache of {one.target} by {sized(one.freed_bytes)}",
-    "swap": lambda one: f"hold the layers of {one.target} in {one.precision} ({sized(one.freed_bytes)})",
-    "retire": lambda one: f"retire deployment {one.target} ({sized(one.freed_bytes)})",
-}
+            before = found.get(one.deployment, Retirement(deployment=one.deployment, freed={}))
+            held = Counter(dict.fromkeys(one.workers, one.weight_bytes + one.kv_bytes))
+            held.update(before.freed)
+            found[one.deployment] = replace(before, freed=held, load=max(before.load, one.load))
+    return list(found.values())

@@ -10,7 +10,7 @@ from bus.messages import Stage
 from controller.planning.estimates import estimate_all
 from controller.planning.fitting import Device, Refusal
 from controller.planning.intent import UnmetError, judge, name_of, rank, validate
-from controller.planning.making_room import Tenant, Way, ways_to_fit
+from controller.planning.making_room import Retirement, Tenant, retirements_to_fit
 from controller.planning.memory import MemoryModel, kv_blocks
 from controller.planning.placement import Placing, place
 
@@ -21,7 +21,7 @@ class Plan:
 
     `estimates`: the whole configuration map, what can be had first, best first; `refusal` says why a row
     cannot be had. Without `chosen`, `reason` says why, `best` is the first choice if there were room, and
-    `ways` are what would make room. `is_unmet`: no cluster would help.
+    `retirements` would make room. `is_unmet`: no cluster would help.
     """
 
     estimates: list[Estimate] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Plan:
     blocks: int = 0  # of KV, at least
     reason: str = ""
     best: Estimate | None = None
-    ways: list[Way] = field(default_factory=list)
+    retirements: list[Retirement] = field(default_factory=list)
     is_unmet: bool = False
     free_bytes: dict[str, int] = field(default_factory=dict)  # of the devices that were looked at
 
@@ -73,11 +73,11 @@ def plan(
         stages = places[one.configuration]
         if not isinstance(stages, Refusal):
             return Plan(estimates=judged, chosen=one, stages=stages, blocks=kv_blocks(profile, intent))
-    best, ways, all_tenants = allowed[0], list[Way](), list(tenants)
+    best, gone, all_tenants = allowed[0], list[Retirement](), list(tenants)
     for one, need in zip(allowed, needs, strict=True):
-        if ways := ways_to_fit(need, one.configuration, profile.num_layers, there, all_tenants):
+        if gone := retirements_to_fit(need, one.configuration, profile.num_layers, there, all_tenants):
             best = one  # the first for which something would make room
             break
     reason = f"{name_of(best)} {refused[best.configuration]}"
     free = {one.worker: one.free_bytes for one in there}
-    return Plan(estimates=judged, reason=reason, best=best, ways=ways, free_bytes=free)
+    return Plan(estimates=judged, reason=reason, best=best, retirements=gone, free_bytes=free)

@@ -8,12 +8,12 @@ import pytest
 
 from bus.deployments import Answer, Deployment, DeployModel, Intent
 from controller.deployments.planner import Question, Situation
-from controller.planning.making_room import RoomStep, Way
+from controller.planning.making_room import Retirement
 from controller.planning.plan import Plan
 from tests.support.deployment_world import World, instance, measured
 
 HELD = instance("other", "w0")
-WAY = Way((RoomStep(kind="retire", target="o2", freed={"w0": 8 << 20}),))
+GONE = Retirement(deployment="o2", freed={"w0": 8 << 20})
 
 
 class Small(World):
@@ -28,7 +28,7 @@ class Small(World):
             card for one in question.devices for card in one.card.instances if card.id not in question.gone
         ]
         if name in self.large or (name in self.later and stay):
-            return Plan(reason="needs 9.0 MiB", ways=[WAY], free_bytes=free)
+            return Plan(reason="needs 9.0 MiB", retirements=[GONE], free_bytes=free)
         return super().plan(question)
 
 

@@ -10,7 +10,7 @@ import pytest
 from bus.deployments import Configuration, Intent
 from controller.planning.fitting import Device, Refusal, fit, sized
 from controller.planning.intent import IntentError
-from controller.planning.making_room import RoomStep, Tenant, ways_to_fit
+from controller.planning.making_room import Retirement, Tenant, retirements_to_fit
 from controller.planning.memory import Footprint
 from controller.planning.plan import plan
 from tests.support.known_truths import PAIR, SINGLE, STAGED, Truth, profile_of
@@ -23,72 +23,60 @@ IDLE = Tenant(
     workers=("w0",),
     weight_bytes=30,
     kv_bytes=40,
-    kv_kept_bytes=20,
-    layers={"full": 4},
-    layer_bytes={"full": 7, "int8": 4, "int4": 2},
 )
-BUSY = replace(IDLE, instance="busy@w1", deployment="d2", workers=("w1",), kv_kept_bytes=40, load=0.9)
+BUSY = replace(IDLE, instance="busy@w1", deployment="d2", workers=("w1",), load=0.9)
 
-# --------------------------------------------------------------------------- ways
+# --------------------------------------------------------------------------- retirements
 
 
-def test_each_way_is_named_with_what_it_frees() -> None:
-    ways = ways_to_fit(NEED, SINGLE, 3, HERE, [IDLE, BUSY])
-    assert [str(way) for way in ways] == [
-        "shrink the KV cache of idle@w0 by 20 bytes",
-        "hold the layers of idle@w0 in int8 (12 bytes)",
-        "retire deployment d1 (70 bytes)",
+def test_a_retirement_is_named_with_what_it_frees() -> None:
+    assert [str(one) for one in retirements_to_fit(NEED, SINGLE, 3, HERE, [IDLE, BUSY])] == [
+        "retire deployment d1 (70 bytes)"
     ]
-    assert [way.kind for way in ways] == ["resize", "swap", "retire"]
-
-
-def test_fewer_bits_are_asked_for_only_where_more_do_not_do() -> None:
-    (swap,) = (way for way in ways_to_fit(NEED, SINGLE, 4, HERE, [IDLE]) if way.kind == "swap")
-    assert [(one.precision, one.freed_bytes) for one in swap.steps] == [("int4", 20)]
 
 
 def test_several_go_where_one_is_not_enough_and_no_more_than_needed() -> None:
-    both = ways_to_fit(NEED, STAGED, 15, HERE, [IDLE, BUSY])
-    assert [[one.target for one in way.steps] for way in both] == [["d1", "d2"]]
+    both = retirements_to_fit(NEED, STAGED, 15, HERE, [IDLE, BUSY])
+    assert [one.deployment for one in both] == ["d1", "d2"]
 
 
 def test_who_has_little_to_do_goes_first() -> None:
     for tenants in ([IDLE, BUSY], [replace(IDLE, load=1.0), BUSY]):
-        (gone,) = (way for way in ways_to_fit(NEED, SINGLE, 7, HERE, tenants) if way.kind == "retire")
-        assert [one.target for one in gone.steps] == [min(tenants, key=lambda one: one.load).deployment]
+        (gone,) = retirements_to_fit(NEED, SINGLE, 7, HERE, tenants)
+        assert gone.deployment == min(tenants, key=lambda one: one.load).deployment
 
 
 def test_a_deployment_of_several_workers_goes_as_one() -> None:
-    stages = [replace(IDLE, kv_kept_bytes=40, layer_bytes={}), replace(BUSY, deployment="d1", layer_bytes={})]
-    (gone,) = ways_to_fit(NEED, STAGED, 15, HERE, stages)
+    stages = [IDLE, replace(BUSY, deployment="d1")]
+    (gone,) = retirements_to_fit(NEED, STAGED, 15, HERE, stages)
     assert str(gone) == "retire deployment d1 (140 bytes)"
 
 
 def test_what_came_with_its_worker_is_not_retired() -> None:
-    own = replace(IDLE, deployment="", kv_kept_bytes=40, layer_bytes={})
-    assert ways_to_fit(NEED, SINGLE, 3, HERE, [own]) == []
+    own = replace(IDLE, deployment="")
+    assert retirements_to_fit(NEED, SINGLE, 3, HERE, [own]) == []
 
 
 def test_nothing_is_asked_for_where_it_fits_and_nothing_helps_where_it_never_will() -> None:
-    assert ways_to_fit(NEED, SINGLE, 2, HERE, [IDLE]) == []
-    assert ways_to_fit(NEED, SINGLE, 99, HERE, [IDLE, BUSY]) == []
+    assert retirements_to_fit(NEED, SINGLE, 2, HERE, [IDLE]) == []
+    assert retirements_to_fit(NEED, SINGLE, 99, HERE, [IDLE, BUSY]) == []
 
 
 @pytest.mark.parametrize("num_layers", range(3, 17))
 @pytest.mark.parametrize("configuration", [SINGLE, STAGED])
-def test_every_way_does_make_room_and_none_of_its_steps_is_needless(
+def test_retirements_do_make_room_and_none_of_them_is_needless(
     configuration: Configuration, num_layers: int
 ) -> None:
-    def fits(steps: Sequence[RoomStep]) -> bool:
+    def fits(steps: Sequence[Retirement]) -> bool:
         freed = [sum(step.freed.get(one.worker, 0) for step in steps) for one in HERE]
         after = [
             replace(one, free_bytes=one.free_bytes + more) for one, more in zip(HERE, freed, strict=True)
         ]
         return not isinstance(fit(NEED, configuration, num_layers, after), Refusal)
 
-    for way in ways_to_fit(NEED, configuration, num_layers, HERE, [IDLE, BUSY]):
-        assert fits(way.steps)
-        assert not any(fits(way.steps[:i] + way.steps[i + 1 :]) for i in range(len(way.steps)))
+    if gone := retirements_to_fit(NEED, configuration, num_layers, HERE, [IDLE, BUSY]):
+        assert fits(gone)
+        assert not any(fits(gone[:i] + gone[i + 1 :]) for i in range(len(gone)))
 
 
 # --------------------------------------------------------------------------- plans
@@ -136,7 +124,7 @@ def test_a_model_that_fits_nowhere_says_what_would_make_room() -> None:
     found = plan(PROFILE, Intent(max_loss=0.0), cluster(1 << 20), tenants=[held])
     assert found.chosen is None and not found.is_unmet
     assert found.best is not None and found.best.configuration == SINGLE
-    assert [str(way) for way in found.ways] == [f"retire deployment d7 ({sized(WHOLE)})"]
+    assert [str(one) for one in found.retirements] == [f"retire deployment d7 ({sized(WHOLE)})"]
     assert "1.0 MiB are free on w0" in found.reason
 
 
