@@ -10,7 +10,7 @@ import sys
 from bus.client import Bus
 from bus.service import CONFIGURATION_ERROR, run
 from bus.settings import Settings
-from worker.service.loaded import CannotServe
+from worker.service.loading import CannotServe
 
 # About a millisecond: from one product of a step to the next, and not through an idle service's nights.
 SPIN_COUNT = "20000"
@@ -23,7 +23,7 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 
     # isort: split
-    from worker.service.loading import load
+    from worker.service.start_up import load
     from worker.service.worker import serve
 
     await serve(settings, bus, stop, load)

@@ -42,8 +42,8 @@ from bench.morph.floor import Floor, leave_caches
 from bus.messages import PARTS, MorphReport, Swap
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
-from worker.service.loaded import Loaded
-from worker.service.loading import load
+from worker.service.loading import Loaded
+from worker.service.start_up import load
 from worker.shape.variants import LayerVariants
 
 SEQUENCES, PROMPT_TOKENS = 8, 64

@@ -24,7 +24,7 @@ from worker.distributed.messages import Peer
 from worker.engine.engine import StepResult
 from worker.engine.sequence import Request
 from worker.service.engine_thread import EngineThread
-from worker.service.loading import load
+from worker.service.start_up import load
 
 MODEL = "bench"
 PROMPT_TOKENS, MAX_TOKENS = 128, 1800

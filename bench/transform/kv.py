@@ -22,9 +22,9 @@ from numba import njit
 
 from bench.common.engines import take_turns_by_layer
 from bench.transform.ranks import Timed, through_sockets, timed
+from worker.distributed.carriers import Outboxes
 from worker.distributed.communicator import Communicator
 from worker.distributed.kv_exchange import exchange
-from worker.distributed.shared_buffers import Outboxes
 from worker.memory import CpuBackend, KVCache, PagePool
 
 PAGE_BYTES = 64 * 1024

@@ -13,7 +13,7 @@ from bus.settings import Settings
 from instar.cli import main
 from instar.serve.preflight import device_problem, parse_model, settings_problem
 from instar.serve.programs import DEMO_MODEL, with_values
-from worker.service.loading import model_folders
+from worker.service.start_up import model_folders
 
 Write = Callable[..., Path]
 

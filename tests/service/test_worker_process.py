@@ -18,9 +18,9 @@ from bus.messages import SamplingParams, StepOutput, Submit
 from bus.settings import RedisSettings, WorkerSettings
 from tests.support.paths import ROOT
 from worker.engine.build import fair_shares
-from worker.service import watchdog
-from worker.service.loaded import CannotServe
-from worker.service.loading import load
+from worker.service import telemetry
+from worker.service.loading import CannotServe
+from worker.service.start_up import load
 
 DEMO = ROOT / "models" / "demo"
 
@@ -145,9 +145,9 @@ async def test_the_watchdog_ends_a_process_whose_step_does_not_end(
         assert status == 1
         ended.set()
 
-    monkeypatch.setattr("worker.service.watchdog.os._exit", leave)
-    monkeypatch.setattr("worker.service.watchdog.faulthandler.dump_traceback", lambda: None)
-    task = asyncio.create_task(watchdog.watch_steps(Stuck(), 0.1))  # type: ignore[arg-type]
+    monkeypatch.setattr("worker.service.telemetry.os._exit", leave)
+    monkeypatch.setattr("worker.service.telemetry.faulthandler.dump_traceback", lambda: None)
+    task = asyncio.create_task(telemetry.watch_steps(Stuck(), 0.1))  # type: ignore[arg-type]
     async with asyncio.timeout(5):
         await ended.wait()
     task.cancel()

@@ -18,7 +18,7 @@ from bus.settings import WorkerSettings
 from tests.support.engine_toys import Client, request
 from worker.model import read_config
 from worker.model.layout import plan_model
-from worker.service.loading import load
+from worker.service.start_up import load
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,9 +80,13 @@ class Place:
     def __post_init__(self) -> None:
         self.name = self.settings.id
         self.loaded = load(self.settings, self.name, lambda text: None)
-        assert self.loaded.site
-        self.site, self.engine, self.morphs = self.loaded.site, self.loaded.engine, self.loaded.morphs
-        self.pool = self.site.pool
+        assert self.loaded.model_host
+        self.model_host, self.engine, self.morphs = (
+            self.loaded.model_host,
+            self.loaded.engine,
+            self.loaded.morphs,
+        )
+        self.pool = self.model_host.pool
 
     def deploy(self, name: str, folder: Path, **fields: Any) -> str:
         """Begin it; returns its id."""
@@ -144,11 +148,11 @@ class Place:
         self.pool.check_integrity()
         for target in self.morphs.targets.values():
             target.check_integrity()
-        assert self.morphs.targets.keys() == self.engine.instances.keys() == self.site.residents.keys()
+        assert self.morphs.targets.keys() == self.engine.instances.keys() == self.model_host.models.keys()
 
     def close(self) -> None:
         self.morphs.close()
-        for resident in self.site.residents.values():
+        for resident in self.model_host.models.values():
             resident.target.resizer.cache.release()
             resident.model.release()
         self.pool.check_integrity()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.worker_bench import Bench
-from worker.service.loaded import Loaded
-from worker.service.loading import load
+from worker.service.loading import Loaded
+from worker.service.start_up import load
 
 # What it tells, and how often: sooner than in service.
 QUICK = {"telemetry_s": 0.05, "idle_telemetry_s": 0.2}

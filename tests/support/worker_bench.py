@@ -16,7 +16,7 @@ from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.support.engine_toys import VOCAB, ToyModel, toy_engine
 from worker.engine.core import EngineCore
 from worker.morph.manager import MorphManager
-from worker.service.loaded import Loaded
+from worker.service.loading import Loaded
 from worker.service.worker import serve
 
 B = TypeVar("B", bound="Bench")

@@ -1,4 +1,4 @@
-"""Models that come and go, as the executor of morphs runs them (`worker.morph.deployments`)."""
+"""Models that come and go, as the manager of morphs runs them, and the KV pages that they share."""
 
 from __future__ import annotations
 
@@ -8,16 +8,69 @@ from collections.abc import Callable, Container
 from functools import partial
 
 from bus.messages import Deploy, Morph, Retire
-from worker.deploy.arrival import ArrivalRun, CardOf
-from worker.deploy.departure import DepartureRun
-from worker.deploy.shares import Shares
-from worker.deploy.site import Site
+from worker.deploy.kv_sharing import Move, next_move
+from worker.deploy.load import CardOf, LoadRun
+from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
+from worker.deploy.stage_load import PipelineLoadRun, StageLoadRun
+from worker.deploy.unload import UnloadRun
 from worker.morph.groups import Peers
 from worker.morph.run import Clock
 from worker.morph.target import Target
-from worker.pipeline.arrivals import FollowerArrival, LeaderArrival
 from worker.pipeline.split import leader_of
 from worker.shape.copier import Copier
+
+# A model that lacked blocks this recently keeps its fair share: pages would otherwise move with every gap
+# between requests.
+KEEN_S = 1.0
+
+
+class KVSharing:
+    """In the engine's thread."""
+
+    def __init__(self, host: ModelHost, clock: Clock = time.monotonic) -> None:
+        self._host, self._clock = host, clock
+        self._wanted_at: dict[str, float] = {}
+        self.num_moves = 0
+
+    def move_some(self, but: Container[str]) -> bool:
+        """A unit of work, if somebody misses blocks and others can give. but: instances whose KV is being
+        resized by order."""
+        models = self._host.models
+        if len(models) < 2:
+            return False
+        now = self._clock()
+        for name, one in models.items():
+            if one.target.instance.scheduler.num_blocks_wanted:
+                self._wanted_at[name] = now
+        if now not in self._wanted_at.values():
+            return False
+        holders = [
+            holder_of(one, is_keen=now - self._wanted_at.get(name, -KEEN_S) < KEEN_S)
+            for name, one in models.items()
+            if name not in but
+        ]
+        move = next_move(holders, self._host.num_spare_pages)
+        if move is None:
+            return False
+        self._do(move)
+        return True
+
+    def forget(self, instance: str) -> None:
+        self._wanted_at.pop(instance, None)
+
+    def _do(self, move: Move) -> None:
+        """A few pages of each layer. What the lender gives may not be a page for each layer of the
+        borrower: then it is free until the next move."""
+        models = self._host.models
+        if move.lender:
+            lender = models[move.lender].target.resizer
+            lender.lend(min(move.pages // lender.num_layers, PAGES_AT_ONCE))
+        borrower = models[move.borrower].target.resizer
+        pages = min(move.pages // borrower.num_layers, borrower.growable(), PAGES_AT_ONCE)
+        if pages > 0:
+            borrower.borrow(pages)
+            self.num_moves += 1
+
 
 # Of the time, while the engine is busy: on a CPU loading takes cores and memory from the steps. A swap, which
 # is a matter of some layers, takes less; at its share a load would take minutes.
@@ -30,15 +83,15 @@ GOING_WAIT_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class SiteDeployments:
+class ModelDeployments:
     """Over one site. card_of: what is shown of a model that came."""
 
-    def __init__(self, site: Site, card_of: CardOf, *, clock: Clock = time.monotonic) -> None:
-        self.site, self._card_of, self._clock = site, card_of, clock
+    def __init__(self, host: ModelHost, card_of: CardOf, *, clock: Clock = time.monotonic) -> None:
+        self.host, self._card_of, self._clock = host, card_of, clock
         self._wake: Callable[[], None] = lambda: None
         self._is_busy: Callable[[], bool] = lambda: False
-        self._loader = Copier(lambda: self._wake(), lambda: LOAD_SHARE if self._is_busy() else 1.0)
-        self.shares = Shares(site, clock)
+        self._copier = Copier(lambda: self._wake(), lambda: LOAD_SHARE if self._is_busy() else 1.0)
+        self.shares = KVSharing(host, clock)
 
     def attach(
         self,
@@ -48,8 +101,8 @@ class SiteDeployments:
         is_busy: Callable[[], bool],
         begin: Callable[[Callable[[int], Morph]], None],
     ) -> None:
-        site = self.site
-        site.add_target, site.drop_target = add, drop
+        host = self.host
+        host.add_target, host.drop_target = add, drop
         self._wake, self._is_busy = wake, is_busy
 
         def retire(instance: str, reason: str, wait_s: float) -> None:
@@ -57,23 +110,23 @@ class SiteDeployments:
             name = f"lost-{instance}-{time.time_ns()}"
             begin(lambda epoch: Retire(id=name, epoch=epoch, instance=instance, wait_s=wait_s))
 
-        site.on_lost = partial(retire, wait_s=0.0)
-        site.on_going = partial(retire, wait_s=GOING_WAIT_S)
+        host.on_lost = partial(retire, wait_s=0.0)
+        host.on_going = partial(retire, wait_s=GOING_WAIT_S)
 
-    def deploy(self, command: Deploy, peers: Peers) -> ArrivalRun:
-        loader, card_of, clock = self._loader, self._card_of, self._clock
+    def deploy(self, command: Deploy, peers: Peers) -> LoadRun:
+        copier, card_of, clock = self._copier, self._card_of, self._clock
         if len(command.stages) < 2:
-            return ArrivalRun(command, self.site, loader, card_of, clock=clock)
-        if self.site.worker != leader_of(command):
-            return FollowerArrival(command, self.site, loader, card_of, clock=clock)
-        return LeaderArrival(command, self.site, loader, card_of, peers, clock=clock)
+            return LoadRun(command, self.host, copier, card_of, clock=clock)
+        if self.host.worker != leader_of(command):
+            return StageLoadRun(command, self.host, copier, card_of, clock=clock)
+        return PipelineLoadRun(command, self.host, copier, card_of, peers, clock=clock)
 
-    def retire(self, command: Retire) -> DepartureRun:
+    def retire(self, command: Retire) -> UnloadRun:
         self.shares.forget(command.instance)
-        return DepartureRun(command, self.site, clock=self._clock)
+        return UnloadRun(command, self.host, clock=self._clock)
 
     def share(self, but: Container[str]) -> bool:
         return self.shares.move_some(but)
 
     def close(self) -> None:
-        self._loader.close()
+        self._copier.close()

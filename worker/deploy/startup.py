@@ -11,9 +11,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from bus.messages import Deploy, MorphOutcome
-from worker.deploy.arrival import ArrivalRun, CardOf, Steps
-from worker.deploy.sharing import Holder
-from worker.deploy.site import Site
+from worker.deploy.kv_sharing import KVHolder
+from worker.deploy.load import CardOf, LoadRun, Steps
+from worker.deploy.model_host import ModelHost
 from worker.model.weights import check_budget
 from worker.morph.outcome import NotApplied
 from worker.shape.copier import Copier
@@ -22,26 +22,26 @@ WAIT_S = 0.1  # at most, between two looks at what the loading thread does
 
 
 def serve_models(
-    folders: Mapping[str, Path], site: Site, card_of: CardOf, progress: Callable[[str], None]
+    folders: Mapping[str, Path], host: ModelHost, card_of: CardOf, progress: Callable[[str], None]
 ) -> None:
     """Load and serve the models in `folders`, by name. progress: called often, with what is done now; what it
     raises ends the loading. Raises NotApplied for what cannot work, and keeps no page then."""
     woken = threading.Event()
-    loader = Copier(woken.set)
+    copier = Copier(woken.set)
     with ExitStack() as undo:
-        undo.callback(loader.close)
+        undo.callback(copier.close)
         runs: list[StartUpRun] = []
         for name, folder in folders.items():
             command = Deploy(
                 id="",  # the card's: it was not deployed by an order
                 epoch=0,
-                instance=f"{name}@{site.worker}",
+                instance=f"{name}@{host.worker}",
                 model=name,
                 path=str(folder),
                 stages=[],
                 blocks=1,
             )
-            runs.append(StartUpRun(command, site, loader, card_of, runs))
+            runs.append(StartUpRun(command, host, copier, card_of, runs))
         back = undo.enter_context(ExitStack())
         for run in runs:
             back.callback(run.release)
@@ -60,16 +60,21 @@ def _drive(run: StartUpRun, steps: Steps, woken: threading.Event, progress: Call
                 woken.clear()
 
 
-class StartUpRun(ArrivalRun):
+class StartUpRun(LoadRun):
     """One model of the settings."""
 
     pages_at_once = 1 << 10  # no step waits
 
     def __init__(
-        self, command: Deploy, site: Site, loader: Copier, card_of: CardOf, together: list[StartUpRun]
+        self,
+        command: Deploy,
+        host: ModelHost,
+        copier: Copier,
+        card_of: CardOf,
+        together: list[StartUpRun],
     ) -> None:
         """together: all models that are loaded together with this one."""
-        super().__init__(command, site, loader, card_of)
+        super().__init__(command, host, copier, card_of)
         self.model = command.model
         self._together = together
 
@@ -81,26 +86,26 @@ class StartUpRun(ArrivalRun):
     def serving(self) -> Steps:
         """Take a fair share of the KV pages and serve from then on."""
         yield from self._serve()
-        self._site.claim(self._command.instance, None)
+        self._host.claim(self._command.instance, None)
 
     def release(self) -> None:
         """Give every page back."""
-        self._newcomer.release()
-        self._site.claim(self._command.instance, None)
+        self._loader.release()
+        self._host.claim(self._command.instance, None)
 
-    def _holders(self) -> list[Holder]:
+    def _holders(self) -> list[KVHolder]:
         return [run._own_holder() for run in self._together]
 
     def _no_room(self, state: MorphOutcome, why: str) -> NotApplied:
         """Say what is missing in terms of the settings: a restart finds no other model to shrink."""
-        newcomer, pool, cache = self._newcomer, self._site.pool, self._newcomer.cache
+        loader, pool, cache = self._loader, self._host.pool, self._loader.cache
         assert cache
-        check_budget(newcomer.config, newcomer.plan, pool, newcomer.weight_pages)
-        reserve, left = self._site.reserve_pages, pool.num_free - newcomer.weight_pages
+        check_budget(loader.config, loader.plan, pool, loader.weight_pages)
+        reserve, left = self._host.reserve_pages, pool.num_free - loader.weight_pages
         kept = f" ({reserve} are kept for swaps)" if reserve else ""
         return NotApplied(
             "failed",
-            f"{newcomer.folder}: no room for a KV cache: a block of {cache.block_tokens} tokens takes"
-            f" {newcomer.least_kv_pages} pages and {max(0, left - reserve)} are left of"
+            f"{loader.folder}: no room for a KV cache: a block of {cache.block_tokens} tokens takes"
+            f" {loader.least_kv_pages} pages and {max(0, left - reserve)} are left of"
             f" {pool.num_pages}{kept}; raise memory_mb",
         )

@@ -12,10 +12,9 @@ from typing import Protocol
 
 import torch
 
-from worker.distributed.carriers import outboxes_of
+from worker.distributed.carriers import Outboxes, outboxes_of
 from worker.distributed.communicator import Communicator
 from worker.distributed.kv_exchange import Moved
-from worker.distributed.shared_buffers import Outboxes
 from worker.shape.checks import ROW_BYTES
 from worker.shape.copies import ByteSpan
 

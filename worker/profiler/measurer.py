@@ -17,7 +17,7 @@ from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.deployments import LinkSample, Measure, Profile
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
-from worker.deploy.site import Site
+from worker.deploy.model_host import ModelHost
 from worker.memory import PagePool
 from worker.model import ModelConfig, ModelError, read_config
 from worker.profiler.device_memory import cache_bytes
@@ -194,9 +194,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     return dtype
 
 
-def measurer_of(site: Site) -> Measurer:
+def measurer_of(model_host: ModelHost) -> Measurer:
     """Return the measurer of a worker that serves."""
-    return Measurer(site.pool, site.settings, LentPages(site))
+    return Measurer(model_host.pool, model_host.settings, LentPages(model_host))
 
 
 def _config_of(command: Measure) -> ModelConfig:

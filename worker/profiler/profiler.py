@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from typing import Protocol, TypeVar
 
 from bus.deployments import LatencySample, LinkSample, MemorySample, Profile
-from worker.deploy.sharing import fair_pages, gift, next_lender
-from worker.deploy.site import PAGES_AT_ONCE, Site, holder_of
+from worker.deploy.kv_sharing import fair_pages, gift, next_lender
+from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
 from worker.engine.core import EngineCore
 from worker.memory import KVCache, PagePool
 from worker.profiler.fingerprint import CutPlan, Fingerprint, load_cut, warm_up
@@ -119,7 +119,7 @@ class Profiler:
         for _ in warm_up(plan, self.grid.block_tokens, self._device):
             yield False
         with ExitStack() as undo:
-            undo.callback(self._page_source.give_back)
+            undo.callback(self._page_source.return_lent_pages)
             self._say("making room")
             yield from self._page_source.make(self.num_pages)
             self._say("loading")
@@ -225,7 +225,7 @@ class PageSource(Protocol):
     def make(self, num_pages: int) -> Generator[bool, None, None]:
         """Make so many pages free, a few at a time. Raises NotEnoughPages."""
 
-    def give_back(self) -> None:
+    def return_lent_pages(self) -> None:
         """Return what was lent."""
 
 
@@ -241,7 +241,7 @@ class FreePages:
     def make(self, num_pages: int) -> Generator[bool, None, None]:
         yield True
 
-    def give_back(self) -> None:
+    def return_lent_pages(self) -> None:
         """Do nothing: no page was lent."""
 
 
@@ -251,26 +251,26 @@ class LentPages:
     The worker's reserve for swaps stays.
     """
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, model_host: ModelHost) -> None:
+        self._host = model_host
 
     def available(self) -> int:
-        holders = [holder_of(one) for one in self._site.residents.values()]
+        holders = [holder_of(one) for one in self._host.models.values()]
         fair = fair_pages(holders, 0)
-        return max(0, self._site.num_spare_pages + sum(gift(one, fair) for one in holders))
+        return max(0, self._host.num_spare_pages + sum(gift(one, fair) for one in holders))
 
     def make(self, num_pages: int) -> Generator[bool, None, None]:
-        site = self._site
-        while site.taken_by:  # a model that is loaded or unloaded counts on the free pages
+        model_host = self._host
+        while model_host.busy_with:  # a model that is loaded or unloaded counts on the free pages
             yield False
-        while (missing := num_pages - site.num_spare_pages) > 0:
-            move = next_lender([holder_of(one) for one in site.residents.values()], missing)
+        while (missing := num_pages - model_host.num_spare_pages) > 0:
+            move = next_lender([holder_of(one) for one in model_host.models.values()], missing)
             if move is None:
                 raise NotEnoughPages(f"{missing} pages are missing: the models need their KV now")
-            resizer = site.residents[move.lender].target.resizer
+            resizer = model_host.models[move.lender].target.resizer
             resizer.lend(min(move.pages // resizer.num_layers, PAGES_AT_ONCE))
             yield True
 
-    def give_back(self) -> None:
-        while self._site.give_back():
+    def return_lent_pages(self) -> None:
+        while self._host.return_lent_pages():
             pass

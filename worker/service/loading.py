@@ -1,114 +1,138 @@
-"""From settings to an engine that has run its first request."""
+"""Loading, in a thread of its own: the lease is renewed meanwhile and SIGTERM is heard.
+
+This module brings no torch, which takes seconds: what only wants to catch CannotServe need not wait for it.
+"""
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-
-import kernels
-from bus.precisions import BITS, PRECISIONS
+from bus.messages import InstanceCard, PageCounts
 from bus.settings import WorkerSettings
-from worker.deploy.newcomer import dtype_of
-from worker.deploy.site import Site
-from worker.deploy.startup import serve_models
-from worker.distributed.probe import ProbeResponder
-from worker.distributed.transport import Transport
-from worker.engine.build import (
-    MIB,
-    make_pool,
-)
-from worker.engine.engine import Engine
-from worker.memory import MappingFailed, OutOfPages
-from worker.model import ModelError
-from worker.morph.outcome import NotApplied
-from worker.pipeline.stage_host import StageHost
-from worker.service.cards import card_of_newcomer
-from worker.service.load_morphs import make_executor
-from worker.service.loaded import CannotServe, Loaded, Progress
-from worker.service.regroup import Regrouping
+
+if TYPE_CHECKING:  # the engine brings torch; who only wants to catch CannotServe need not wait for it
+    from worker.deploy.model_host import ModelHost
+    from worker.distributed.transport import Transport
+    from worker.engine.engine import Engine
+    from worker.morph.manager import MorphManager
+    from worker.parallel.grouping import Grouping
+    from worker.service.groups import GroupMembership
+import asyncio
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+from worker.service.membership import Membership
+from worker.service.tasks import end
+
+
+class CannotServe(Exception):
+    """These settings or this model folder will never work; one line says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    engine: Engine
+    pages: Callable[[], PageCounts]
+    device: str
+    page_bytes: int
+    morphs: MorphManager
+    model_host: ModelHost | None = None  # None: no model comes or goes
+    group_membership: GroupMembership | None = None
+    own_cards: list[InstanceCard] = field(default_factory=list)  # of a toy without a site
+
+    @property
+    def cards(self) -> list[InstanceCard]:
+        return [one.card for one in self.model_host.models.values()] if self.model_host else self.own_cards
+
+    @property
+    def grouping(self) -> Grouping | None:
+        """How the worker joins groups; None if it joins none."""
+        return self.group_membership.grouping if self.group_membership else None
+
+    @property
+    def transport(self) -> Transport | None:
+        """Where other workers reach this one; None if they do not."""
+        return self.model_host.transport if self.model_host else None
+
+
+Progress = Callable[[str], None]  # called in the loading thread, as often as the loader likes
+Loader = Callable[[WorkerSettings, str, Progress], Loaded]  # settings, worker id; raises CannotServe
+
 
 log = logging.getLogger("worker")
 
-
-def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
-    """Raises CannotServe, with one line that says what to change."""
-    try:
-        return _load(settings, worker, progress)
-    except (ModelError, NotApplied, OutOfPages, MappingFailed, ValueError) as error:
-        raise CannotServe(str(error)) from error
+PROGRESS_S = 0.5  # how often progress is shown on the card
+PROGRESS_LOG_S = 2.0
+STOP_S = 5.0  # a load stops at its next tensor; a compiler may take longer
 
 
-def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
-    folders = model_folders(settings.models, may_be_empty=settings.may_be_empty)
-    device = _device(settings.device)
-    kernels.configure(settings.threads)
-    pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
-    engine = Engine(device)
-    site = Site(worker, pool, engine, settings)
-    morphs = make_executor(worker, site, settings, device)
-    serve_models(folders, site, card_of_newcomer, progress)
-    if not folders:
-        progress("compiling kernels")
-        compile_ahead(device, settings)
-    if settings.group_host:
-        site.transport = Transport(
-            settings.group_host, settings.group_timeout_s, is_pinned=device.type == "cuda"
-        )
-        ProbeResponder(site.transport, device)
-        engine.parts = site.stages = StageHost(site.transport)
-    regrouping = Regrouping(site, morphs)
-    regrouping.look()
-    site.on_changed = regrouping.look
-    return Loaded(engine, pool.counts, str(device), pool.page_bytes, morphs, site, regrouping)
+class _Stopped(Exception):
+    """Raised into the loader through its progress callback."""
 
 
-def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
-    """Of a worker that waits for models: a compiler holds up all threads of the process, for longer than a
-    lease lasts. What depends on a model's own sizes is compiled with it."""
-    if device.type == "cpu":
-        kernels.warm_up(
-            dtype_of(settings.dtype, device) or torch.float32,
-            hidden_size=256,
-            intermediate_size=256,
-            num_heads=2,
-            num_kv_heads=1,
-            head_dim=64,
-            block_tokens=settings.block_tokens,
-            bits=[BITS[name] for name in PRECISIONS if name in settings.variants],
-        )
+class LoadTask:
+    """`run` returns what was loaded, or None if `stop` was set first. Raises what the loader or the lease's
+    renewal raises."""
 
+    def __init__(self, load: Loader, settings: WorkerSettings, worker: str) -> None:
+        self._load, self._settings, self._worker = load, settings, worker
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[Loaded] = self._loop.create_future()
+        self._latest = ""
+        self._is_stopping = False
 
-def model_folders(models: list[str], *, may_be_empty: bool = False) -> dict[str, Path]:
-    """Served name -> folder, from `name=dir` or `dir` (then the folder's name). Raises CannotServe."""
-    folders: dict[str, Path] = {}
-    for entry in models:
-        name, is_named, folder = entry.partition("=")
-        if not is_named or "/" in name:  # the = is one of the folder's
-            name, folder = "", entry
-        path = Path(folder).expanduser().resolve()
-        name = name or path.name
-        if name in folders:
-            raise CannotServe(f"two models are called {name!r}: {folders[name]} and {path}; use name=dir")
-        folders[name] = path
-    if not folders and not may_be_empty:
-        raise CannotServe(
-            "no model to serve: set worker.models (INSTAR_MODEL) to a model folder, or worker.may_be_empty to"
-            " wait for models to be deployed"
-        )
-    return folders
+    async def run(
+        self, membership: Membership, stop: asyncio.Event, renewal: asyncio.Task[None]
+    ) -> Loaded | None:
+        threading.Thread(target=self._work, name="load", daemon=True).start()
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await self._show_progress(membership, [self._done, stopping, renewal])
+        finally:
+            await end(stopping)
+        if self._done.done():
+            return self._done.result()
+        await self._stop(membership, exit_status=1 if renewal.done() else 0)
+        if renewal.done():
+            renewal.result()
+        return None
 
+    async def _show_progress(self, membership: Membership, until: list[asyncio.Future[Any]]) -> None:
+        shown, logged_at = "", time.monotonic()
+        while not any(future.done() for future in until):
+            await asyncio.wait(until, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._latest != shown:
+                shown = self._latest
+                await membership.update(progress=shown)
+                if time.monotonic() - logged_at >= PROGRESS_LOG_S:
+                    logged_at = time.monotonic()
+                    log.info("%s", shown)
 
-def _device(name: str) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    try:
-        device = torch.device(name or ("cuda:0" if has_gpu else "cpu"))
-    except RuntimeError as error:
-        raise CannotServe(f"worker.device is {name!r}: {error}; use cpu or cuda:0") from error
-    if device.type not in ("cpu", "cuda"):
-        raise CannotServe(f"worker.device is {name!r}; cpu and cuda are supported")
-    if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
-        raise CannotServe(f"worker.device is {name!r}, and this machine has {torch.cuda.device_count()} GPUs")
-    # A thread can only be bound to a GPU with a number.
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    async def _stop(self, membership: Membership, exit_status: int) -> None:
+        self._is_stopping = True
+        await asyncio.wait([self._done], timeout=STOP_S)
+        if not self._done.done():
+            # Python would end under the native code of the loading thread, which aborts the process.
+            await membership.leave()
+            os._exit(exit_status)
+        self._done.exception()
+
+    # ----------------------------------------------------------------------------- the loading thread
+
+    def _work(self) -> None:
+        try:
+            loaded = self._load(self._settings, self._worker, self._progress)
+        except BaseException as error:  # noqa: BLE001 the waiting side raises it again
+            self._loop.call_soon_threadsafe(self._done.set_exception, error)
+        else:
+            self._loop.call_soon_threadsafe(self._done.set_result, loaded)
+
+    def _progress(self, text: str) -> None:
+        if self._is_stopping:
+            raise _Stopped
+        self._latest = text

@@ -1,8 +1,11 @@
-"""The engine's numbers, several times a second while busy, once a second when not."""
+"""The engine's numbers, several times a second while busy, and a watchdog over its steps."""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +16,7 @@ from bus.messages import WorkerTelemetry
 from worker.service.engine_thread import EngineThread, Snapshot
 
 
-class Reporter:
+class TelemetryReporter:
     """Sleeps until the engine has something new or the idle interval is over."""
 
     def __init__(
@@ -70,3 +73,23 @@ class Reporter:
             instances=[replace(one, workers=list(self.group)) for one in snapshot.instances],
             steps=snapshot.steps,
         )
+
+
+log = logging.getLogger(__name__)
+
+EXIT_STATUS = 1  # a restart helps
+
+
+async def watch_steps(thread: EngineThread, limit_s: float) -> None:
+    """End the process when a step lasts longer than `limit_s`; the requests go on elsewhere."""
+    while True:
+        await asyncio.sleep(min(limit_s / 4, 2.0))
+        if (seconds := thread.step_seconds()) > limit_s:
+            log.critical(
+                "a step has been running for %.0f s, the limit is %.0f s (worker.watchdog_s); "
+                "the process ends here, see below where each thread was",
+                seconds,
+                limit_s,
+            )
+            faulthandler.dump_traceback()
+            os._exit(EXIT_STATUS)

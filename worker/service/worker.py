@@ -19,23 +19,17 @@ from worker.engine.engine import StepResult
 from worker.profiler.measurer import measurer_of
 from worker.profiler.runner import ProfileRunner
 from worker.profiler.stored import kind_of
-from worker.service.dispatch import Dispatch
 from worker.service.engine_thread import EngineThread, Snapshot
-from worker.service.gateways import watch_gateways
-from worker.service.intake import Intake
+from worker.service.groups import meet_neighbours
+from worker.service.instances import GATEWAYS_LOOK_S, Instances, InstanceUpdates
+from worker.service.intake import Intake, watch_gateways
 from worker.service.ledger import Ledger
-from worker.service.load_task import LoadTask
-from worker.service.loaded import Loaded, Loader
+from worker.service.loading import Loaded, Loader, LoadTask
 from worker.service.measures import Measures
 from worker.service.membership import Membership
-from worker.service.morph_reports import MorphReports
-from worker.service.neighbours import meet_neighbours
-from worker.service.outbox import Outbox
-from worker.service.residents import GATEWAYS_LOOK_S, Residents
-from worker.service.site_hooks import SiteHooks
+from worker.service.publisher import Outbox, OutputPublisher, ReportPublisher
 from worker.service.tasks import end
-from worker.service.telemetry import Reporter
-from worker.service.watchdog import watch_steps
+from worker.service.telemetry import TelemetryReporter, watch_steps
 
 log = logging.getLogger("worker")
 
@@ -109,9 +103,9 @@ class Serving:
         def epoch() -> int:
             return membership.epoch
 
-        self._dispatch = Dispatch(bus.names, worker, self._ledger, self._outbox)
+        self._dispatch = OutputPublisher(bus.names, worker, self._ledger, self._outbox)
         self._intake = Intake(bus, worker, epoch, self._ledger, self._thread, self._outbox)
-        self._reporter = Reporter(
+        self._reporter = TelemetryReporter(
             bus,
             worker,
             epoch,
@@ -119,12 +113,12 @@ class Serving:
             busy_interval_s=self._settings.telemetry_s,
             idle_interval_s=self._settings.idle_telemetry_s,
         )
-        self._morph_reports = MorphReports(bus)
-        measurer = measurer_of(loaded.site) if loaded.site else None
+        self._morph_reports = ReportPublisher(bus)
+        measurer = measurer_of(loaded.model_host) if loaded.model_host else None
         self._measures = Measures(bus, worker, self._thread, measurer)
         self._intake.on_measure = self._measures.begin
         self._intake.on_cancel_morph = self._measures.cancel
-        self._residents = Residents(
+        self._instances = Instances(
             bus,
             self._intake,
             self._ledger,
@@ -133,12 +127,12 @@ class Serving:
             on_read_out=self._read_out,
             on_error=self._die,
         )
-        if loaded.site:
-            loaded.site.hooks = SiteHooks(self._loop, self._residents)
-        if regrouping := loaded.regrouping:
-            regrouping.use = self._thread.use_grouping
-            regrouping.on_regrouped = self._regrouped_in_thread
-            regrouping.on_cards = self._cards_in_thread
+        if loaded.model_host:
+            loaded.model_host.hooks = InstanceUpdates(self._loop, self._instances)
+        if group_membership := loaded.group_membership:
+            group_membership.use = self._thread.use_grouping
+            group_membership.on_regrouped = self._regrouped_in_thread
+            group_membership.on_cards = self._cards_in_thread
         self._showing: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
@@ -147,7 +141,7 @@ class Serving:
         self._thread.start()
         self._thread.fence(self._membership.epoch)
         self._membership.on_fenced = self._fence
-        self._residents.read(self._membership.epoch)
+        self._instances.read(self._membership.epoch)
         work = (
             self._until_drained(stop),
             self._outbox.run(),
@@ -167,7 +161,7 @@ class Serving:
         finally:
             self._membership.on_fenced = lambda epoch: None
             await end(*tasks, self._died, *([self._showing] if self._showing else []))
-            await self._residents.close()
+            await self._instances.close()
             await self._measures.close()
             await asyncio.to_thread(self._thread.stop)
             if self._loaded.transport:
@@ -179,7 +173,7 @@ class Serving:
         self._ledger.clear()
         self._outbox.clear()
         self._thread.fence(epoch)
-        self._residents.read(epoch)
+        self._instances.read(epoch)
 
     # ----------------------------------------------------------------------------- parts of a life
 
@@ -187,17 +181,17 @@ class Serving:
         """A model comes, is here, goes or is gone. Before the announcement there is nothing to show."""
         if self._membership.card.state == "loading":
             return
-        residents = self._residents
+        models = self._instances
         self._show(
             self._membership.update(
-                instances=residents.shown,
-                loading=[residents.loading] if residents.loading else [],
+                instances=models.shown,
+                loading=[models.loading] if models.loading else [],
             )
         )
 
     def _read_out(self, instance: str) -> None:
-        if site := self._loaded.site:
-            self._thread.call(lambda: site.read_out(instance))
+        if model_host := self._loaded.model_host:
+            self._thread.call(lambda: model_host.mark_drained(instance))
 
     async def _announce(self) -> None:
         loaded = self._loaded
@@ -206,7 +200,7 @@ class Serving:
             state="serving",
             link=transport.address if transport else "",
             link_key=transport.key if transport else b"",
-            instances=self._residents.shown,
+            instances=self._instances.shown,
             device=loaded.device,
             device_kind=kind_of(loaded.device),
             page_bytes=loaded.page_bytes,
@@ -246,7 +240,7 @@ class Serving:
                 await self._end_stages()
                 if self._bus.up:  # else nobody can send anything either
                     await asyncio.sleep(GATEWAYS_LOOK_S)
-                while len(self._ledger) or await self._residents.backlog():  # noqa: ASYNC110 one wait a life
+                while len(self._ledger) or await self._instances.backlog():  # noqa: ASYNC110 one wait a life
                     await asyncio.sleep(DRAIN_CHECK_S)
                 await self._part()  # from one that it was ordered into before its card was read
                 await self._outbox.wait_empty()
@@ -262,7 +256,7 @@ class Serving:
 
     async def _end_stages(self) -> None:
         """Of instances that others lead: their requests end before."""
-        stages = self._loaded.site.stages if self._loaded.site else None
+        stages = self._loaded.model_host.stages if self._loaded.model_host else None
         if stages:
             why = f"{self._membership.card.id} is draining"
             self._thread.call(lambda: stages.ask_to_end(why))
@@ -277,7 +271,7 @@ class Serving:
             replace(card, tp=max(1, len(members)), workers=list(members) or [worker])
             for card in self._membership.card.instances
         ]
-        self._residents.replace(cards)
+        self._instances.replace(cards)
         log.info("serving in %s: %s", f"a group of {', '.join(members)}" if members else "no group", why)
         await self._membership.update(instances=cards)
 
@@ -334,7 +328,7 @@ class Serving:
 
     def _take_cards(self, cards: list[InstanceCard]) -> None:
         """Show cards whose possible degrees have changed."""
-        self._residents.replace(cards)
+        self._instances.replace(cards)
         self._residents_changed()
 
     def _death_in_thread(self, error: BaseException) -> None:

@@ -43,7 +43,7 @@ class PagedWorker(Worker):
     @property
     def cards(self) -> list[InstanceCard]:
         assert self.place
-        return [resident.card for resident in self.place.site.residents.values()]
+        return [resident.card for resident in self.place.model_host.models.values()]
 
     def counts(self) -> PageCounts:
         assert self.place

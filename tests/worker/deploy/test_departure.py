@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from bus.messages import Retire
-from worker.deploy.departure import TURN_S, DepartureRun
+from worker.deploy.unload import TURN_S, UnloadRun
 
 
 def test_one_that_waits_for_another_to_be_through_looks_again_though_nobody_wakes_it() -> None:
-    site: Any = SimpleNamespace(taken_by="another")
-    run = DepartureRun(Retire(id="r", epoch=1, instance="m@w0"), site, clock=lambda: 7.0)
+    model_host: Any = SimpleNamespace(busy_with="another")
+    run = UnloadRun(Retire(id="r", epoch=1, instance="m@w0"), model_host, clock=lambda: 7.0)
     assert run.deadline is None
     assert next(run.steps()) is False
     assert run.deadline == 7.0 + TURN_S

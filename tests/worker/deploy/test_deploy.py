@@ -12,7 +12,7 @@ import pytest
 from bus.checkpoints import folder_digest
 from bus.messages import RejectReason, Stage, Swap
 from tests.support.deploy_models import Place, settings_for, write_model
-from worker.deploy.newcomer import Newcomer
+from worker.deploy.loader import ModelLoader
 
 PROMPTS = {"a": [1, 2, 3], "b": [5, 4, 3, 2, 1, 9, 8, 7], "c": [50]}
 
@@ -85,14 +85,14 @@ def test_a_model_can_come_in_fewer_bits_and_go_back_to_full(
 
 
 def test_every_page_is_back_where_it_was_when_a_model_is_gone(place: Place, folders: dict[str, Path]) -> None:
-    before, blocks = place.counts(), place.site.residents["first@w0"].target.resizer.cache.num_blocks
+    before, blocks = place.counts(), place.model_host.models["first@w0"].target.resizer.cache.num_blocks
     for precision in ("full", "int4"):
         assert place.end_of(place.deploy("second", folders["second"], precision=precision)).state == "applied"
         assert place.counts().weights > before.weights
         end = place.end_of(place.retire("second"))
         assert (end.state, end.kind) == ("applied", "retire")
         assert place.counts() == before
-        assert place.site.residents["first@w0"].target.resizer.cache.num_blocks == blocks
+        assert place.model_host.models["first@w0"].target.resizer.cache.num_blocks == blocks
     assert list(place.engine.instances) == ["first@w0"]
 
 
@@ -205,13 +205,13 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_served(
     changing = write_model(tmp_path / "changing", 3)
     place = Place(settings_for(folders["first"], tmp_path, variants=variants))
     before = place.counts()
-    reserve = Newcomer.reserve_rest
+    reserve = ModelLoader.reserve_rest
 
-    def replaced(newcomer: Newcomer) -> None:
+    def replaced(newcomer: ModelLoader) -> None:
         reserve(newcomer)
         os.utime(changing / "model.safetensors", ns=(1, 1))
 
-    monkeypatch.setattr(Newcomer, "reserve_rest", replaced)
+    monkeypatch.setattr(ModelLoader, "reserve_rest", replaced)
     for digest in (folder_digest(changing), ""):
         end = place.end_of(place.deploy("changing", changing, digest=digest))
         assert end.state == "failed" and "is not the checkpoint that was planned with" in end.reason

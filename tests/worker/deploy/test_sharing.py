@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from bus.messages import Resize
 from tests.support.deploy_models import Place, settings_for, write_model
-from worker.deploy.sharing import Holder, fair_pages, gift, next_move
+from worker.deploy.kv_sharing import KVHolder, fair_pages, gift, next_move
 
-HAS = Holder(name="has", num_layers=2, pages=80, needed=20, useful=100)
-WANTS = Holder(name="wants", num_layers=3, pages=21, needed=21, useful=120, missing=30, is_keen=True)
+HAS = KVHolder(name="has", num_layers=2, pages=80, needed=20, useful=100)
+WANTS = KVHolder(name="wants", num_layers=3, pages=21, needed=21, useful=120, missing=30, is_keen=True)
 
 
 def test_nobody_gets_what_nobody_misses() -> None:
@@ -46,7 +46,7 @@ def test_who_wants_too_gives_nothing_of_its_fair_share() -> None:
 
 
 holders = st.builds(
-    Holder,
+    KVHolder,
     name=st.just(""),
     num_layers=st.integers(1, 5),
     pages=st.integers(0, 40),
@@ -58,7 +58,7 @@ holders = st.builds(
 
 
 @given(st.lists(holders, min_size=2, max_size=4), st.integers(0, 20))
-def test_moves_end_and_take_nothing_that_is_needed(drawn: list[Holder], spare: int) -> None:
+def test_moves_end_and_take_nothing_that_is_needed(drawn: list[KVHolder], spare: int) -> None:
     """Whatever is missing at first: when it has been given, or cannot be, it is quiet."""
     state = {
         str(i): replace(
@@ -114,11 +114,11 @@ def place(folders: list[Path], tmp_path: Path) -> Iterator[Place]:
 
 
 def kv_of(place: Place, model: str) -> int:
-    return place.site.residents[f"{model}@w0"].kv_pages
+    return place.model_host.models[f"{model}@w0"].kv_pages
 
 
 def least_of(place: Place, model: str) -> int:
-    resizer = place.site.residents[f"{model}@w0"].target.resizer
+    resizer = place.model_host.models[f"{model}@w0"].target.resizer
     return resizer.pages_for(resizer.min_blocks) * resizer.num_layers
 
 
@@ -157,7 +157,7 @@ def test_answers_do_not_change_while_pages_move(place: Place, folders: list[Path
     place.step(30)
     submit_many(place, "second", 0, 40)
     place.run()
-    assert place.site.residents["first@w0"].target.resizer.num_lent
+    assert place.model_host.models["first@w0"].target.resizer.num_lent
     for model, folder in zip(("first", "second"), folders, strict=True):
         alone = Place(settings_for(folder, tmp_path, variants=[]))
         submit_many(alone, "first", 0, 40)
@@ -181,7 +181,7 @@ def test_what_was_lent_is_back_when_the_other_is_gone(folders: list[Path], tmp_p
 
 
 def test_an_order_without_pages_says_whose_kv_lies_idle_and_how_to_have_it(place: Place) -> None:
-    first, second = (place.site.residents[f"{model}@w0"] for model in ("first", "second"))
+    first, second = (place.model_host.models[f"{model}@w0"] for model in ("first", "second"))
     wanted = first.target.resizer.cache.num_blocks + second.target.resizer.cache.num_blocks // 2
     end = place.end_of(place.begin(Resize, epoch=0, instance="first@w0", blocks=wanted))
     assert end.state == "deferred" and second.idle_pages
@@ -209,7 +209,7 @@ def test_pages_do_not_flap_between_two_who_want_by_turns(place: Place, monkeypat
 def test_a_resize_by_order_is_left_alone_while_it_runs_and_its_size_is_the_models_own_then(
     place: Place,
 ) -> None:
-    resizer = place.site.residents["first@w0"].target.resizer
+    resizer = place.model_host.models["first@w0"].target.resizer
     submit_many(place, "second", 0, 60)
     place.step(20)
     order = place.begin(Resize, epoch=0, instance="first@w0", blocks=resizer.min_blocks, wait_s=1.0)

@@ -31,8 +31,8 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _stages(place: Place) -> StageHost:
-    assert place.site.stages
-    return place.site.stages
+    assert place.model_host.stages
+    return place.model_host.stages
 
 
 class Hosts:
@@ -49,7 +49,7 @@ class Hosts:
         return {
             place.name: Peer(place.name, 0, transport.address, transport.key)
             for place in self.places
-            if (transport := place.site.transport)
+            if (transport := place.model_host.transport)
         }
 
     def deploy(self, folder: Path, bounds: list[int], *, tp: int = 1, **fields: Any) -> list[str]:
@@ -157,7 +157,7 @@ def test_a_model_comes_in_stages_serves_and_goes_with_every_page(
 ) -> None:
     ids = hosts.deploy(long, [0, 1, 4, 5])
     assert [end.state for end in hosts.ends(ids)] == ["applied"] * 3, hosts.ends(ids)
-    card = hosts.leader.site.residents["long@w0"].card
+    card = hosts.leader.model_host.models["long@w0"].card
     assert (card.pp, card.workers, card.num_layers) == (3, ["w0", "w1", "w2"], LAYERS)
     assert [(stage.workers, stage.first, stage.end) for stage in card.stages] == [
         (["w0"], 0, 1),
@@ -187,7 +187,7 @@ def test_stages_of_two_ranks_come_each_with_its_share_and_go_with_every_page(
     prompt = [5, 6, 7, 8, 9, 10, 11]
     ends = hosts.ends(hosts.deploy(long, [0, 2, 5], tp=2, precision=precision))
     assert [end.state for end in ends] == ["applied"] * 4, ends
-    resident = hosts.leader.site.residents["long@w0"]
+    resident = hosts.leader.model_host.models["long@w0"]
     assert (resident.card.tp, resident.card.pp, resident.card.workers) == (2, 2, ["w0", "w1", "w2", "w3"])
     assert [stage.workers for stage in resident.card.stages] == [["w0", "w1"], ["w2", "w3"]]
     weights = [int(end.numbers["pages_weights"]) for end in ends]
@@ -254,7 +254,7 @@ def test_a_pipeline_that_loses_a_stage_goes_with_every_page_and_its_requests_go_
     hosts.leader.submit("a", "long", [1, 2, 3], 50)
     hosts.until(lambda: hosts.leader.client.tokens.get("a"))
     _stages(hosts.places[1]).close()
-    hosts.until(lambda: "long@w0" not in hosts.leader.site.residents)
+    hosts.until(lambda: "long@w0" not in hosts.leader.model_host.models)
     hosts.until(hosts.is_as_before)
     assert hosts.leader.client.reject_reasons["a"] is RejectReason.RETIRED
     (end,) = [one for one in hosts.leader.reports if one.kind == "retire" and one.state != "running"]
@@ -266,7 +266,7 @@ def test_a_stage_that_is_to_leave_waits_for_the_requests_that_run(hosts: Hosts, 
     hosts.leader.submit("a", "long", [1, 2, 3], 50)
     hosts.until(lambda: hosts.leader.client.tokens.get("a"))
     _stages(hosts.places[2]).ask_to_end("w2 is draining")
-    hosts.until(lambda: "long@w0" not in hosts.leader.site.residents)
+    hosts.until(lambda: "long@w0" not in hosts.leader.model_host.models)
     assert hosts.leader.client.ends["a"] == "length" and len(hosts.leader.client.tokens["a"]) == 50
     hosts.until(hosts.is_as_before)
 

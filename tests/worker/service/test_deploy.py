@@ -16,7 +16,7 @@ from bus.settings import RedisSettings
 from tests.support.deploy_models import settings_for, write_model
 from tests.support.loaded_bench import QUICK, LoadedBench
 from tests.support.worker_bench import started
-from worker.service.residents import GATEWAYS_LOOK_S
+from worker.service.instances import GATEWAYS_LOOK_S
 
 
 @dataclass

@@ -12,7 +12,7 @@ from bus.settings import RedisSettings
 from tests.support.engine_toys import continuation, toy_instance
 from tests.support.redis_process import RedisProcess
 from tests.support.worker_bench import Bench
-from worker.service import gateways
+from worker.service import intake
 
 pytest_plugins = ["tests.support.worker_fixtures"]
 
@@ -98,8 +98,8 @@ async def test_a_cancel_of_an_earlier_attempt_leaves_the_running_one_alone(bench
 async def test_requests_of_a_gateway_that_died_are_cancelled(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateways, "CHECK_S", 0.1)
-    monkeypatch.setattr(gateways, "GRACE_S", 0.3)
+    monkeypatch.setattr(intake, "CHECK_S", 0.1)
+    monkeypatch.setattr(intake, "GRACE_S", 0.3)
     bench.model.step_s = 0.02
     await bench.submit("theirs", [1], 190, gateway="dead")
     await bench.submit("ours", [2], 150)
@@ -112,8 +112,8 @@ async def test_requests_of_a_gateway_that_died_are_cancelled(
 async def test_a_gateway_whose_lease_ran_out_may_submit_its_requests_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateways, "CHECK_S", 0.05)
-    monkeypatch.setattr(gateways, "GRACE_S", 0.1)
+    monkeypatch.setattr(intake, "CHECK_S", 0.05)
+    monkeypatch.setattr(intake, "GRACE_S", 0.1)
     bench.model.step_s = 0.02
     lease = bench.bus.names.gateway_lease("g0")
     await bench.submit("a", [1], 190)

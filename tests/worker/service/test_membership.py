@@ -14,7 +14,7 @@ from bus.settings import Settings, WorkerSettings
 from tests.conftest import settings_of
 from tests.support.bus_samples import card
 from tests.support.redis_process import RedisProcess
-from worker.service.loaded import Loaded, Progress
+from worker.service.loading import Loaded, Progress
 from worker.service.membership import Membership
 from worker.service.tasks import end
 from worker.service.worker import serve

@@ -10,8 +10,8 @@ import pytest
 
 from bus.client import BusFull, BusUnavailable
 from bus.messages import StepOutput
-from worker.service import outbox as outbox_module
-from worker.service.outbox import Outbox, Parcel
+from worker.service import publisher as outbox_module
+from worker.service.publisher import Outbox, Parcel
 from worker.service.tasks import end
 
 

@@ -15,7 +15,7 @@ from bus.messages import WorkerTelemetry
 from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.support.engine_toys import continuation
 from tests.support.worker_bench import INSTANCE, LEASE_S, Bench, running
-from worker.service.loaded import CannotServe, Loaded
+from worker.service.loading import CannotServe, Loaded
 from worker.service.worker import serve
 
 pytest_plugins = ["tests.support.worker_fixtures"]

@@ -9,7 +9,7 @@ from bus.client import Bus
 from bus.messages import WorkerTelemetry
 from tests.support.bus_samples import telemetry
 from worker.service.engine_thread import EngineThread, Snapshot
-from worker.service.telemetry import Reporter
+from worker.service.telemetry import TelemetryReporter
 
 
 class Idle:
@@ -22,7 +22,7 @@ class Idle:
 async def test_a_report_says_which_group_its_instance_is_in(bus: Bus) -> None:
     thread = cast(EngineThread, Idle())
     times: dict[str, Any] = {"busy_interval_s": 0.01, "idle_interval_s": 0.01}
-    reporter = Reporter(bus, "w1", lambda: 1, thread, **times)
+    reporter = TelemetryReporter(bus, "w1", lambda: 1, thread, **times)
     sample = telemetry("w1")
     async with bus.reader(bus.names.telemetry, WorkerTelemetry) as reader, asyncio.timeout(5):
         await reader.open()

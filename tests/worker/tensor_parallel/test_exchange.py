@@ -15,10 +15,10 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from tests.support.memory_backends import SMALL_PAGE
-from worker.distributed import shared_buffers
+from worker.distributed import carriers
+from worker.distributed.carriers import Outboxes
 from worker.distributed.communicator import Communicator, PeerLost, connect
 from worker.distributed.kv_exchange import Moved, exchange
-from worker.distributed.shared_buffers import Outboxes
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model.shard import Shard
 
@@ -110,7 +110,7 @@ def test_every_rank_gets_its_own_heads_of_all_live_blocks(
 ) -> None:
     live = live[: size // low]
     if carried == "as messages":
-        monkeypatch.setattr(shared_buffers, "_reach", lambda pid, fd, name, nbytes: None)
+        monkeypatch.setattr(carriers, "_reach", lambda pid, fd, name, nbytes: None)
 
     def work(member: Member) -> None:
         cache = member.cache()
@@ -190,7 +190,7 @@ def test_a_stages_buffers_bound_the_memory_it_takes() -> None:
 
 
 def test_messages_take_no_more_memory_than_a_stage_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_buffers, "_reach", lambda pid, fd, name, nbytes: None)
+    monkeypatch.setattr(carriers, "_reach", lambda pid, fd, name, nbytes: None)
     bound = 3 * 2 * 3 * 2 * (HEADS // 4) * BLOCK_TOKENS * HEAD_DIM * 4
 
     def work(member: Member) -> Moved:
@@ -213,9 +213,9 @@ def test_an_outbox_is_read_by_all_while_the_next_one_is_filled() -> None:
 
 
 def test_where_one_rank_cannot_reach_the_others_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    reach = shared_buffers._reach
+    reach = carriers._reach
     calls = iter(range(100))
-    monkeypatch.setattr(shared_buffers, "_reach", lambda *where: reach(*where) if next(calls) else None)
+    monkeypatch.setattr(carriers, "_reach", lambda *where: reach(*where) if next(calls) else None)
 
     def work(member: Member) -> None:
         with pytest.raises(OSError, match="1 of 2 ranks cannot reach the others' memory"):
@@ -229,7 +229,7 @@ def test_what_has_the_same_numbers_in_another_container_is_not_taken_for_the_oth
 ) -> None:
     """There each rank finds its own file."""
     own: dict[int, int] = {}
-    reach = shared_buffers._reach
+    reach = carriers._reach
 
     def reach_own(pid: int, fd: int, name: int, nbytes: int) -> torch.Tensor | None:
         return reach(pid, own[threading.get_ident()], name, nbytes)
@@ -240,7 +240,7 @@ def test_what_has_the_same_numbers_in_another_container_is_not_taken_for_the_oth
         own[threading.get_ident()] = fd = create(name)
         return fd
 
-    monkeypatch.setattr(shared_buffers, "_reach", reach_own)
+    monkeypatch.setattr(carriers, "_reach", reach_own)
     monkeypatch.setattr(os, "memfd_create", remember)
 
     def work(member: Member) -> None:

@@ -15,7 +15,7 @@ from tests.support.group_workers import transform, workers
 from worker.distributed.communicator import PeerLost, connect
 from worker.distributed.messages import Peer
 from worker.distributed.rendezvous import CommunicatorPool, new_rendezvous
-from worker.service.neighbours import led_groups
+from worker.service.groups import led_groups
 
 
 def card(name: str, model: str = "m", degrees: list[int] | None = None) -> WorkerCard:

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from bus.client import Bus, BusFull, BusUnavailable
 from bus.messages import InstanceCard
+from worker.deploy.model_host import HostListener
 from worker.service.intake import Intake
 from worker.service.ledger import Ledger
 from worker.service.tasks import end
@@ -23,7 +24,7 @@ GATEWAYS_LOOK_S = 2.2  # gateways read the cards every 2 s: until then one of th
 CHECK_S = 0.05
 
 
-class Residents:
+class Instances:
     """In the event loop. `on_changed`: what is to be shown is another. `on_read_out(instance)`: nothing more
     comes to one that leaves."""
 
@@ -90,33 +91,33 @@ class Residents:
 
     # ----------------------------------------------------------------------------- who comes and goes
 
-    def coming(self, model: str) -> None:
+    def on_loading(self, model: str) -> None:
         self.loading = model
         self._on_changed()
 
-    def came(self, card: InstanceCard) -> None:
+    def on_loaded(self, card: InstanceCard) -> None:
         self._cards[card.id] = card
         self._read(card.id)
         self._on_changed()
 
-    def leaves(self, name: str) -> None:
+    def on_unloading(self, name: str) -> None:
         """Its card goes at once; its stream is read until nothing more can come."""
         self._hurries[name] = asyncio.Event()
         self._leaving[name] = asyncio.create_task(self._read_out(name), name=f"last requests of {name}")
         self._leaving[name].add_done_callback(self._ended)
         self._on_changed()
 
-    def hurry(self, name: str) -> None:
+    def on_unload_urgent(self, name: str) -> None:
         if hurry := self._hurries.get(name):
             hurry.set()
 
-    def stays(self, name: str) -> None:
+    def on_unload_aborted(self, name: str) -> None:
         if leaving := self._leaving.pop(name, None):
             leaving.cancel()
             self._read(name)
             self._on_changed()
 
-    def gone(self, name: str) -> None:
+    def on_unloaded(self, name: str) -> None:
         """With its stream: whoever finds a Submit unanswered there submits it again elsewhere."""
         self._cards.pop(name, None)
         self._leaving.pop(name, None)
@@ -149,3 +150,26 @@ class Residents:
             return await self._bus.length(self._bus.names.requests(name))
         except BusUnavailable:
             return 0
+
+
+class InstanceUpdates(HostListener):
+    def __init__(self, loop: asyncio.AbstractEventLoop, models: Instances) -> None:
+        self._post, self._instances = loop.call_soon_threadsafe, models
+
+    def on_loading(self, model: str) -> None:
+        self._post(self._instances.on_loading, model)
+
+    def on_loaded(self, card: InstanceCard) -> None:
+        self._post(self._instances.on_loaded, card)
+
+    def on_unloading(self, instance: str) -> None:
+        self._post(self._instances.on_unloading, instance)
+
+    def on_unload_urgent(self, instance: str) -> None:
+        self._post(self._instances.on_unload_urgent, instance)
+
+    def on_unload_aborted(self, instance: str) -> None:
+        self._post(self._instances.on_unload_aborted, instance)
+
+    def on_unloaded(self, instance: str) -> None:
+        self._post(self._instances.on_unloaded, instance)

@@ -1,4 +1,4 @@
-"""What the engine made and Redis has not got yet, in order.
+"""What the engine made, on its way to the bus: outputs of steps and reports of morphs, in order.
 
 Redis may be away for a while: the parcels stay, up to `capacity`; then the engine pauses, and goes on when
 half of them are out. A parcel whose answer was lost is sent again: gateways drop what they have by index.
@@ -7,16 +7,20 @@ half of them are out. A parcel whose answer was lost is sent again: gateways dro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
 from bus.client import Bus, BusFull, BusUnavailable
-from bus.messages import StepOutput
+from bus.messages import Delta, MorphReport, StepOutput
+from bus.names import Names
+from worker.engine.engine import StepResult
+from worker.service.ledger import Ledger, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -135,3 +139,105 @@ class Outbox:
         if self._is_braking and len(self._parcels) <= self._capacity // 2:
             self._is_braking = False
             self._brake.resume()
+
+
+class OutputPublisher:
+    def __init__(self, names: Names, worker: str, ledger: Ledger, outbox: Outbox) -> None:
+        self._names, self._worker = names, worker
+        self._ledger, self._outbox = ledger, outbox
+
+    def take(self, epoch: int, result: StepResult) -> None:
+        """Deltas of attempts that were cancelled or replaced meanwhile are dropped here."""
+        parcels: dict[str, Parcel] = {}
+        for output in result.outputs:
+            delta = output.delta
+            ticket = self._ledger.get(delta.request_id)
+            if ticket is None or ticket.attempt != delta.attempt:
+                continue
+            parcel = parcels.get(ticket.gateway)
+            if parcel is None:
+                parcel = parcels[ticket.gateway] = self._parcel(ticket.gateway, epoch, result)
+            assert parcel.output is not None
+            parcel.output.deltas.append(delta)
+            if delta.finish_reason:
+                self._ledger.end(delta.request_id, delta.attempt)
+                _log(ticket, delta)
+                parcel.acks.append((self._names.requests(ticket.instance), ticket.entry_id))
+        for parcel in parcels.values():
+            self._outbox.put(parcel)
+
+    def _parcel(self, gateway: str, epoch: int, result: StepResult) -> Parcel:
+        output = StepOutput(
+            worker=self._worker,
+            epoch=epoch,
+            instance=result.instance,
+            step=result.step,
+            born_ns=result.born_ns,
+            fingerprint=result.shape_id,
+            deltas=[],
+            layers_below_full=result.layers_below_full,
+            step_s=result.step_s,
+        )
+        return Parcel(output, self._names.tokens(gateway))
+
+
+def _log(ticket: Ticket, delta: Delta) -> None:
+    """An error is told here, too: the gateway may try again elsewhere, and its client never hear of it."""
+    ids = ticket.log_ids | {"attempt": ticket.attempt}
+    if delta.error is not None:
+        level = logging.INFO if delta.reject_reason else logging.WARNING
+        log.log(level, "not served: %s", delta.error, extra=ids)
+    else:
+        log.debug("ended: %s", delta.finish_reason, extra=ids)
+
+
+MAX_WAITING = 1000  # while Redis is away; then the oldest are lost
+REPORT_RETRY_S = 1.0
+REST_S = 2.0  # for the last reports of a worker that leaves
+
+
+class ReportPublisher:
+    """`put` from the event loop; `run` publishes. Whoever reads them knows a morph by its id: a report whose
+    answer from Redis was lost comes twice."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._waiting: deque[MorphReport] = deque(maxlen=MAX_WAITING)
+        self._filled = asyncio.Event()
+
+    def put(self, reports: Iterable[MorphReport]) -> None:
+        self._waiting.extend(reports)
+        self._filled.set()
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            await self._publish_all()
+
+    async def send_rest(self) -> None:
+        """At the end, when `run` was cancelled: what still waits, and what ended with the engine's thread. A
+        Redis that is away gets none of it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REST_S):
+                await self._publish_all()
+
+    async def _publish_all(self) -> None:
+        while self._waiting:
+            report = self._waiting.popleft()
+            try:
+                await self._publish(report)
+            except BaseException:
+                self._waiting.appendleft(report)
+                raise
+
+    async def _publish(self, report: MorphReport) -> None:
+        while True:
+            try:
+                return await self._bus.publish(self._bus.names.events, report)
+            except BusUnavailable:
+                await self._bus.wait_up()
+            except BusFull as error:
+                log.warning("Redis is full, morph reports wait: %s", error)
+                await asyncio.sleep(REPORT_RETRY_S)

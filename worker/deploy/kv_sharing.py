@@ -15,7 +15,7 @@ from worker.engine.build import fair_shares
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class KVHolder:
     """The KV of one model. Pages of all its layers together; it has them in multiples of `num_layers`."""
 
     name: str
@@ -36,7 +36,7 @@ class Move:
     lender: str = ""  # empty: the free pages
 
 
-def next_move(holders: Sequence[Holder], spare: int) -> Move | None:
+def next_move(holders: Sequence[KVHolder], spare: int) -> Move | None:
     """What to do first; None: nothing. spare: free pages beyond every reserve."""
     wanting = [one for one in holders if min(one.missing, one.useful - one.pages) >= one.num_layers]
     if not wanting:
@@ -56,7 +56,7 @@ def next_move(holders: Sequence[Holder], spare: int) -> Move | None:
     return Move(borrower.name, min(gifts[lender.name], asked), lender.name)
 
 
-def next_lender(holders: Sequence[Holder], missing: int) -> Move | None:
+def next_lender(holders: Sequence[KVHolder], missing: int) -> Move | None:
     """Who makes room first for a model that misses so many pages, and how much; None: nobody can."""
     fair = fair_pages(holders, 0)
     lender = max(holders, key=lambda one: gift(one, fair), default=None)
@@ -66,18 +66,18 @@ def next_lender(holders: Sequence[Holder], missing: int) -> Move | None:
     return Move("", min(gift(lender, fair), asked), lender.name)
 
 
-def fair_pages(holders: Sequence[Holder], spare: int) -> Mapping[str, int]:
+def fair_pages(holders: Sequence[KVHolder], spare: int) -> Mapping[str, int]:
     """If all wanted as much as is of use to them."""
     total = sum(one.pages for one in holders) + spare
     shares = fair_shares(total, [one.useful for one in holders])
     return dict(zip((one.name for one in holders), shares, strict=True))
 
 
-def gift(holder: Holder, fair: Mapping[str, int]) -> int:
+def gift(holder: KVHolder, fair: Mapping[str, int]) -> int:
     """What it has beyond its need, and, while it wants itself, beyond its fair share."""
     kept = max(holder.needed, fair[holder.name]) if holder.is_keen else holder.needed
     return _whole(max(0, holder.pages - kept), holder)
 
 
-def _whole(pages: int, holder: Holder) -> int:
+def _whole(pages: int, holder: KVHolder) -> int:
     return pages // holder.num_layers * holder.num_layers

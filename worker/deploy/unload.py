@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 
 from bus.messages import Number, Retire
-from worker.deploy.site import Resident, Site
+from worker.deploy.model_host import HostedModel, ModelHost
 from worker.morph.run import Clock, Patience
 
 Steps = Generator[bool, None, None]
@@ -25,11 +25,11 @@ TURN_S = 0.05  # between two looks whether another that comes or goes is through
 HURRY_S = 5.0  # for the service to have read what was sent; then it is taken for read
 
 
-class DepartureRun:
+class UnloadRun:
     """One Retire."""
 
-    def __init__(self, command: Retire, site: Site, *, clock: Clock = time.monotonic) -> None:
-        self._command, self._site, self._clock = command, site, clock
+    def __init__(self, command: Retire, host: ModelHost, *, clock: Clock = time.monotonic) -> None:
+        self._command, self._host, self._clock = command, host, clock
         self._patience = Patience(command.wait_s, clock)
         self._hurry = Patience(HURRY_S, clock)
         self._looks_at: float | None = None  # again, whether it is its turn
@@ -54,38 +54,38 @@ class DepartureRun:
         }
 
     def steps(self) -> Steps:
-        site, name = self._site, self._command.instance
-        while site.taken_by:
+        host, name = self._host, self._command.instance
+        while host.busy_with:
             self._looks_at = self._clock() + TURN_S
             yield False
         self._looks_at = None
-        site.taken_by = self._command.id
+        host.busy_with = self._command.id
         try:
-            site.leaves(name)
+            host.begin_unload(name)
             yield from self._part_with_requests()
-            resident, self._is_removed = site.remove(name), True
+            resident, self._is_removed = host.remove(name), True
             yield from self._release(resident)
-            while site.give_back():
+            while host.return_lent_pages():
                 yield True
         finally:
-            site.taken_by = ""
-            site.has_left(name, is_gone=self._is_removed)
+            host.busy_with = ""
+            host.end_unload(name, is_gone=self._is_removed)
 
     def _part_with_requests(self) -> Steps:
-        site, name = self._site, self._command.instance
-        instance = site.residents[name].target.instance
-        while instance.has_work or not site.is_read_out(name):
+        host, name = self._host, self._command.instance
+        instance = host.models[name].target.instance
+        while instance.has_work or not host.is_drained(name):
             if not self._patience.wait():
                 break
             yield False
         self._patience.get_on()
-        if not site.is_read_out(name) and site.hooks:
-            site.hooks.hurry(name)
-        while not site.is_read_out(name) and self._hurry.wait():
+        if not host.is_drained(name) and host.hooks:
+            host.hooks.on_unload_urgent(name)
+        while not host.is_drained(name) and self._hurry.wait():
             yield False
-        self._num_sent_away = site.engine.send_away(name, f"{name} is retired")
+        self._num_sent_away = host.engine.send_away(name, f"{name} is retired")
 
-    def _release(self, resident: Resident) -> Steps:
+    def _release(self, resident: HostedModel) -> Steps:
         """All of it, even if this is closed half-way."""
         rest = self._parts(resident)
         try:
@@ -97,16 +97,16 @@ class DepartureRun:
                 self._give(release)
 
     def _give(self, release: Callable[[], None]) -> None:
-        before = self._site.pool.num_free
+        before = self._host.pool.num_free
         release()
-        self._pages += self._site.pool.num_free - before
+        self._pages += self._host.pool.num_free - before
 
-    def _parts(self, resident: Resident) -> Iterator[Callable[[], None]]:
+    def _parts(self, resident: HostedModel) -> Iterator[Callable[[], None]]:
         """Nothing runs on any of it."""
-        target, site = resident.target, self._site
+        target, host = resident.target, self._host
         yield target.resizer.cache.release
         yield target.variants.release
         for loaded in resident.model.ranges:
             yield loaded.memory.release
         yield resident.model.release
-        yield site.update_reserve
+        yield host.update_reserve

@@ -11,7 +11,7 @@ from functools import partial
 
 from bus.messages import PARTS, InstanceCard
 from bus.settings import WorkerSettings
-from worker.deploy.sharing import Holder
+from worker.deploy.kv_sharing import KVHolder
 from worker.distributed.transport import Transport
 from worker.engine.engine import Engine
 from worker.memory import PagePool
@@ -24,7 +24,7 @@ from worker.pipeline.stage_host import StageHost
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class HostedModel:
     """A model that is served here."""
 
     card: InstanceCard
@@ -59,35 +59,35 @@ class Claim:
     reserve_pages: int
 
 
-class Hooks:
+class HostListener:
     """What the service does about it; by itself nothing. Called in the engine's thread."""
 
-    def coming(self, model: str) -> None:
+    def on_loading(self, model: str) -> None:
         """It is being loaded, or (empty) nothing is any more."""
 
-    def came(self, card: InstanceCard) -> None:
+    def on_loaded(self, card: InstanceCard) -> None:
         """Requests may be sent to it."""
 
-    def leaves(self, instance: str) -> None:
-        """It takes nothing new; `Site.read_out` is to be called when all that was sent was read."""
+    def on_unloading(self, instance: str) -> None:
+        """It takes nothing new; call `ModelHost.mark_drained` when all that was sent was read."""
 
-    def hurry(self, instance: str) -> None:
-        """It cannot wait any longer: `Site.read_out` is to be called at once."""
+    def on_unload_urgent(self, instance: str) -> None:
+        """It cannot wait any longer: call `ModelHost.mark_drained` at once."""
 
-    def stays(self, instance: str) -> None:
+    def on_unload_aborted(self, instance: str) -> None:
         """It does not go after all."""
 
-    def gone(self, instance: str) -> None:
+    def on_unloaded(self, instance: str) -> None:
         """With every page."""
 
 
-class Site:
+class ModelHost:
     """`targets` is the executor's, too."""
 
     def __init__(self, worker: str, pool: PagePool, engine: Engine, settings: WorkerSettings) -> None:
         self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
-        self.residents: dict[str, Resident] = {}
-        self.hooks: Hooks | None = None
+        self.models: dict[str, HostedModel] = {}
+        self.hooks: HostListener | None = None
         self.transport: Transport | None = None  # None: no other worker reaches it
         self.stages: StageHost | None = None  # of instances that others lead; None: it takes part in none
         # An instance whose stages elsewhere are gone, and why: it is to leave.
@@ -97,59 +97,59 @@ class Site:
         self.add_target: Callable[[Target], None] = lambda target: None
         self.drop_target: Callable[[str], None] = lambda instance: None
         self.on_changed: Callable[[], None] = lambda: None  # a model came or has gone; cards may be replaced
-        self.taken_by = ""  # the morph whose model comes or goes; one at a time
+        self.busy_with = ""  # the morph whose model comes or goes; one at a time
         self._leaving: dict[str, bool] = {}  # instances that leave, and whether nothing more will come
         self._claims: dict[str, Claim] = {}  # of models on their way in, by instance
 
     # ----------------------------------------------------------------------------- who is here
 
-    def add(self, resident: Resident) -> None:
+    def add(self, resident: HostedModel) -> None:
         """It serves, from the next step on."""
         self.engine.add_instance(resident.target.instance)
-        self.residents[resident.card.id] = resident
+        self.models[resident.card.id] = resident
         resident.target.resizer.kv_beside = partial(self.kv_beside, resident.card.id)
         self.add_target(resident.target)
         self.update_reserve()
         self.on_changed()
 
-    def remove(self, instance: str) -> Resident:
+    def remove(self, instance: str) -> HostedModel:
         """It serves no longer; its pages are still its own."""
         self.engine.remove_instance(instance).close()
         self.drop_target(instance)
-        return self.residents.pop(instance)
+        return self.models.pop(instance)
 
-    def leaves(self, instance: str) -> None:
+    def begin_unload(self, instance: str) -> None:
         """It takes nothing new."""
         self._leaving[instance] = self.hooks is None
         if self.hooks:
-            self.hooks.leaves(instance)
+            self.hooks.on_unloading(instance)
 
-    def read_out(self, instance: str) -> None:
+    def mark_drained(self, instance: str) -> None:
         """The service: nothing more comes to it."""
         if instance in self._leaving:
             self._leaving[instance] = True
 
-    def is_read_out(self, instance: str) -> bool:
+    def is_drained(self, instance: str) -> bool:
         return self._leaving[instance]
 
-    def has_left(self, instance: str, *, is_gone: bool) -> None:
+    def end_unload(self, instance: str, *, is_gone: bool) -> None:
         """Or stays, where it was called off."""
         self._leaving.pop(instance, None)
         if is_gone:
             self.on_changed()
         if self.hooks:
-            (self.hooks.gone if is_gone else self.hooks.stays)(instance)
+            (self.hooks.on_unloaded if is_gone else self.hooks.on_unload_aborted)(instance)
 
     # ----------------------------------------------------------------------------- pages
 
     @property
     def resizers(self) -> Iterator[KVResizer]:
-        return (resident.target.resizer for resident in self.residents.values())
+        return (resident.target.resizer for resident in self.models.values())
 
     @property
     def reserve_pages(self) -> int:
         """With so many free any layer of any model can be swapped down."""
-        of_models = [_reserve_of(one.target) for one in self.residents.values()]
+        of_models = [_reserve_of(one.target) for one in self.models.values()]
         return max([*of_models, *(claim.reserve_pages for claim in self._claims.values())], default=0)
 
     def claim(self, instance: str, claim: Claim | None) -> None:
@@ -173,7 +173,7 @@ class Site:
         """Free pages that are nobody's and no reserve; below 0: so many are missing."""
         return self.pool.num_free - self.reserve_pages - self._num_claimed
 
-    def give_back(self) -> bool:
+    def return_lent_pages(self) -> bool:
         """A unit of giving every model back what others had of its KV, as far as pages are free, and taking
         from each what it had of others, as far as it does not need it. False: there is no more to do."""
         return any(_take_back(resizer) for resizer in self.resizers) or any(map(_get_back, self.resizers))
@@ -181,7 +181,7 @@ class Site:
     def who_has_what(self) -> str:
         """For people: how the pages are spread."""
         told = []
-        for resident in self.residents.values():
+        for resident in self.models.values():
             needed = resident.kv_pages - resident.idle_pages
             told.append(
                 f"{resident.card.id} has {resident.weight_pages} of weights and {resident.kv_pages} of KV"
@@ -192,7 +192,7 @@ class Site:
     def kv_beside(self, instance: str, missing: int) -> str:
         """For people, behind the reason of an order that misses so many pages: whose KV there is, how much of
         it lies idle, and that an order calls none of it back. "" where there is nobody else's."""
-        others = [one for name, one in self.residents.items() if name != instance and one.kv_pages]
+        others = [one for name, one in self.models.items() if name != instance and one.kv_pages]
         if not others:
             return ""
         told = ", ".join(
@@ -208,12 +208,12 @@ class Site:
         )
 
 
-def holder_of(resident: Resident, *, is_keen: bool = False) -> Holder:
+def holder_of(resident: HostedModel, *, is_keen: bool = False) -> KVHolder:
     resizer = resident.target.resizer
     cache, layers = resizer.cache, resizer.num_layers
     has = cache.pages_per_layer
     missing = resizer.pages_for(cache.num_blocks + resizer.wanted_blocks()) - has
-    return Holder(
+    return KVHolder(
         name=resident.card.id,
         num_layers=layers,
         pages=has * layers,

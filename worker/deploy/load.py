@@ -22,9 +22,9 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack
 
 from bus.messages import Deploy, InstanceCard, MorphOutcome, Number
-from worker.deploy.newcomer import GivenUp, MayGoOn, Newcomer
-from worker.deploy.sharing import Holder, Move, fair_pages, next_lender
-from worker.deploy.site import PAGES_AT_ONCE, Claim, Resident, Site, holder_of
+from worker.deploy.kv_sharing import KVHolder, Move, fair_pages, next_lender
+from worker.deploy.loader import GivenUp, MayGoOn, ModelLoader
+from worker.deploy.model_host import PAGES_AT_ONCE, Claim, HostedModel, ModelHost, holder_of
 from worker.engine.build import MIB, cache_text, canary_steps
 from worker.memory import OutOfBlocks
 from worker.model import ModelError
@@ -36,7 +36,7 @@ from worker.shape.copier import Copier, Copy
 log = logging.getLogger("worker")
 
 Steps = Generator[bool, None, None]
-CardOf = Callable[[Newcomer, Target], InstanceCard]
+CardOf = Callable[[ModelLoader, Target], InstanceCard]
 
 
 class Work:
@@ -54,7 +54,7 @@ class Work:
             return
 
 
-class ArrivalRun:
+class LoadRun:
     """One Deploy."""
 
     is_beyond_return = False
@@ -63,16 +63,16 @@ class ArrivalRun:
     def __init__(
         self,
         command: Deploy,
-        site: Site,
-        loader: Copier,
+        host: ModelHost,
+        copier: Copier,
         card_of: CardOf,
         *,
         clock: Clock = time.monotonic,
     ) -> None:
         """loader: a thread of its own, so that swaps need not wait for a load."""
-        self._command, self._site, self._loader, self._card_of = command, site, loader, card_of
+        self._command, self._host, self._copier, self._card_of = command, host, copier, card_of
         self._patience = Patience(command.wait_s, clock)
-        self._newcomer = Newcomer(command, site)
+        self._loader = ModelLoader(command, host)
         self._stage = ""
         self._bytes = self._total_bytes = self._pages_mapped = 0
         self._copy_s = 0.0
@@ -83,10 +83,10 @@ class ArrivalRun:
 
     @property
     def progress(self) -> str:
-        return self._newcomer.told if self._stage == "images" else self._stage
+        return self._loader.told if self._stage == "images" else self._stage
 
     def numbers(self) -> dict[str, Number]:
-        cache = self._newcomer.cache
+        cache = self._loader.cache
         return {
             "pages_weights": self._pages_mapped,
             "blocks": cache.num_blocks if cache else 0,
@@ -96,70 +96,70 @@ class ArrivalRun:
         }
 
     def steps(self) -> Steps:
-        site, name = self._site, self._command.model
-        while site.taken_by:
-            yield from self._wait(NotApplied("deferred", f"morph {site.taken_by} has not ended"))
+        host, name = self._host, self._command.model
+        while host.busy_with:
+            yield from self._wait(NotApplied("deferred", f"morph {host.busy_with} has not ended"))
         with ExitStack() as undo:
-            site.taken_by = self._command.id
+            host.busy_with = self._command.id
             undo.callback(self._over)
-            if site.hooks:
-                site.hooks.coming(name)
+            if host.hooks:
+                host.hooks.on_loading(name)
             back = undo.enter_context(ExitStack())
-            back.callback(self._give_back_all)
-            back.callback(site.claim, self._command.instance, None)
-            back.callback(self._newcomer.release)
+            back.callback(self._return_lent_pages)
+            back.callback(host.claim, self._command.instance, None)
+            back.callback(self._loader.release)
             try:
                 yield from self._load()
                 yield from self._serve()
             except ModelError as error:
                 raise NotApplied("failed", str(error)) from error
-            site.claim(self._command.instance, None)
+            host.claim(self._command.instance, None)
             back.pop_all()
         self._came()
 
     def _serve(self) -> Steps:
         target = yield from self._open()
-        newcomer = self._newcomer
-        self._site.add(Resident(self._card_of(newcomer, target), target, newcomer.model))
-        log.info("%s: %s", self._command.model, cache_text(target.resizer.cache, newcomer.limits))
+        loader = self._loader
+        self._host.add(HostedModel(self._card_of(loader, target), target, loader.model))
+        log.info("%s: %s", self._command.model, cache_text(target.resizer.cache, loader.limits))
 
     def _came(self) -> None:
-        site = self._site
-        if site.hooks:
-            site.hooks.came(site.residents[self._command.instance].card)
+        host = self._host
+        if host.hooks:
+            host.hooks.on_loaded(host.models[self._command.instance].card)
 
     # ----------------------------------------------------------------------------- its weights
 
     def _load(self) -> Steps:
-        newcomer = self._newcomer
-        yield from self._do(newcomer.read, "reading the model's folder")
-        newcomer.reserve()
+        loader = self._loader
+        yield from self._do(loader.read, "reading the model's folder")
+        loader.reserve()
         yield True
-        yield from self._do(newcomer.find_matrices, "reading the model's folder")
-        newcomer.reserve_rest()
+        yield from self._do(loader.find_matrices, "reading the model's folder")
+        loader.reserve_rest()
         yield True
         yield from self._make_room()
-        for piece in newcomer.pieces:
+        for piece in loader.pieces:
             while piece.map():
                 yield True
             self._pages_mapped += piece.num_pages
             self._claim()
             yield True
-        if self._site.settings.variants:
-            yield from self._do(newcomer.make_images, "images")
-        self._total_bytes = sum(piece.nbytes for piece in newcomer.pieces)
-        for piece in newcomer.pieces:
-            yield from self._copy(self._loader.start(piece.job()))
+        if self._host.settings.variants:
+            yield from self._do(loader.make_images, "images")
+        self._total_bytes = sum(piece.nbytes for piece in loader.pieces)
+        for piece in loader.pieces:
+            yield from self._copy(self._copier.start(piece.job()))
             self._stage = self._share_done()
-        yield from self._do(newcomer.check_unchanged, "reading the model's folder")
-        for piece in newcomer.pieces:
+        yield from self._do(loader.check_unchanged, "reading the model's folder")
+        for piece in loader.pieces:
             piece.install()
             yield True
-        yield from self._do(newcomer.compile, "compiling kernels")
+        yield from self._do(loader.compile, "compiling kernels")
 
     def _do(self, work: Callable[[MayGoOn], None], stage: str) -> Steps:
         self._stage = stage
-        running = self._loader.start(Work(work))
+        running = self._copier.start(Work(work))
         try:
             while not running.is_done:
                 yield False
@@ -188,7 +188,7 @@ class ArrivalRun:
     def _open(self) -> Generator[bool, None, Target]:
         yield from self._fill_cache()
         self._stage = "its first request"
-        target = self._newcomer.make_target()
+        target = self._loader.make_target()
         yield True
         for _ in canary_steps(target.instance):
             yield True
@@ -197,12 +197,12 @@ class ArrivalRun:
     def _fill_cache(self) -> Steps:
         """Take the KV pages that it must have, then up to a fair share, as far as others can give it."""
         yield from self._take_least_kv()
-        site, cache = self._site, self._newcomer.cache
+        host, cache = self._host, self._loader.cache
         assert cache
         layers = cache.num_layers
         while missing := self._goal() - cache.pages_per_layer * layers:
-            if site.num_spare_pages >= layers:
-                cache.grow(min(missing, site.num_spare_pages, self.pages_at_once * layers) // layers)
+            if host.num_spare_pages >= layers:
+                cache.grow(min(missing, host.num_spare_pages, self.pages_at_once * layers) // layers)
             elif move := next_lender(self._holders(), missing):
                 self._lend(move)
             else:
@@ -210,31 +210,31 @@ class ArrivalRun:
             yield True
 
     def _take_least_kv(self) -> Steps:
-        newcomer, cache = self._newcomer, self._newcomer.cache
+        loader, cache = self._loader, self._loader.cache
         assert cache
         self._stage = "its KV cache"
-        while missing := newcomer.least_kv_pages // cache.num_layers - cache.pages_per_layer:
+        while missing := loader.least_kv_pages // cache.num_layers - cache.pages_per_layer:
             cache.grow(min(missing, self.pages_at_once))
             self._claim()
             yield True
 
     def _goal(self) -> int:
         """Pages of all its layers: its fair share, never less than it has."""
-        cache, holders = self._newcomer.cache, self._holders()
+        cache, holders = self._loader.cache, self._holders()
         assert cache
-        share = fair_pages(holders, max(0, self._site.num_spare_pages))[self._command.instance]
+        share = fair_pages(holders, max(0, self._host.num_spare_pages))[self._command.instance]
         return max(share // cache.num_layers, cache.pages_per_layer) * cache.num_layers
 
-    def _holders(self) -> list[Holder]:
+    def _holders(self) -> list[KVHolder]:
         """Return who shares the KV pages. All count as keen: a model keeps at least its fair share."""
-        return [self._own_holder(), *(holder_of(one, is_keen=True) for one in self._site.residents.values())]
+        return [self._own_holder(), *(holder_of(one, is_keen=True) for one in self._host.models.values())]
 
-    def _own_holder(self) -> Holder:
-        cache = self._newcomer.cache
+    def _own_holder(self) -> KVHolder:
+        cache = self._loader.cache
         assert cache
         pages = cache.pages_per_layer * cache.num_layers
-        useful = max(pages, self._newcomer.useful_kv_pages)
-        return Holder(self._command.instance, cache.num_layers, pages, pages, useful, is_keen=True)
+        useful = max(pages, self._loader.useful_kv_pages)
+        return KVHolder(self._command.instance, cache.num_layers, pages, pages, useful, is_keen=True)
 
     # ----------------------------------------------------------------------------- room
 
@@ -243,9 +243,9 @@ class ArrivalRun:
         self._stage = "making room"
         self._claim()
         self._refuse_what_never_fits()
-        site = self._site
-        while (missing := -site.num_spare_pages) > 0:
-            move = next_lender([holder_of(one) for one in site.residents.values()], missing)
+        host = self._host
+        while (missing := -host.num_spare_pages) > 0:
+            move = next_lender([holder_of(one) for one in host.models.values()], missing)
             if move:
                 self._patience.get_on()
                 self._lend(move)
@@ -255,25 +255,25 @@ class ArrivalRun:
 
     def _claim(self) -> None:
         """What it has not mapped yet; the reserve is the largest that any model here wants."""
-        newcomer, site = self._newcomer, self._site
-        assert newcomer.cache
-        kv_pages = newcomer.cache.pages_per_layer * newcomer.cache.num_layers
-        left = newcomer.weight_pages - self._pages_mapped + max(0, newcomer.least_kv_pages - kv_pages)
-        site.claim(self._command.instance, Claim(left, newcomer.reserve_pages))
+        loader, host = self._loader, self._host
+        assert loader.cache
+        kv_pages = loader.cache.pages_per_layer * loader.cache.num_layers
+        left = loader.weight_pages - self._pages_mapped + max(0, loader.least_kv_pages - kv_pages)
+        host.claim(self._command.instance, Claim(left, loader.reserve_pages))
 
     def _refuse_what_never_fits(self) -> None:
-        site = self._site
-        could_give = sum(one.kv_pages - _least(one) for one in site.residents.values())
-        if -site.num_spare_pages > could_give:
+        host = self._host
+        could_give = sum(one.kv_pages - _least(one) for one in host.models.values())
+        if -host.num_spare_pages > could_give:
             raise self._no_room("failed", "more than idle models could give")
 
     def _no_room(self, state: MorphOutcome, why: str) -> NotApplied:
-        newcomer, site = self._newcomer, self._site
-        weights, kv, missing = newcomer.weight_pages, newcomer.least_kv_pages, max(0, -site.num_spare_pages)
+        loader, host = self._loader, self._host
+        weights, kv, missing = loader.weight_pages, loader.least_kv_pages, max(0, -host.num_spare_pages)
         reason = (
-            f"{self._command.model} needs {weights} pages of {site.pool.page_bytes} bytes for its weights in"
+            f"{self._command.model} needs {weights} pages of {host.pool.page_bytes} bytes for its weights in"
             f" {self._command.precision} and {kv} for KV at least; {missing} are missing, {why}."
-            f" {site.pool.num_free} of {site.pool.num_pages} are free; {site.who_has_what()}"
+            f" {host.pool.num_free} of {host.pool.num_pages} are free; {host.who_has_what()}"
         )
         return NotApplied(
             state,
@@ -282,12 +282,12 @@ class ArrivalRun:
             pages_weights=weights,
             pages_kv=kv,
             pages_missing=missing,
-            pages_free=site.pool.num_free,
-            pages_reserved=site.reserve_pages,
+            pages_free=host.pool.num_free,
+            pages_reserved=host.reserve_pages,
         )
 
     def _lend(self, move: Move) -> None:
-        resizer = self._site.residents[move.lender].target.resizer
+        resizer = self._host.models[move.lender].target.resizer
         pages = min(move.pages // resizer.num_layers, PAGES_AT_ONCE)
         try:
             resizer.lend(pages)
@@ -301,17 +301,17 @@ class ArrivalRun:
 
     # ----------------------------------------------------------------------------- the end
 
-    def _give_back_all(self) -> None:
-        while self._site.give_back():
+    def _return_lent_pages(self) -> None:
+        while self._host.return_lent_pages():
             pass
 
     def _over(self) -> None:
-        self._site.taken_by = ""
-        if self._site.hooks:
-            self._site.hooks.coming("")
+        self._host.busy_with = ""
+        if self._host.hooks:
+            self._host.hooks.on_loading("")
 
 
-def _least(resident: Resident) -> int:
+def _least(resident: HostedModel) -> int:
     """KV pages that it keeps whatever happens."""
     resizer = resident.target.resizer
     return resizer.pages_for(resizer.min_blocks) * resizer.num_layers

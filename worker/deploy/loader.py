@@ -18,7 +18,7 @@ import torch
 from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.messages import PARTS, Deploy, Part
 from bus.precisions import BITS, PRECISIONS
-from worker.deploy.site import Site
+from worker.deploy.model_host import ModelHost
 from worker.engine.build import MIB, Shape, compile_kernels, instance_of, make_cache, useful_pages
 from worker.engine.core import EngineCore
 from worker.memory import KVCache, VirtualRange
@@ -61,14 +61,14 @@ class Piece:
     install: Callable[[], None]
 
 
-class Newcomer:
+class ModelLoader:
     """One Deploy's model. Raises NotApplied and ModelError, each method where it says what is wrong."""
 
-    def __init__(self, command: Deploy, site: Site) -> None:
-        self.command, self.site = command, site
-        self.settings, self.pool = site.settings, site.pool
+    def __init__(self, command: Deploy, host: ModelHost) -> None:
+        self.command, self.host = command, host
+        self.settings, self.pool = host.settings, host.pool
         self.told = ""  # how far the images are
-        self.shard = own_shard(command, site.worker)
+        self.shard = own_shard(command, host.worker)
         self.variants: Variants = NoVariants()
         self.cache: KVCache | None = None
         self._model: Model | None = None
@@ -84,7 +84,7 @@ class Newcomer:
                 "failed", f"this worker keeps no {command.precision} variants; there are {there_are}"
             )
         self.folder = Path(command.path).expanduser().resolve()
-        self.config: ModelConfig = own_part(read_config(self.folder), command, self.site.worker)
+        self.config: ModelConfig = own_part(read_config(self.folder), command, self.host.worker)
         dtype = dtype_of(settings.dtype, self.pool.backend.device) or self.config.dtype
         if dtype not in DTYPES:
             there_are = ", ".join(map(str, DTYPES))
@@ -196,9 +196,9 @@ class Newcomer:
         resizer = KVResizer(
             instance,
             self.cache,
-            reserve_pages=self.site.reserve_pages,
+            reserve_pages=self.host.reserve_pages,
             useful_pages=self.useful_kv_pages,
-            owns_rest=not self.site.residents,
+            owns_rest=not self.host.models,
         )
         return Target(instance, self.variants, resizer, self.order)
 

@@ -1,4 +1,4 @@
-"""A Deploy of one stage of several, as it runs: as `worker.deploy.arrival`, up to where the stages meet.
+"""A Deploy of one stage of several, as it runs: as `worker.deploy.load`, up to where the stages meet.
 
 ::
 
@@ -12,64 +12,65 @@ A stage that nobody leads, since the leader's Deploy failed or was cancelled, gi
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
-from bus.messages import Deploy, InstanceCard
-from worker.deploy.arrival import ArrivalRun, CardOf, Steps
-from worker.deploy.site import Site
+from bus.messages import Deploy, InstanceCard, Part
+from bus.precisions import Precision
+from worker.deploy.load import CardOf, LoadRun, Steps
+from worker.deploy.model_host import ModelHost
 from worker.distributed.messages import Peer
 from worker.engine.build import canary_steps
 from worker.morph.outcome import NotApplied
 from worker.morph.resizer import KVResizer
 from worker.morph.run import Clock
 from worker.morph.target import Target
+from worker.morph.verbs import Variants
 from worker.pipeline.build import start_leading
 from worker.pipeline.executor import PipelineExecutor
-from worker.pipeline.kept import KeptVariants
 from worker.pipeline.pipeline import PipelineLost, RemoteStage
 from worker.pipeline.split import leader_of, pipeline_of
 from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import LoadedStage
-from worker.shape.copier import Copier
+from worker.shape.copier import Copier, CopyJob
 
 JOIN_WITHIN_S = 300.0  # for the leader's own load; who orders it gives up before
 
 
-class FollowerArrival(ArrivalRun):
+class StageLoadRun(LoadRun):
     """Of a later stage, or another rank of the first: nobody's requests come here, so no card is shown."""
 
     def __init__(
         self,
         command: Deploy,
-        site: Site,
-        loader: Copier,
+        host: ModelHost,
+        copier: Copier,
         card_of: CardOf,
         *,
         clock: Clock = time.monotonic,
     ) -> None:
         """Raises NotApplied."""
-        super().__init__(command, site, loader, card_of, clock=clock)
-        _refuse_second_group(command, site)
+        super().__init__(command, host, copier, card_of, clock=clock)
+        _refuse_second_group(command, host)
 
     def _serve(self) -> Steps:
-        command, newcomer = self._command, self._newcomer
-        _refuse_second_group(command, self._site)  # another may have come meanwhile
+        command, loader = self._command, self._loader
+        _refuse_second_group(command, self._host)  # another may have come meanwhile
         yield from self._fill_cache()
-        assert newcomer.cache
-        newcomer.model.complete()
+        assert loader.cache
+        loader.model.complete()
         part = LoadedStage(
             pipeline_of(command),
             command.stage,
             command.epoch,
-            newcomer.model,
-            newcomer.cache,
+            loader.model,
+            loader.cache,
             self._let_go,
             command.digest,
-            newcomer.shard,
+            loader.shard,
         )
-        follower = _stages(self._site).add(part, JOIN_WITHIN_S)
-        self._site.on_changed()
+        follower = _stages(self._host).add(part, JOIN_WITHIN_S)
+        self._host.on_changed()
         self._stage = f"waiting for {leader_of(command)}, which leads"
         try:
             while not follower.has_started:
@@ -81,53 +82,53 @@ class FollowerArrival(ArrivalRun):
             raise
 
     def _let_go(self) -> None:
-        self._newcomer.release()
-        self._give_back_all()
-        self._site.on_changed()
+        self._loader.release()
+        self._return_lent_pages()
+        self._host.on_changed()
 
     def _came(self) -> None:
         pass
 
 
-class LeaderArrival(ArrivalRun):
+class PipelineLoadRun(LoadRun):
     """Of the first stage."""
 
     def __init__(
         self,
         command: Deploy,
-        site: Site,
-        loader: Copier,
+        host: ModelHost,
+        copier: Copier,
         card_of: CardOf,
         peers: Mapping[str, Peer],
         *,
         clock: Clock = time.monotonic,
     ) -> None:
         """peers: by worker, where the stages are reached. Raises NotApplied where one is missing."""
-        super().__init__(command, site, loader, lambda *of: self._card(card_of(*of)), clock=clock)
+        super().__init__(command, host, copier, lambda *of: self._card(card_of(*of)), clock=clock)
         self._beside = [_seat(command, 0, worker, peers) for worker in command.stages[0].workers[1:]]
         self._behind = [_behind(command, number, peers) for number in range(1, len(command.stages))]
-        _refuse_second_group(command, site)
+        _refuse_second_group(command, host)
 
     def _open(self) -> Generator[bool, None, Target]:
-        command, newcomer, site = self._command, self._newcomer, self._site
-        _refuse_second_group(command, site)  # another may have come meanwhile
+        command, loader, host = self._command, self._loader, self._host
+        _refuse_second_group(command, host)  # another may have come meanwhile
         yield from self._fill_cache()
-        cache = newcomer.cache
+        cache = loader.cache
         assert cache
-        newcomer.model.complete()
+        loader.model.complete()
         self._stage = "waiting for the other stages"
         try:
             instance = yield from start_leading(
                 command.instance,
-                site.worker,
-                newcomer.model,
+                host.worker,
+                loader.model,
                 cache,
-                newcomer.limits,
+                loader.limits,
                 self._behind,
                 beside=self._beside,
-                host=_stages(site).host,
-                timeout_s=_stages(site).timeout_s,
-                wake=lambda: _stages(site).wake(),
+                host=_stages(host).host,
+                timeout_s=_stages(host).timeout_s,
+                wake=lambda: _stages(host).wake(),
                 blocks=max(1, command.blocks),
                 digest=command.digest,
             )
@@ -140,13 +141,13 @@ class LeaderArrival(ArrivalRun):
         except BaseException:
             instance.close()
             raise
-        instance.on_lost = lambda reason: site.on_lost(command.instance, reason)
+        instance.on_lost = lambda reason: host.on_lost(command.instance, reason)
         assert isinstance(instance.executor, PipelineExecutor)
-        instance.executor.on_going = lambda reason: site.on_going(command.instance, reason)
-        useful = min(newcomer.useful_kv_pages, cache.num_layers * cache.pages_per_layer)
+        instance.executor.on_going = lambda reason: host.on_going(command.instance, reason)
+        useful = min(loader.useful_kv_pages, cache.num_layers * cache.pages_per_layer)
         resizer = KVResizer(instance, cache, reserve_pages=0, useful_pages=useful, owns_rest=False)
-        kept = KeptVariants(newcomer.variants, command.precision, cache.num_layers)
-        return Target(instance, kept, resizer, newcomer.order)
+        kept = KeptVariants(loader.variants, command.precision, cache.num_layers)
+        return Target(instance, kept, resizer, loader.order)
 
     def _card(self, card: InstanceCard) -> InstanceCard:
         stages = self._command.stages
@@ -177,16 +178,39 @@ def _seat(command: Deploy, number: int, worker: str, peers: Mapping[str, Peer]) 
     return Peer(worker, command.epochs.get(worker, peer.epoch), peer.address, peer.key)
 
 
-def _refuse_second_group(command: Deploy, site: Site) -> None:
+def _refuse_second_group(command: Deploy, host: ModelHost) -> None:
     """Why: `worker.pipeline.ranks`."""
-    stages = _stages(site)
-    leads = any(one.card.pp > 1 and one.card.tp > 1 for one in site.residents.values())
+    stages = _stages(host)
+    leads = any(one.card.pp > 1 and one.card.tp > 1 for one in host.models.values())
     if len(command.stages[0].workers) > 1 and (stages.has_ranks or leads):
         why = "it is a rank of a stage of several workers already, and could wait for both crosswise"
-        raise NotApplied("conflict", f"{site.worker}: {why}")
+        raise NotApplied("conflict", f"{host.worker}: {why}")
 
 
-def _stages(site: Site) -> StageHost:
-    if site.stages is None:
+def _stages(host: ModelHost) -> StageHost:
+    if host.stages is None:
         raise NotApplied("failed", "this worker takes no part in pipelines: worker.group_host is empty")
-    return site.stages
+    return host.stages
+
+
+class KeptVariants:
+    """Over those that they were loaded from. The layers behind this stage are known, and have no page
+    here."""
+
+    def __init__(self, loaded: Variants, precision: Precision, num_layers: int) -> None:
+        self.precisions: Sequence[Precision] = (precision,)
+        self._loaded, self._num_layers = loaded, num_layers
+
+    def pages(self, layer: int, part: Part, precision: Precision) -> int:
+        return self._loaded.pages(layer, part, precision) if layer < self._num_layers else 0
+
+    def map(self, layer: int, part: Part, precision: Precision) -> None:
+        raise NotImplementedError
+
+    def copy_job(self, layer: int, part: Part, precision: Precision) -> CopyJob:
+        raise NotImplementedError
+
+    check = install = unmap = map
+
+    def release(self) -> None:
+        self._loaded.release()

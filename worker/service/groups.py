@@ -1,0 +1,266 @@
+"""Whether a worker may join groups: with its only model it may. Models come and go, so that changes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bus.client import Bus, BusUnavailable
+from bus.messages import PARTS, InstanceCard, WorkerCard
+from bus.settings import WorkerSettings
+from worker.deploy.deployments import ModelDeployments
+from worker.deploy.loader import ModelLoader
+from worker.deploy.model_host import HostedModel, ModelHost
+from worker.distributed.messages import Peer
+from worker.distributed.transport import Transport
+from worker.memory import PagePool
+from worker.model import Model
+from worker.model.layout import degrees
+from worker.morph.manager import MorphManager
+from worker.morph.reshard import make_resharder
+from worker.morph.target import Target
+from worker.morph.verbs import layer_pages
+from worker.parallel.grouping import Grouping
+from worker.parallel.morphs import GroupMorphs
+from worker.parallel.place import Place
+from worker.service.engine_thread import EngineThread
+from worker.shape.copier import Copier
+
+
+def card_of_loaded(loader: ModelLoader, target: Target) -> InstanceCard:
+    """Of one that was deployed."""
+    host = loader.host
+    card = card_of(
+        target,
+        loader.command.model,
+        loader.folder,
+        loader.model,
+        loader.order_name,
+        host.settings,
+        host.worker,
+        None,
+    )
+    return replace(card, deployed=loader.command.id, precision=loader.command.precision)
+
+
+def card_of(
+    target: Target,
+    name: str,
+    path: Path,
+    model: Model,
+    order_name: str,
+    settings: WorkerSettings,
+    worker: str,
+    grouping: Grouping | None,
+) -> InstanceCard:
+    """What is shown of it. grouping: None: it joins no group."""
+    possible = degrees(model.config, settings.max_tp) if grouping else [1]
+    return InstanceCard(
+        id=target.instance.id,
+        model=name,
+        model_path=str(path),
+        max_model_len=target.instance.limits.max_model_len,
+        vocab_size=model.config.vocab_size,
+        num_layers=model.config.num_layers,
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_tokens=settings.block_tokens,
+        workers=[worker],
+        variants=list(target.variants.precisions),
+        order=target.order,
+        order_name=order_name,
+        min_blocks=target.resizer.min_blocks,
+        max_blocks=max_blocks(target, max(possible)),
+        kv_heads=model.config.num_kv_heads,
+        degrees=possible,
+        tokens_at={tp: grouping.place.tokens_at(tp) for tp in possible} if grouping else {},
+        layer_pages=layer_pages(target.variants, model.config.num_layers),
+        attention_pages=layer_pages(target.variants, model.config.num_layers, ["attention"]),
+    )
+
+
+def max_blocks(target: Target, degree: int) -> int:
+    """KV blocks that no order can exceed: the memory less the least that the layers take, in their fewest
+    bits and with the FFN divided among `degree` workers."""
+    cache, variants = target.resizer.cache, target.variants
+    pages = cache.pool.num_pages
+    for layer in range(cache.num_layers):
+        attention, ffn = (
+            min(variants.pages(layer, part, precision) for precision in variants.precisions) for part in PARTS
+        )
+        pages -= attention + ffn // degree
+    return cache.blocks_in(max(0, pages) // cache.num_layers)
+
+
+# Of an exchange: as large as keeps the cost of its calls small, and no larger.
+CPU_STAGE_BYTES, CUDA_STAGE_BYTES = 1 << 23, 1 << 25
+
+
+def make_executor(
+    worker: str,
+    host: ModelHost,
+    settings: WorkerSettings,
+    device: torch.device,
+) -> MorphManager:
+    """For the models that are there, and those that come. On a CPU copying takes cores and memory from the
+    steps: both kinds of work share the allowance."""
+    share = settings.morph_share
+    of_each = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
+    return MorphManager(
+        worker,
+        {},
+        step_share=of_each[0],
+        copy_share=of_each[1],
+        deployments=ModelDeployments(host, card_of_loaded),
+    )
+
+
+def grouping_for(
+    name: str,
+    target: Target,
+    model: Model,
+    pool: PagePool,
+    settings: WorkerSettings,
+    worker: str,
+    transport: Transport | None,
+) -> Grouping | None:
+    """Return how a worker's only model joins groups; None if it cannot."""
+    if not transport or len(degrees(model.config, settings.max_tp)) < 2:
+        return None
+    device = pool.backend.device
+    place = Place(
+        name=name,
+        target=target,
+        model=model,
+        weights=make_resharder(model, pool, target.variants),
+        copier=Copier(lambda: grouping.post(lambda: None)),
+        stage_bytes=CPU_STAGE_BYTES if device.type == "cpu" else CUDA_STAGE_BYTES,
+    )
+    grouping = Grouping(
+        worker,
+        place,
+        transport,
+        device=str(device),
+    )
+    return grouping
+
+
+OnRegrouped = Callable[[tuple[str, ...], str], None]
+OnCards = Callable[[list[InstanceCard]], None]
+
+
+class GroupMembership:
+    """`look` in the engine's thread, or before that starts, whenever a model came or has gone."""
+
+    def __init__(self, host: ModelHost, morphs: MorphManager) -> None:
+        self._host, self._morphs = host, morphs
+        self.grouping: Grouping | None = None  # None: this worker joins no group
+        self.use: Callable[[Grouping | None], None] = lambda grouping: None
+        self.on_regrouped: OnRegrouped = lambda members, why: None
+        self.on_cards: OnCards = lambda cards: None
+
+    def look(self) -> None:
+        """Let the worker join groups if it has one model alone, and none otherwise."""
+        only = self._only()
+        before = self.grouping
+        if before and only and before.place.target is only.target:
+            return
+        if before:
+            before.close()
+        self.grouping = grouping = self._make(only) if only else None
+        if before or grouping:
+            self._use(grouping)
+        models = self._host.models
+        for name, resident in models.items():
+            card = _card_in(resident, grouping if resident is only else None, self._host.settings.max_tp)
+            models[name] = replace(resident, card=card)
+        self.on_cards([resident.card for resident in models.values()])
+
+    def _only(self) -> HostedModel | None:
+        """Its only model, all of which is here. A worker in a stage of several ranks joins no other group:
+        two that wait for each other's sums crosswise would wait for ever."""
+        host = self._host
+        if host.stages and host.stages.has_ranks:
+            return None
+        models = list(host.models.values())
+        return models[0] if len(models) == 1 and models[0].card.pp == 1 else None
+
+    def _make(self, only: HostedModel) -> Grouping | None:
+        host = self._host
+        return grouping_for(
+            only.card.model,
+            only.target,
+            only.model,
+            host.pool,
+            host.settings,
+            host.worker,
+            host.transport,
+        )
+
+    def _use(self, grouping: Grouping | None) -> None:
+        if grouping:
+            grouping.on_regrouped = lambda members, why: self.on_regrouped(members, why)
+        self.use(grouping)
+        layers_per_step = self._host.settings.layers_per_step
+        self._morphs.join_groups(GroupMorphs(grouping, layers_per_step=layers_per_step) if grouping else None)
+
+
+def _card_in(resident: HostedModel, grouping: Grouping | None, max_tp: int) -> InstanceCard:
+    possible = degrees(resident.model.config, max_tp) if grouping else [1]
+    tokens = {tp: grouping.place.tokens_at(tp) for tp in possible} if grouping else {}
+    return replace(resident.card, degrees=possible, tokens_at=tokens)
+
+
+FIRST_LOOK_S, LOOK_S = 2.0, 15.0  # others may still load
+
+
+async def meet_neighbours(bus: Bus, own: Callable[[], WorkerCard], thread: EngineThread) -> None:
+    """For ever. own: its card of now; while it joins no group there is nothing to do here."""
+    pause_s = FIRST_LOOK_S
+    while True:
+        await asyncio.sleep(pause_s)
+        pause_s = LOOK_S
+        card = own()
+        if not card.link or len(card.instances) != 1:
+            continue
+        with suppress(BusUnavailable):
+            cards = await peers_of(bus, card)
+            for members in led_groups(card, cards.values()):
+                thread.prepare_communicator(members, {name: as_peer(cards[name]) for name in members})
+
+
+async def peers_of(bus: Bus, own: WorkerCard) -> dict[str, WorkerCard]:
+    """Cards of the live workers of this host that serve and join groups, itself among them."""
+    cards = [member.card for member in await bus.members() if member.card and member.lease_epoch]
+    there = [card for card in cards if card.host == own.host and card.link and card.state == "serving"]
+    return {card.id: card for card in there}
+
+
+def as_peer(card: WorkerCard) -> Peer:
+    return Peer(card.id, card.epoch, card.link, card.link_key)
+
+
+def led_groups(own: WorkerCard, cards: Iterable[WorkerCard]) -> Iterator[tuple[str, ...]]:
+    """Aligned ones: of the host's workers of a model, in the order of their names, the first two, the next
+    two, the first four, ... of which this one comes first."""
+    [instance] = own.instances
+    alike = [
+        card.id
+        for card in cards
+        if [(each.model, each.degrees) for each in card.instances] == [(instance.model, instance.degrees)]
+    ]
+    names = sorted(alike, key=_by_number)
+    for degree in instance.degrees:
+        first = names.index(own.id) if own.id in names else -1
+        if degree > 1 and first % degree == 0 and first + degree <= len(names):
+            yield tuple(names[first : first + degree])
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """w2 before w10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]

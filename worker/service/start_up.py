@@ -1,0 +1,112 @@
+"""From settings to an engine that has run its first request."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+import kernels
+from bus.precisions import BITS, PRECISIONS
+from bus.settings import WorkerSettings
+from worker.deploy.loader import dtype_of
+from worker.deploy.model_host import ModelHost
+from worker.deploy.startup import serve_models
+from worker.distributed.probe import ProbeResponder
+from worker.distributed.transport import Transport
+from worker.engine.build import (
+    MIB,
+    make_pool,
+)
+from worker.engine.engine import Engine
+from worker.memory import MappingFailed, OutOfPages
+from worker.model import ModelError
+from worker.morph.outcome import NotApplied
+from worker.pipeline.stage_host import StageHost
+from worker.service.groups import GroupMembership, card_of_loaded, make_executor
+from worker.service.loading import CannotServe, Loaded, Progress
+
+log = logging.getLogger("worker")
+
+
+def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
+    """Raises CannotServe, with one line that says what to change."""
+    try:
+        return _load(settings, worker, progress)
+    except (ModelError, NotApplied, OutOfPages, MappingFailed, ValueError) as error:
+        raise CannotServe(str(error)) from error
+
+
+def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
+    folders = model_folders(settings.models, may_be_empty=settings.may_be_empty)
+    device = _device(settings.device)
+    kernels.configure(settings.threads)
+    pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
+    engine = Engine(device)
+    model_host = ModelHost(worker, pool, engine, settings)
+    morphs = make_executor(worker, model_host, settings, device)
+    serve_models(folders, model_host, card_of_loaded, progress)
+    if not folders:
+        progress("compiling kernels")
+        compile_ahead(device, settings)
+    if settings.group_host:
+        model_host.transport = Transport(
+            settings.group_host, settings.group_timeout_s, is_pinned=device.type == "cuda"
+        )
+        ProbeResponder(model_host.transport, device)
+        engine.parts = model_host.stages = StageHost(model_host.transport)
+    group_membership = GroupMembership(model_host, morphs)
+    group_membership.look()
+    model_host.on_changed = group_membership.look
+    return Loaded(engine, pool.counts, str(device), pool.page_bytes, morphs, model_host, group_membership)
+
+
+def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
+    """Of a worker that waits for models: a compiler holds up all threads of the process, for longer than a
+    lease lasts. What depends on a model's own sizes is compiled with it."""
+    if device.type == "cpu":
+        kernels.warm_up(
+            dtype_of(settings.dtype, device) or torch.float32,
+            hidden_size=256,
+            intermediate_size=256,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=64,
+            block_tokens=settings.block_tokens,
+            bits=[BITS[name] for name in PRECISIONS if name in settings.variants],
+        )
+
+
+def model_folders(models: list[str], *, may_be_empty: bool = False) -> dict[str, Path]:
+    """Served name -> folder, from `name=dir` or `dir` (then the folder's name). Raises CannotServe."""
+    folders: dict[str, Path] = {}
+    for entry in models:
+        name, is_named, folder = entry.partition("=")
+        if not is_named or "/" in name:  # the = is one of the folder's
+            name, folder = "", entry
+        path = Path(folder).expanduser().resolve()
+        name = name or path.name
+        if name in folders:
+            raise CannotServe(f"two models are called {name!r}: {folders[name]} and {path}; use name=dir")
+        folders[name] = path
+    if not folders and not may_be_empty:
+        raise CannotServe(
+            "no model to serve: set worker.models (INSTAR_MODEL) to a model folder, or worker.may_be_empty to"
+            " wait for models to be deployed"
+        )
+    return folders
+
+
+def _device(name: str) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    try:
+        device = torch.device(name or ("cuda:0" if has_gpu else "cpu"))
+    except RuntimeError as error:
+        raise CannotServe(f"worker.device is {name!r}: {error}; use cpu or cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise CannotServe(f"worker.device is {name!r}; cpu and cuda are supported")
+    if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
+        raise CannotServe(f"worker.device is {name!r}, and this machine has {torch.cuda.device_count()} GPUs")
+    # A thread can only be bound to a GPU with a number.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
