@@ -150,7 +150,7 @@ class Rank(Worker):
 
     def kv_bytes(self, num_blocks: int) -> int:
         """Return the bytes of whole pages of so many blocks, of which this rank has its heads."""
-        cache, tp = self._grouping.place.cache, self._instance.tp
+        cache, tp = self._grouping.local.cache, self._instance.tp
         pages = cache.pool.pages_for(num_blocks * cache.block_bytes // tp)
         return cache.num_layers * pages * self._loaded.page_bytes
 

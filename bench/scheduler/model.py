@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bench.scheduler import costs
-from worker.parallel.budget import Need, allowances, even
+from worker.parallel.coordinator import TokenNeed, allowances, even_share
 
 WINDOW_S = 0.5
 
@@ -63,7 +63,7 @@ class Unit:
     transform: Transform | None = None
     is_stepping: bool = False
     is_held: bool = False  # takes no step, since others of its transform are still in one
-    needs: list[Need] = field(default_factory=list)  # of the members, after the last step
+    needs: list[TokenNeed] = field(default_factory=list)  # of the members, after the last step
 
     @property
     def leader(self) -> str:
@@ -156,13 +156,13 @@ class Unit:
         elif len(self.needs) == size:
             tokens = allowances(self.needs, costs.CHUNK_TOKENS)
         else:
-            tokens = [even(costs.CHUNK_TOKENS, size)] * size
+            tokens = [even_share(costs.CHUNK_TOKENS, size)] * size
         return dict(zip(self.workers, tokens, strict=True))
 
-    def _need(self, name: str, ran: int, allowed: int) -> Need:
+    def _need(self, name: str, ran: int, allowed: int) -> TokenNeed:
         own = [one for one in self.running if one.home == name]
         long = [max(1, one.prompt - one.computed) for one in own if one.is_long]
-        return Need(ran, allowed, len(own), max(long, default=0))
+        return TokenNeed(ran, allowed, len(own), max(long, default=0))
 
 
 class Scheduler(Protocol):

@@ -155,7 +155,7 @@ class Worker:
         transport = loaded.transport
         assert loaded.grouping is not None and transport is not None
         self._grouping = loaded.grouping
-        self._instance = self._grouping.place.instance
+        self._instance = self._grouping.local.instance
         self._steps: list[Step] = []
         self._made: dict[str, list[Made]] = {}  # by request
         self._ended: dict[str, float] = {}  # requests, and when
@@ -223,8 +223,8 @@ class Worker:
             time.sleep(0.005)
 
     def _stepped(self, epoch: int, results: list[StepResult]) -> None:
-        now, party = time.perf_counter(), self._grouping.party
-        boundary = party.formation.boundary if party else 0
+        now, executor = time.perf_counter(), self._grouping.executor
+        boundary = executor.formation.boundary if executor else 0
         self._steps.append(Step(now - self._last, self._instance.tp, boundary))
         self._last = now
         for result in results:

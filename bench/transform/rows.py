@@ -23,7 +23,7 @@ from worker.model import load_model
 from worker.model.shard import Shard
 from worker.morph.reshard import Resharder, make_resharder
 from worker.morph.verbs import NoVariants
-from worker.parallel.rows import Choice, RowCosts, choose
+from worker.parallel.rows import RowChoice, RowCosts, choose_rows
 from worker.shape.variants import LayerVariants
 
 PAGE_BYTES = 64 * 1024
@@ -74,12 +74,12 @@ def missing_and_whole(folder: Path, degree: int) -> tuple[int, int]:
     return whole - own, whole
 
 
-def chosen(missing: int, whole: int, layers: int, seconds: dict[str, float]) -> dict[str, Choice]:
+def chosen(missing: int, whole: int, layers: int, seconds: dict[str, float]) -> dict[str, RowChoice]:
     """Return the choices with host images and without; `seconds` are those of a layer, by way."""
     made = {}
     for way, read in ((IMAGE, missing), (CHECKPOINT, whole)):
         costs = RowCosts(missing * layers, read * layers, read / seconds[way], missing / seconds[PEERS])
-        made[way] = choose([costs], layers, 0.0)
+        made[way] = choose_rows([costs], layers, 0.0)
     return made
 
 

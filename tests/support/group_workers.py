@@ -31,9 +31,9 @@ from worker.morph.reshard import make_resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import NoVariants, Variants
+from worker.parallel.group_morphs import GroupMorphs
 from worker.parallel.grouping import Grouping
-from worker.parallel.morphs import GroupMorphs
-from worker.parallel.place import Place
+from worker.parallel.local_instance import LocalInstance
 from worker.service.engine_thread import EngineThread
 from worker.shape.copier import Copier
 from worker.shape.variants import LayerVariants
@@ -96,7 +96,7 @@ class GroupWorker(ThreadedWorker):
         self.transport = Transport("127.0.0.1", timeout_s)
         self.grouping = Grouping(
             name,
-            Place(
+            LocalInstance(
                 name="model",
                 target=target,
                 model=self.model,
@@ -163,10 +163,10 @@ class GroupWorker(ThreadedWorker):
     def _check(self) -> None:
         self.engine.check_integrity()
         self.pool.check_integrity()
-        if self.grouping.party:
-            self.grouping.party.check_integrity()
+        if self.grouping.executor:
+            self.grouping.executor.check_integrity()
         else:
-            self.grouping.place.cache.check_integrity()
+            self.grouping.local.cache.check_integrity()
 
     def take(self, result: StepResult, output: Output) -> None:
         if output.delta.token_ids:

@@ -129,7 +129,7 @@ class MoveBoundary(Action, frozen=True, kw_only=True, tag=True):
     to: int
 
 
-class Settle(Action, frozen=True, kw_only=True, tag=True):
+class FinishMerge(Action, frozen=True, kw_only=True, tag=True):
     """All layers are at the high degree: one set of blocks, so many, in so many pages of each layer."""
 
     blocks: int
@@ -137,15 +137,15 @@ class Settle(Action, frozen=True, kw_only=True, tag=True):
     is_probed: bool = False  # all measure how fast they send each other, since nothing has told it yet
 
 
-class Show(Action, frozen=True, kw_only=True, tag=True):
+class Announce(Action, frozen=True, kw_only=True, tag=True):
     """The new shape was tried: the cards may tell of it."""
 
 
-class Census(Action, frozen=True, kw_only=True, tag=True):
+class CountBlocks(Action, frozen=True, kw_only=True, tag=True):
     """Tell which blocks are in use with the next Ready."""
 
 
-class PartingBegins(Action, frozen=True, kw_only=True, tag=True):
+class BeginSplit(Action, frozen=True, kw_only=True, tag=True):
     """Blocks move home (from -> to), each subgroup keeps `blocks`, and layers begin to go back to `low`."""
 
     low: int
@@ -156,11 +156,11 @@ class PartingBegins(Action, frozen=True, kw_only=True, tag=True):
     layers_per_step: int = 1  # that will change at most
 
 
-class Parted(Action, frozen=True, kw_only=True, tag=True):
+class EndSplit(Action, frozen=True, kw_only=True, tag=True):
     """All layers are at the low degree: every subgroup goes on on its own."""
 
 
-class Lend(Action, frozen=True, kw_only=True, tag=True):
+class LendBlocks(Action, frozen=True, kw_only=True, tag=True):
     """The giver (a rank) gives the taker so many of its free blocks."""
 
     giver: int
@@ -211,7 +211,7 @@ class ShrinkKV(Action, frozen=True, kw_only=True, tag=True):
     purpose: KVPurpose
 
 
-class EnterNext(Action, frozen=True, kw_only=True, tag=True):
+class EnterGroup(Action, frozen=True, kw_only=True, tag=True):
     """This group becomes a subgroup of the one that its members stand by for. `blocks`: of every subgroup."""
 
     blocks: int
@@ -223,14 +223,14 @@ Actions = (
     | DropHalf
     | GrowKV
     | ShrinkKV
-    | EnterNext
+    | EnterGroup
     | MoveBoundary
-    | Settle
-    | Show
-    | Census
-    | PartingBegins
-    | Parted
-    | Lend
+    | FinishMerge
+    | Announce
+    | CountBlocks
+    | BeginSplit
+    | EndSplit
+    | LendBlocks
 )
 
 
@@ -278,14 +278,14 @@ class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
     spare: int  # blocks that nothing here needs soon
     wanted: int  # blocks that its next sequence misses
     wanting_s: float  # how long the oldest that misses some has been there
-    used: list[int]  # blocks in use, while layers change their degree or after a Census
+    used: list[int]  # blocks in use, while layers change their degree or after a CountBlocks
     num_used: int
     filled: int  # layers from here on have their wider weights in memory, or pages for what peers send
     status: MemberStatus
     max_tokens: int  # of a step, that it has memory for
     running: int = 0  # sequences
     long_remaining: int = 0  # tokens to compute of one that no worker alone could hold; 1: it decodes
-    given: dict[int, list[int]] = {}  # taker -> blocks, after a Lend
+    given: dict[int, list[int]] = {}  # taker -> blocks, after a LendBlocks
 
 
 class Step(GroupMessage, frozen=True, kw_only=True, tag=True):

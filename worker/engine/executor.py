@@ -19,7 +19,7 @@ from bus.messages import LayerShape
 from kernels.plan import AttentionPlan
 from worker.engine.input_batch import ScheduledBatch, attention_plan, to_tensor
 
-CountBlocks = Callable[[], Generator[bool, None, list[list[int]]]]
+BlockCounter = Callable[[], Generator[bool, None, list[list[int]]]]
 
 
 class ExecutorLost(Exception):
@@ -106,7 +106,7 @@ class Executor(ABC):
         return [self.status()]
 
     @contextmanager
-    def counting_blocks(self) -> Iterator[CountBlocks]:
+    def counting_blocks(self) -> Iterator[BlockCounter]:
         """Hold all schedulers so that the KV blocks in use stay as they are counted.
 
         Yields a generator function whose result is the blocks in use, by rank. Until the context ends, or

@@ -1,7 +1,7 @@
-"""A prompt whose next token is known before the shape changes: the new one must say the same of it.
+"""A prompt whose next token is known before the shape changes, to compare with the new shape's.
 
-It runs in a step like a request of the leader, through every rank and layer, and is nobody's answer. Whatever
-precision the layers have, the two shapes have the same.
+It runs in a step like a request of the leader, through every rank and layer, and is published nowhere.
+Whatever precision the layers have, the two shapes have the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from worker.engine.input_batch import ModelInput
-from worker.parallel.place import Place
+from worker.parallel.local_instance import LocalInstance
 
 TOKENS = 12
 # Largest difference of a log-probability between two orders of summing, far below what a wrong layer makes:
@@ -19,11 +19,11 @@ LIMITS = {torch.float32: 0.02, torch.float16: 0.3, torch.bfloat16: 0.6}
 
 
 class Canary:
-    """Holds blocks from the start on; `close` gives them back."""
+    """The input of a canary, and the blocks it holds until `close`."""
 
-    def __init__(self, place: Place) -> None:
-        """Raises OutOfBlocks where none are free."""
-        instance = place.instance
+    def __init__(self, local: LocalInstance) -> None:
+        """Take blocks. Raises OutOfBlocks where none are free."""
+        instance = local.instance
         self._scheduler, block_tokens = instance.scheduler, instance.limits.block_tokens
         self._blocks = self._scheduler.blocks.allocate(-(-TOKENS // block_tokens))
         self._scheduler.num_blocks_aside += len(self._blocks)
@@ -36,13 +36,17 @@ class Canary:
         )
 
     def close(self) -> None:
+        """Give the blocks back."""
         self._scheduler.blocks.free(self._blocks)
         self._scheduler.num_blocks_aside -= len(self._blocks)
 
 
-def what_is_wrong(heard: torch.Tensor, known: torch.Tensor | None, dtype: torch.dtype) -> str:
-    """Empty where the two say the same. heard, known: log-probabilities [vocab]; None: there was no block for
-    it."""
+def compare_canaries(heard: torch.Tensor, known: torch.Tensor | None, dtype: torch.dtype) -> str:
+    """Return what is wrong with the new shape, or an empty string.
+
+    heard, known: log-probabilities [vocab] of the new and the old shape; known is None if there was no
+    block for the canary.
+    """
     if not bool(torch.isfinite(heard).all()):
         return "the new shape's numbers are not numbers"
     if known is None:

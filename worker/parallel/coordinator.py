@@ -1,34 +1,46 @@
-"""Decide when a group's step is called, and what follows it: the leader's part. Pure."""
+"""Decide when a group's step is called, what each member may run in it, and what follows it. Pure.
+
+A group is made for a long request, and gets less done than its workers do alone. So the long request comes
+first: its prompt takes most of each step, and while it decodes, prompts of short requests get a part of a
+step only, since everything in a step makes it longer. The sooner it ends, the sooner the group can split.
+"""
 
 from __future__ import annotations
 
-from worker.distributed.messages import Actions, Census, Lend, Ready, Step
-from worker.parallel.budget import Need, allowances, even
-from worker.parallel.share import loans
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.distributed.messages import Actions, CountBlocks, LendBlocks, Ready, Step
+from worker.parallel.block_share import loans
+
+CANARY_TOKENS = 12  # a canary fits into each step beside the rest
+SHORT_SHARE = 4  # of a step beside a long request, short prompts get one part in so many
 
 
 class StepCoordinator:
-    """A step is called when all members are ready for it and one of them has news, or there is something to
-    do after it. So an idle group costs nothing, and nobody waits inside of a step for one that has not come.
+    """The leader's part of a step.
+
+    A step is called when all members are ready for it and one of them has news, or an action is to follow it.
+    So an idle group costs nothing, and no member waits within a step for one that has not come.
     """
 
     def __init__(self, group: str, size: int) -> None:
         self.group, self.size = group, size
         self.step = 0  # the next to be called
         self.is_held = False  # no step is called
-        self._has_counted = False  # at the last step: nobody plans any more before the next
+        self._has_counted = False  # at the last step: no member schedules before the next
         self.latest: list[Ready] = []  # of the step called last, by rank
         self._ready: dict[int, Ready] = {}
         self._after: list[Actions] = []
         self._grants: dict[int, list[int]] = {}
-        self._allowed: list[int] = []  # tokens of each planner in the step to be called
+        self._allowed: list[int] = []  # tokens of each member in the step to be called
 
     def add(self, action: Actions) -> None:
-        """To be done by all after the next step."""
+        """Have all members carry out `action` after the next step."""
         self._after.append(action)
 
     def take(self, ready: Ready) -> None:
-        """One for a step that was called already is out of date."""
+        """Note what a member has for the next step; one for an earlier step is out of date."""
         if ready.step != self.step:
             return
         for taker, blocks in ready.given.items():
@@ -37,13 +49,15 @@ class StepCoordinator:
 
     @property
     def is_everyone_ready(self) -> bool:
+        """True if all members are ready for the next step."""
         return len(self._ready) == self.size
 
     def ready_of(self, rank: int) -> Ready:
-        """What it told last. KeyError before its first word."""
+        """Return what a member told last. Raises KeyError before its first word."""
         return self._ready[rank] if rank in self._ready or not self.latest else self.latest[rank]
 
     def call(self) -> Step | None:
+        """Return the next step if it is due."""
         if self.is_held or not self.is_everyone_ready:
             return None
         ready = [self._ready[rank] for rank in range(self.size)]
@@ -60,37 +74,85 @@ class StepCoordinator:
             grants=self._grants,
             after=[*self._after, *lending],
         )
-        # What is counted must not change before it was decided about.
-        self.is_held = self._has_counted = any(isinstance(action, Census) for action in self._after)
+        # What is counted must not change before a decision about it.
+        self.is_held = self._has_counted = any(isinstance(action, CountBlocks) for action in self._after)
         self.latest = ready
         self._ready, self._after, self._grants = {}, [], {}
         self.step += 1
         return called
 
+    def stop_counting(self) -> None:
+        """Go on calling steps, since the count of blocks is not needed any more."""
+        self._after = [action for action in self._after if not isinstance(action, CountBlocks)]
+        self.is_held = False
+
     def _allow(self, ready: list[Ready]) -> list[int]:
         max_tokens = min(each.max_tokens for each in ready)
-        allowed = self._allowed or [even(each.max_tokens, self.size) for each in ready]
+        allowed = self._allowed or [even_share(each.max_tokens, self.size) for each in ready]
         needs = [
-            Need(each.work.num_tokens if each.work else 0, limit, each.running, each.long_remaining)
+            TokenNeed(each.work.num_tokens if each.work else 0, limit, each.running, each.long_remaining)
             for each, limit in zip(ready, allowed, strict=True)
         ]
         self._allowed = allowances(needs, max_tokens)
         return self._allowed
 
     def _has_news(self, ready: list[Ready]) -> bool:
-        """Work; or that the last work has ended, since all tell of the blocks in use."""
+        """Return whether there is work, or the last work has ended: all members tell of blocks in use."""
         used, told = ([each.num_used for each in of] for of in (ready, self.latest))
         return any(each.work for each in ready) or self._has_counted or (bool(told) and used != told)
 
-    def give_up_census(self) -> None:
-        """Nobody wants the count any more."""
-        self._after = [action for action in self._after if not isinstance(action, Census)]
-        self.is_held = False
-
     def _lend(self, ready: list[Ready]) -> list[Actions]:
-        """Nothing beside other changes: blocks are counted, or change their numbers."""
+        """Plan loans of blocks; none beside other changes, which count blocks or renumber them."""
         if self._after or self._grants or any(each.given for each in ready):
             return []
         told = ((each.spare, each.wanted, each.wanting_s) for each in ready)
         made = loans(*zip(*told, strict=True))
-        return [Lend(giver=giver, taker=taker, blocks=blocks) for giver, taker, blocks in made]
+        return [LendBlocks(giver=giver, taker=taker, blocks=blocks) for giver, taker, blocks in made]
+
+
+# --------------------------------------------------------------------------- the tokens of a step
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNeed:
+    """What one member ran and was allowed in the last step, and its sequences that may decode in the next.
+
+    `long_remaining`: tokens to compute of a request that one worker alone could not hold, 1 while it decodes;
+    0: there is none.
+    """
+
+    ran: int
+    allowed: int
+    running: int = 0
+    long_remaining: int = 0
+
+
+def even_share(max_tokens: int, size: int) -> int:
+    """Return each member's tokens where nothing is known of their needs; `max_tokens` of a step in all.
+
+    At least 1: a member without any would never finish.
+    """
+    return max(1, (max_tokens - CANARY_TOKENS) // size)
+
+
+def allowances(needs: Sequence[TokenNeed], max_tokens: int) -> list[int]:
+    """Return the tokens of each member in the next step.
+
+    All members together run no more than one worker does alone, since each has memory for so much beside
+    weights and cache. A member that ran all that it was allowed may have more to run, and gets what the
+    others leave. These keep what they ran, and room to begin: with it they are soon among the first.
+    """
+    part = even_share(max_tokens, len(needs))
+    if any(one.long_remaining for one in needs):
+        short = [min(part, max(one.running + 1, part // SHORT_SHARE)) for one in needs]
+        return _distribute(short, [one.long_remaining > 1 for one in needs], part)
+    is_full = [one.ran >= one.allowed for one in needs]
+    if not any(is_full):
+        return [part] * len(needs)
+    return _distribute([min(part, one.ran + max(1, part // 8)) for one in needs], is_full, part)
+
+
+def _distribute(kept: Sequence[int], is_first: Sequence[bool], part: int) -> list[int]:
+    """Give each member what it keeps, and what that leaves of all parts to the first ones."""
+    left = part * len(kept) - sum(tokens for tokens, first in zip(kept, is_first, strict=True) if not first)
+    return [left // sum(is_first) if first else tokens for tokens, first in zip(kept, is_first, strict=True)]

@@ -20,37 +20,36 @@ from bus.messages import LayerShape
 from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import (
     Actions,
-    Census,
+    Announce,
+    BeginSplit,
+    CountBlocks,
     DropHalf,
-    EnterNext,
+    EndSplit,
+    EnterGroup,
+    FinishMerge,
     GrowKV,
     InstallHalf,
-    Lend,
+    LendBlocks,
     MoveBoundary,
     PackedInput,
-    Parted,
-    PartingBegins,
     PrepareHalf,
     Ready,
-    Settle,
-    Show,
     ShrinkKV,
     Step,
     pack,
     unpack,
 )
-from worker.engine.executor import CountBlocks, Executor, FinishedBatch
+from worker.engine.executor import BlockCounter, Executor, FinishedBatch
 from worker.engine.input_batch import ModelInput, ScheduledBatch, empty_input, merge_inputs
 from worker.memory import OutOfBlocks
 from worker.morph.manager import FATAL
-from worker.parallel.actions import boundary, cache, falling_apart, parting
-from worker.parallel.budget import even
 from worker.parallel.canary import Canary
-from worker.parallel.coordinator import StepCoordinator
+from worker.parallel.coordinator import StepCoordinator, even_share
 from worker.parallel.formation import Formation
+from worker.parallel.local_instance import LocalInstance
 from worker.parallel.member import Member
-from worker.parallel.merged import MergedStep
-from worker.parallel.place import Place
+from worker.parallel.merged_step import MergedStep
+from worker.parallel.transition import begin_split, end_split, finish_merge, move_boundary
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class TensorParallelExecutor(Executor):
         self.group, self.member = group, member
         self.coordinator = StepCoordinator(group, member.formation.size) if member.rank == 0 else None
         self.has_fallen = False
-        self.enters_next: EnterNext | None = None  # set after the last step in this group
+        self.enters_next: EnterGroup | None = None  # set after the last step in this group
         self.heard: torch.Tensor | None = None  # of the canary that was sent last
         self.step_s = 0.0  # of the last step; nothing is done after it yet
         self._send, self._broadcast, self._on_settled = send, broadcast, on_settled
@@ -94,8 +93,10 @@ class TensorParallelExecutor(Executor):
         self._canary: Canary | None = None
         self._given: dict[int, list[int]] = {}
         self._is_counted = False
-        self._max_tokens = member.place.instance.limits.max_num_batched_tokens
-        self._allowed = even(self._max_tokens, member.formation.size)  # tokens of this member's next batch
+        self._max_tokens = member.local.instance.limits.max_num_batched_tokens
+        self._allowed = even_share(
+            self._max_tokens, member.formation.size
+        )  # tokens of this member's next batch
         member.use(member.share)
 
     # ----------------------------------------------------------------------------- what others ask
@@ -106,9 +107,9 @@ class TensorParallelExecutor(Executor):
         return self.member.formation
 
     @property
-    def place(self) -> Place:
+    def local(self) -> LocalInstance:
         """The instance and its memory at this member."""
-        return self.member.place
+        return self.member.local
 
     @property
     def rank(self) -> int:
@@ -133,7 +134,7 @@ class TensorParallelExecutor(Executor):
     @property
     def is_in_last_step(self) -> bool:
         """True if the step after which the members part was called: a peer that has made it is gone."""
-        return self._called is not None and any(isinstance(action, Parted) for action in self._called.after)
+        return self._called is not None and any(isinstance(action, EndSplit) for action in self._called.after)
 
     def send_canary(self) -> bool:
         """Send a canary with the next step; then `heard` is its log-probabilities.
@@ -141,7 +142,7 @@ class TensorParallelExecutor(Executor):
         Returns False where no block is free for it.
         """
         try:
-            self._canary = Canary(self.place)
+            self._canary = Canary(self.local)
         except OutOfBlocks:
             return False
         self.heard = None
@@ -150,7 +151,7 @@ class TensorParallelExecutor(Executor):
     def fall_apart(self) -> None:
         """Make this member serve alone again. Raises what makes the worker useless."""
         self.has_fallen = True
-        falling_apart.fall_apart(self.member)
+        self.member.fall_apart()
 
     def take_step(self, step: Step) -> None:
         """Note the step that the leader has called."""
@@ -181,11 +182,11 @@ class TensorParallelExecutor(Executor):
         return [self.coordinator.ready_of(rank).status for rank in range(self.coordinator.size)]
 
     @contextmanager
-    def counting_blocks(self) -> Iterator[CountBlocks]:
+    def counting_blocks(self) -> Iterator[BlockCounter]:
         """Count the blocks in use at every member; no step is called after the count until it is decided."""
         coordinator = self.coordinator
         assert coordinator
-        coordinator.add(Census())
+        coordinator.add(CountBlocks())
         counted_in = coordinator.step + 1
 
         def count() -> Generator[bool, None, list[list[int]]]:
@@ -197,7 +198,7 @@ class TensorParallelExecutor(Executor):
         try:
             yield count
         finally:
-            coordinator.give_up_census()
+            coordinator.stop_counting()
 
     @property
     def is_lost(self) -> bool:
@@ -238,7 +239,7 @@ class TensorParallelExecutor(Executor):
 
     def shape(self) -> list[LayerShape]:
         """Return the shape of the layers, the same at every member."""
-        return self.place.model.shape()
+        return self.local.model.shape()
 
     def execute(self, batch: ScheduledBatch) -> None:
         """Propose `batch` for the group's next step; one that comes too late for it is dropped."""
@@ -296,11 +297,11 @@ class TensorParallelExecutor(Executor):
 
         Returns True if one was sent.
         """
-        member, scheduler = self.member, self.place.instance.scheduler
+        member, scheduler = self.member, self.local.instance.scheduler
         # While layers run at two degrees a number means another block in each subgroup: nothing is lent.
         wanted = scheduler.num_blocks_wanted if self.formation.is_uniform else 0
         inputs = [each.input for each in (self._proposed, self._canary) if each]
-        told = (self._step, len(inputs), wanted, member.filled, self.place.target.num_copied)
+        told = (self._step, len(inputs), wanted, member.filled, self.local.target.num_copied)
         if told == self._told:
             return False
         self._told = told
@@ -313,7 +314,7 @@ class TensorParallelExecutor(Executor):
         return True
 
     def _ready(self, inputs: list[ModelInput], wanted: int) -> Ready:
-        member, place, instance = self.member, self.place, self.place.instance
+        member, local, instance = self.member, self.local, self.local.instance
         must_count = self._is_counted or not self.formation.is_uniform
         return Ready(
             group=self.group,
@@ -326,7 +327,7 @@ class TensorParallelExecutor(Executor):
             used=member.share.used if must_count else [],
             num_used=member.share.num_used,
             filled=member.filled,
-            status=place.target.status(),
+            status=local.target.status(),
             max_tokens=self._max_tokens,
             running=len(instance.scheduler.running),
             long_remaining=instance.most_uncomputed(member.tokens_alone),
@@ -362,38 +363,38 @@ class TensorParallelExecutor(Executor):
 
     def _forward(self, packed: Sequence[PackedInput | None]) -> torch.Tensor:
         member = self.member
-        step = MergedStep(member.place, member.formation, member.rank, member.high, member.low)
+        step = MergedStep(member.local, member.formation, member.rank, member.high, member.low)
         return step.forward([unpack(each) if each else empty_input() for each in packed])
 
     # ----------------------------------------------------------------------------- after a step
 
     def _carry_out(self, action: Actions, step: Step) -> None:
-        """Do one action: what changes this executor here, what changes the member in `actions`."""
+        """Carry out one action: what changes the member is its own, or `transition`'s."""
         member = self.member
         match action:
-            case Show():
+            case Announce():
                 self._on_settled()
-            case Census():
+            case CountBlocks():
                 self._is_counted = True
-            case Lend():
+            case LendBlocks():
                 if action.giver == self.rank:
                     self._given = {action.taker: member.share.give(action.blocks)}
-            case EnterNext():
+            case EnterGroup():
                 self.enters_next = action
                 member.share.drop_free_from(action.blocks)
             case MoveBoundary():
-                boundary.move(member, action.to, step.used)
-            case Settle():
-                boundary.settle(member, action)
-            case PartingBegins():
-                parting.begin(member, action, step.used)
-            case Parted():
-                parting.end(member)
+                move_boundary(member, action.to, step.used)
+            case FinishMerge():
+                finish_merge(member, action)
+            case BeginSplit():
+                begin_split(member, action, step.used)
+            case EndSplit():
+                end_split(member)
             case GrowKV():
-                cache.grow(member, action)
+                member.grow_kv(action)
             case ShrinkKV():
-                cache.shrink(member, action)
+                member.shrink_kv(action)
             case PrepareHalf() | InstallHalf() | DropHalf():
-                self.place.target.carry_out(action)
+                self.local.target.carry_out(action)
             case _:
                 raise RuntimeError(f"a member cannot carry out {type(action).__name__}")

@@ -1,16 +1,16 @@
-"""Which degree each layer of a group runs at, and who is who in it. Pure.
+"""Which degree each layer of a group runs at, and the rank and shard of each member. Pure.
 
-A group of `size` members runs layers at two degrees at most: `low`, in n = size / low subgroups side by side,
-and `size`, all together. A boundary between the two travels from the last layer to the first (Gyges §4.3),
-so a step changes its parallelism once::
+A group of `size` members runs layers at two degrees at most: `low`, in n = size / low subgroups side by
+side, and `size`, all together. A boundary between the two travels from the last layer to the first (Gyges
+§4.3), so a step changes its parallelism once::
 
     layer     0 ............ boundary ............ L
-    grows       low           |        size              TP1 to TP2: the members come together
-    else        size          |        low               TP2 to TP1: they part
+    grows       low           |        size              TP1 to TP2: subgroups merge
+    else        size          |        low               TP2 to TP1: the group splits
 
-Shards nest: low shard s of subgroup j is high shard s * n + j, so whoever goes to a higher degree keeps part
-of what it has. Members are listed in the order of their high shards; the first leads. KV block c of subgroup
-j at the low degree is block c * n + j at the high one, in the same place.
+Shards nest: low shard s of subgroup j is high shard s * n + j, so a member that goes to a higher degree
+keeps part of what it has. Members are listed in the order of their high shards; the first leads. KV block c
+of subgroup j at the low degree is block c * n + j at the high one, in the same place.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from worker.model.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Layers [first, end), all together (`is_high`) or by subgroups."""
+class LayerRun:
+    """Layers [first, end) that run at one degree: all members together (`is_high`) or by subgroups."""
 
     first: int
     end: int
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Formation:
-    """`low` == size: one degree for all layers, and no boundary."""
+    """The members of a group and the degrees of its layers. With `low` == size there is no boundary."""
 
     members: tuple[str, ...]
     low: int
@@ -59,23 +59,23 @@ class Formation:
         return rank % self.num_subgroups
 
     def ranks_of(self, subgroup: int) -> list[int]:
-        """In the order of their low shards."""
+        """Return the ranks of a subgroup in the order of their low shards."""
         return list(range(subgroup, self.size, self.num_subgroups))
 
     def by_subgroup(self, blocks: Sequence[Iterable[int]]) -> list[list[int]]:
-        """What is told by rank, of each subgroup; ascending."""
+        """Merge lists by rank into ascending lists by subgroup."""
         return [
             sorted(block for rank in self.ranks_of(j) for block in blocks[rank])
             for j in range(self.num_subgroups)
         ]
 
     def peers(self, rank: int) -> list[int]:
-        """Ranks with the same low shard, by subgroup: those that exchange KV heads."""
+        """Return the ranks with the same low shard, by subgroup: they exchange KV heads."""
         first = rank - self.subgroup(rank)
         return list(range(first, first + self.num_subgroups))
 
     def planners(self) -> list[int]:
-        """All ranks as their work lies in a merged batch: subgroup by subgroup."""
+        """Return all ranks in the order in which their inputs lie in a merged batch."""
         return [rank for subgroup in range(self.num_subgroups) for rank in self.ranks_of(subgroup)]
 
     def low_shard(self, rank: int) -> Shard:
@@ -84,25 +84,25 @@ class Formation:
     def high_shard(self, rank: int) -> Shard:
         return Shard(rank, self.size)
 
-    def runs(self, num_layers: int) -> list[Run]:
-        """Not empty ones, in the order of the layers."""
+    def runs(self, num_layers: int) -> list[LayerRun]:
+        """Return the runs of layers that are not empty, in the order of the layers."""
         if self.is_uniform:
-            return [Run(0, num_layers, is_high=True)]
-        both = Run(0, self.boundary, not self.grows), Run(self.boundary, num_layers, self.grows)
+            return [LayerRun(0, num_layers, is_high=True)]
+        both = LayerRun(0, self.boundary, not self.grows), LayerRun(self.boundary, num_layers, self.grows)
         return [run for run in both if run.first < run.end]
 
     def moved(self, boundary: int) -> Formation:
         return replace(self, boundary=boundary)
 
     def beginning(self, low: int, num_layers: int, *, grows: bool) -> Formation:
-        """The same members at the start of a transformation."""
+        """Return the formation at the start of a transformation."""
         return Formation(self.members, low, num_layers, grows)
 
     def grown(self) -> Formation:
-        """After the last layer: one degree."""
+        """Return the formation after a merge: one degree."""
         return Formation(self.members, self.size)
 
     def part(self, rank: int) -> Formation:
-        """After the last layer: this rank's subgroup, on its own."""
+        """Return the formation of this rank's subgroup after a split."""
         names = [self.members[each] for each in self.ranks_of(self.subgroup(rank))]
         return Formation(tuple(names), self.low)

@@ -15,7 +15,7 @@ from worker.distributed.communicator import Communicator
 from worker.distributed.messages import (
     Abort,
     Commit,
-    EnterNext,
+    EnterGroup,
     GroupEnded,
     GroupMessage,
     JoinRendezvous,
@@ -32,12 +32,12 @@ from worker.distributed.messages import (
 from worker.distributed.rendezvous import AheadRendezvous, CommunicatorPool
 from worker.distributed.transport import Link, Transport
 from worker.memory import OutOfBlocks
+from worker.parallel.block_share import BlockShare
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
+from worker.parallel.local_instance import LocalInstance
 from worker.parallel.member import Member
-from worker.parallel.place import Place
 from worker.parallel.proposal import PeerLinks, Proposal
-from worker.parallel.share import BlockShare
 from worker.parallel.two_phase_commit import NextGroup, TwoPhaseCommit
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ MAX_EARLY = 64  # Ready messages that come before this leader has entered
 class CurrentGroup:
     """The group that a worker is in now, and its links."""
 
-    party: TensorParallelExecutor
+    executor: TensorParallelExecutor
     key: str  # of its communicator
     rendezvous: str  # that made it
     peers: dict[str, Peer]
@@ -59,7 +59,7 @@ class CurrentGroup:
     def tell_end(self, reason: str) -> None:
         """Tell the other members that this worker leaves the group."""
         for link in self.links:
-            link.send(GroupEnded(group=self.party.group, reason=reason))
+            link.send(GroupEnded(group=self.executor.group, reason=reason))
 
     def close(self) -> None:
         """Close the links, and those of the groups before: closed earlier, they would look like a loss to a
@@ -76,13 +76,13 @@ class Grouping:
     def __init__(
         self,
         worker: str,
-        place: Place,
+        local: LocalInstance,
         transport: Transport,
         *,
         device: str = "cpu",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.worker, self.place = worker, place
+        self.worker, self.local = worker, local
         self.post: Callable[[Callable[[], None]], None] = lambda call: call()
         # Called with the members in the order of their shards (empty: this worker is alone), and why.
         self.on_regrouped: Callable[[tuple[str, ...], str], None] = lambda members, why: None
@@ -107,18 +107,18 @@ class Grouping:
         self._current: CurrentGroup | None = None
         self._change = TwoPhaseCommit(
             worker,
-            place,
+            local,
             self._links,
             self._communicators,
-            lambda: (self.party, self._current.links if self._current else PeerLinks()),
+            lambda: (self.executor, self._current.links if self._current else PeerLinks()),
             lambda: self.why_not() or self.busy_with,
         )
         self._early: list[Ready] = []  # of members that entered before this leader
         self._losses: list[tuple[Link, str]] = []  # seen before this worker made the group's last step
 
     @property
-    def party(self) -> TensorParallelExecutor | None:
-        return self._current.party if self._current else None
+    def executor(self) -> TensorParallelExecutor | None:
+        return self._current.executor if self._current else None
 
     @property
     def peers(self) -> dict[str, Peer]:
@@ -130,7 +130,7 @@ class Grouping:
         """Why no other morph may begin here now; empty: it may."""
         if self._change.is_under_way:
             return "its degree of tensor parallelism is about to change"
-        if self.party and not self.party.formation.is_uniform:
+        if self.executor and not self.executor.formation.is_uniform:
             return "its degree of tensor parallelism is changing"
         return ""
 
@@ -142,10 +142,10 @@ class Grouping:
     def request_split(self) -> None:
         """Ask the leader to split the group, since this worker is about to leave. The request may be refused,
         or come too late: repeat it."""
-        if self._current and self._current.party.coordinator:
+        if self._current and self._current.executor.coordinator:
             self.on_split_requested()
         elif self._current:
-            self._current.links.tell_leader(RequestSplit(group=self._current.party.group))
+            self._current.links.tell_leader(RequestSplit(group=self._current.executor.group))
 
     # ----------------------------------------------------------------------------- the coordinator
 
@@ -160,14 +160,14 @@ class Grouping:
 
     def prepare_communicator(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
         """Make the communicator of a group that may form later, unless it is kept already."""
-        if not self.party and not self.busy_with:
+        if not self.executor and not self.busy_with:
             self._ahead.call(members, peers)
 
     def commit(self, proposal: Proposal, blocks: int) -> None:
-        """Enter the group, and let the others enter, each at its next boundary. `party` is the new one
+        """Enter the group, and let the others enter, each at its next boundary. `executor` is the new one
         then."""
         self._enter(blocks)
-        if self.party:  # else it cannot
+        if self.executor:  # else it cannot
             self._change.send_commit(proposal, blocks)
 
     def abort(self, proposal: Proposal, reason: str) -> None:
@@ -184,9 +184,9 @@ class Grouping:
         """Go from one group to the next where the step just made was the last one in it."""
         current = self._current
         assert current is not None
-        if current.party.enters_next:
+        if current.executor.enters_next:
             self._enter_next(current)
-        elif current.party.is_over:
+        elif current.executor.is_over:
             self._part(current)
         losses, self._losses = self._losses, []
         for link, reason in losses:
@@ -197,13 +197,13 @@ class Grouping:
 
     def _enter(self, blocks: int) -> None:
         """Enter at once if this worker is alone; a group enters when its members are at the same step."""
-        if self.party:
-            assert self.party.coordinator
-            self.party.coordinator.add(EnterNext(blocks=blocks))
+        if self.executor:
+            assert self.executor.coordinator
+            self.executor.coordinator.add(EnterGroup(blocks=blocks))
             return
         try:
             high = self._change.take_communicator()
-            pages, share = self.place.cache.pages_per_layer, self.place.enter_with(blocks)
+            pages, share = self.local.cache.pages_per_layer, self.local.enter_group(blocks)
         except (KeyError, OutOfBlocks) as error:
             self._change.withdraw(f"{self.worker} cannot enter: {error}")
             return
@@ -217,14 +217,14 @@ class Grouping:
         except KeyError:
             self._fall_apart("the larger group does not come about")
             return
-        member, to = before.party.member, self._change.finish_entering()
+        member, to = before.executor.member, self._change.finish_entering()
         still_open = [link for link in before.links.others.values() if not to.links.has(link)]
         former = before.former + still_open
         self._join(to, high, member.high, member.share, member.pages_alone, former)
 
     def _part(self, before: CurrentGroup) -> None:
         """Go on alone, or in a smaller group."""
-        member, formation = before.party.member, before.party.formation
+        member, formation = before.executor.member, before.executor.formation
         self._communicators.keep(before.key, before.rendezvous, member.high)
         if formation.low == 1:
             self._leave(before)
@@ -246,10 +246,10 @@ class Grouping:
         former: list[Link],
     ) -> None:
         rank = to.formation.members.index(self.worker)
-        party = TensorParallelExecutor(
+        executor = TensorParallelExecutor(
             to.group,
             Member(
-                to.formation, rank, self.place, high, low, share, pages_alone, self._clock, self.on_progress
+                to.formation, rank, self.local, high, low, share, pages_alone, self._clock, self.on_progress
             ),
             send=to.links.tell_leader,
             broadcast=to.links.tell_others,
@@ -257,12 +257,12 @@ class Grouping:
             after_step=self._after_step,
             on_failed=self._fail,
         )
-        self.place.instance.use(party)
+        self.local.instance.use(executor)
         self.post(lambda: None)  # its first step is due
-        self._current = CurrentGroup(party, to.key, to.rendezvous, to.peers, to.links, former)
+        self._current = CurrentGroup(executor, to.key, to.rendezvous, to.peers, to.links, former)
         for ready in self._early:
-            if party.coordinator and ready.group == to.group:
-                party.coordinator.take(ready)
+            if executor.coordinator and ready.group == to.group:
+                executor.coordinator.take(ready)
         self._early = []
         if to.lost:  # since the last look: no other message will say so
             self._fall_apart(f"a member was lost: {to.lost}")
@@ -271,18 +271,18 @@ class Grouping:
         before = self._current
         if before is None:
             return
-        log.warning("the group %s falls apart: %s", list(before.party.formation.members), reason)
+        log.warning("the group %s falls apart: %s", list(before.executor.formation.members), reason)
         before.tell_end(reason)
         self._change.withdraw(reason)
         self._leave(before)
-        before.party.fall_apart()
+        before.executor.fall_apart()
         self.on_regrouped((), f"the group fell apart: {reason}")
 
     def _leave(self, before: CurrentGroup) -> None:
         before.close()
         self._change.cancel()
         self._current = None
-        self.place.instance.use(self.place.instance.local_executor)
+        self.local.instance.use(self.local.instance.local_executor)
         self.post(lambda: None)  # a morph that waits for it is due, and nothing else wakes an idle engine
 
     def _fail(self, reason: str) -> None:
@@ -304,13 +304,17 @@ class Grouping:
                 self._enter(message.blocks)
             case LeadSubgroup() if current:  # it may come before Prepare
                 change.receive_subgroup_leader(link, message.group)
-            case Ready() if current and current.party.coordinator and current.party.group == message.group:
-                current.party.coordinator.take(message)
+            case Ready() if (
+                current and current.executor.coordinator and current.executor.group == message.group
+            ):
+                current.executor.coordinator.take(message)
             case Ready():
                 self._early = [*self._early[-MAX_EARLY:], message]
-            case Step() if current and link is current.links.leader and message.group == current.party.group:
-                current.party.take_step(message)
-            case RequestSplit() if current and current.party.coordinator:
+            case Step() if (
+                current and link is current.links.leader and message.group == current.executor.group
+            ):
+                current.executor.take_step(message)
+            case RequestSplit() if current and current.executor.coordinator:
                 self.on_split_requested()
             case GroupEnded() if self._is_of_group(link):
                 self._lose(link, f"a member left: {message.reason}")
@@ -332,7 +336,7 @@ class Grouping:
     def _lose(self, link: Link, reason: str) -> None:
         """Leave the group, since a member is lost. A member that disconnects after its final step left
         normally."""
-        if self.party and self.party.is_in_last_step:
+        if self.executor and self.executor.is_in_last_step:
             self._losses.append((link, reason))
         else:
             self._fall_apart(reason)

@@ -1,4 +1,4 @@
-"""One member of a group: what its steps run on, and what is done between two of them changes."""
+"""One member of a group: what its steps run on, and how its memory changes between two of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import torch
 
 from kernels import copy_blocks
 from worker.distributed.communicator import Communicator
-from worker.parallel.filling import Rows
+from worker.distributed.messages import GrowKV, ShrinkKV
+from worker.memory import BlockAllocator
+from worker.model.shard import ALONE
+from worker.parallel.block_share import BlockShare, in_parts
 from worker.parallel.formation import Formation
-from worker.parallel.place import Place
-from worker.parallel.share import BlockShare, in_parts
+from worker.parallel.local_instance import LocalInstance
+from worker.parallel.rows import RowSource
 
 
 @dataclass(slots=True)
 class Costs:
-    """Of the transformation that runs, at this rank."""
+    """What the transformation in progress has cost at this rank."""
 
     moving_s: float = 0.0  # between steps, for layers that change their degree
     rows_s: float = 0.0  # spent on the FFN rows of layers that go back to the low degree
@@ -30,53 +33,55 @@ class Costs:
 
 @dataclass(slots=True)
 class Member:
-    """`share`: of this planner, in the numbers of the low degree unless all layers are at one; its capacity
-    is what every subgroup has. `pages_alone`: of each layer of the cache, to go back to."""
+    """This worker's state in one group; ends when the group splits or falls apart.
+
+    `share` is this member's part of the KV blocks, in the numbers of the low degree unless all layers are at
+    one degree; its capacity is what every subgroup has. `pages_alone` are the pages of each layer of the
+    cache that this worker goes back to.
+    """
 
     formation: Formation
     rank: int
-    place: Place
+    local: LocalInstance
     high: Communicator
-    low: Communicator | None  # of its subgroup; None for one of one
+    low: Communicator | None  # of the subgroup; None for a subgroup of one
     share: BlockShare
     pages_alone: int
     clock: Callable[[], float] = time.monotonic
-    on_progress: Callable[[], None] = lambda: None  # in the middle of what takes long, and is no hang
-    next_low: Communicator | None = None  # of the subgroup that it will part into
-    rows: Rows | None = None  # of layers that go back to the low degree
+    on_progress: Callable[[], None] = lambda: None  # called in the middle of what takes long, and is no hang
+    next_low: Communicator | None = None  # of the subgroup that the group will split into
+    rows: RowSource | None = None  # of layers that go back to the low degree
     costs: Costs = field(default_factory=Costs)
     tp: int = 0  # the degree; while it changes, the old one
-    is_over: bool = False  # it is in this group no more
+    is_over: bool = False  # this worker has left the group
 
     def __post_init__(self) -> None:
         self.tp = self.tp or self.formation.low
 
     @property
     def filled(self) -> int:
-        """Layers from here on have the weights that the low degree needs, or pages for those of peers."""
-        return self.rows.filled if self.rows else self.place.num_layers
+        """The layer from which on the low degree has its weights, or pages for those of peers."""
+        return self.rows.filled if self.rows else self.local.num_layers
 
     @property
     def tokens_alone(self) -> int:
-        """KV of this worker where it is in no group."""
-        return self.place.blocks_in(self.pages_alone, 1) * self.place.cache.block_tokens
+        """Tokens of KV that this worker has outside of any group."""
+        return self.local.cache.blocks_in(self.pages_alone) * self.local.cache.block_tokens
 
     def use(self, share: BlockShare) -> None:
-        """This planner allocates from it from here on."""
-        self.share = self.place.instance.scheduler.blocks = share
+        """Let the scheduler allocate from `share` from here on."""
+        self.share = self.local.instance.scheduler.blocks = share
 
     def take_new_blocks(self, first: int, blocks: int) -> None:
-        """There are so many in all; those from `first` on are the leader's, who lends them to who wants
-        them."""
+        """Note that there are `blocks` in all; the leader has those from `first` on, and lends them."""
         if self.rank == 0:
             self.share.take(range(first, blocks))
         self.share.capacity = blocks
 
     def copy_blocks(self, moves: Mapping[int, int]) -> None:
-        """From -> to, all at once: a target may be a source, too. All members have the same numbers: each
-        copies its part of each block."""
-        layers = self.place.cache.layers_at(self.formation.size)
-        most = max(1, self.place.stage_bytes // (layers[0][0].numel() * layers[0].itemsize))
+        """Copy this rank's part of each block (from -> to), all at once: a target may be a source, too."""
+        layers = self.local.cache.layers_at(self.formation.size)
+        most = max(1, self.local.stage_bytes // (layers[0][0].numel() * layers[0].itemsize))
         for part in in_parts(moves, most):
             sources, targets = torch.tensor(list(part.items()), device=layers[0].device).unbind(1)
             for layer in layers:
@@ -86,34 +91,99 @@ class Member:
                     layer[targets] = layer[sources]
 
     def reshaped(self, tp: int) -> None:
+        """Note that the degree is `tp` from here on."""
         self.tp = tp
-        self.place.instance.reshaped()
+        self.local.instance.reshaped()
 
     def take_next_low(self, communicator: Communicator) -> None:
-        """Of the subgroup that it will part into."""
+        """Keep the communicator of the subgroup that the group will split into."""
         self.drop_next_low()
         self.next_low = communicator
 
     def drop_next_low(self) -> None:
-        """It will not part, or not so."""
+        """Close it, since the group will not split, or not so."""
         if self.next_low:
             self.next_low.close()
         self.next_low = None
 
     def close(self) -> None:
-        """Its communicators: nobody waits in one of them any longer."""
+        """Close the communicators, so that nothing waits in one of them."""
         for each in (self.high, self.low, self.next_low):
             if each:
                 each.close()
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """What is done within it costs the transformation time between steps."""
+        """Count what is done within as time that the transformation takes between steps."""
         began = self.clock()
         yield
         self.costs.moving_s += self.clock() - began
 
+    # ----------------------------------------------------------------------------- the KV cache
+
+    def grow_kv(self, action: GrowKV) -> None:
+        """Add pages to the cache; the new blocks are the leader's, who lends them."""
+        self.local.cache.grow(action.pages)
+        self.take_new_blocks(self.share.capacity, action.blocks)
+        self._note_size(action, action.pages)
+
+    def shrink_kv(self, action: ShrinkKV) -> None:
+        """Move live blocks below the new end, then take the pages."""
+        moves = action.moves
+        self.copy_blocks(moves)
+
+        def number(block: int) -> int:
+            return moves.get(block, block)
+
+        self.share.move(moves, action.blocks)
+        self.local.instance.renumber_all_blocks(number)
+        self.local.cache.shrink(action.pages)
+        self.local.resizer.num_blocks_moved += len(moves)
+        self._note_size(action, -action.pages)
+
+    def _note_size(self, action: GrowKV | ShrinkKV, pages: int) -> None:
+        """Remember a size that an operator has ordered: it holds when the group splits, too."""
+        self.local.target.count_resized(action)
+        if action.purpose == "order":
+            self.pages_alone = max(self.pages_alone + pages, self.local.cache.pages_for(1))
+
+    # ----------------------------------------------------------------------------- the end
+
+    def fall_apart(self) -> None:
+        """Serve alone again, with all weights and as many KV pages as before, as far as there are.
+
+        All sequences are recomputed. All weights of a large model take long. Raises what makes the worker
+        useless.
+        """
+        self.is_over = True
+        self.close()
+        if self.rows:
+            self.rows.stop()
+            self.rows = None
+        local, cache = self.local, self.local.cache
+        local.target.drop_all()
+        cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
+        local.instance.recompute_all(cache.allocator)
+        cache.shrink(max(0, cache.pages_per_layer - self.pages_alone))
+        self._fill_all_weights()
+        cache.grow(max(0, min(self.pages_alone - cache.pages_per_layer, cache.growable_pages)))
+        local.resizer.leave_group(local.target.saved_pages)
+        self.reshaped(1)
+
+    def _fill_all_weights(self) -> None:
+        def goes_on() -> bool:
+            self.on_progress()
+            return True
+
+        weights = self.local.weights
+        for layer in range(self.local.num_layers):
+            if weights.shard(layer) != ALONE:
+                weights.map(layer, ALONE)
+                weights.fill(layer, ALONE)(goes_on)
+                weights.widen(layer, ALONE)
+                self.on_progress()
+
     def check_integrity(self) -> None:
-        """Raises BrokenInvariant and AssertionError."""
+        """Raise BrokenInvariant or AssertionError if a block is lost or owned twice."""
         self.share.check_integrity()
-        self.place.instance.check_integrity()
+        self.local.instance.check_integrity()

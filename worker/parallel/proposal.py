@@ -11,7 +11,7 @@ from worker.distributed.transport import Link
 from worker.model.shard import Shard
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
-from worker.parallel.place import Place
+from worker.parallel.local_instance import LocalInstance
 
 
 @dataclass(slots=True)
@@ -96,8 +96,8 @@ def vote_on(
     prepare: Prepare,
     formation: Formation,
     worker: str,
-    place: Place,
-    party: TensorParallelExecutor | None,
+    local: LocalInstance,
+    executor: TensorParallelExecutor | None,
     *,
     in_the_way: str,
     rendezvous: str,
@@ -106,15 +106,15 @@ def vote_on(
     forbids a change now, or "". rendezvous: the one whose communicator it has kept, or ""."""
     rank = formation.members.index(worker)
     shard = formation.high_shard(rank) if prepare.grows else formation.low_shard(rank)
-    numbers, not_laid_out = _numbers(place, shard, party, is_split=not prepare.grows)
+    numbers, not_laid_out = _numbers(local, shard, executor, is_split=not prepare.grows)
 
     def reasons() -> Iterator[str]:
-        now = party.formation.members if party else (worker,)
+        now = executor.formation.members if executor else (worker,)
         wanted = formation.part(rank).members if prepare.grows else formation.members
         yield in_the_way
-        yield "" if prepare.model == place.name else f"it serves {place.name}, not {prepare.model}"
+        yield "" if prepare.model == local.name else f"it serves {local.name}, not {prepare.model}"
         yield "" if now == wanted else f"it is at one with {', '.join(now)}, not with {', '.join(wanted)}"
-        yield difference(place.instance.shape, prepare.shape, prepare.leader) if prepare.grows else ""
+        yield difference(local.instance.shape, prepare.shape, prepare.leader) if prepare.grows else ""
         yield not_laid_out
 
     reason = next(filter(None, reasons()), "")
@@ -122,13 +122,13 @@ def vote_on(
 
 
 def _numbers(
-    place: Place, shard: Shard, party: TensorParallelExecutor | None, *, is_split: bool
+    local: LocalInstance, shard: Shard, executor: TensorParallelExecutor | None, *, is_split: bool
 ) -> tuple[dict[str, Number], str]:
     """Return the numbers of a vote, and "" or why there are none: the weights are not laid out for this
     degree."""
     try:
-        numbers = place.numbers(shard, party.member.pages_alone if party else None)
-        return numbers | (place.row_costs(shard).numbers() if is_split else {}), ""
+        numbers = local.numbers(shard, executor.member.pages_alone if executor else None)
+        return numbers | (local.row_costs(shard).numbers() if is_split else {}), ""
     except ValueError as error:
         return {}, str(error)
 

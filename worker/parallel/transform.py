@@ -1,7 +1,8 @@
-"""The degree of tensor parallelism of running instances, changed while they decode (Gyges §4.3).
+"""Change the degree of tensor parallelism of running instances while they decode (Gyges §4.3).
 
-The leader's run asks the members, lets them enter, and moves the boundary layer by layer; the members do the
-rest with the steps they make together. What is asked for and cannot be had changes nothing.
+The leader's run asks the members, lets them enter the group, and moves the boundary layer by layer; the
+members do the rest in the steps that they make together. An order that cannot be carried out changes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections.abc import Generator, Mapping
 import torch
 
 from bus.messages import Number, Transform
-from worker.distributed.messages import MoveBoundary, Parted, PartingBegins, Peer, Settle, Show
+from worker.distributed.messages import Announce, BeginSplit, EndSplit, FinishMerge, MoveBoundary, Peer
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
-from worker.parallel.canary import what_is_wrong
+from worker.parallel.block_share import SubgroupTooFull, plan_block_moves
+from worker.parallel.canary import compare_canaries
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
 from worker.parallel.grouping import Grouping
 from worker.parallel.proposal import Proposal
-from worker.parallel.rows import Choice, choose, row_costs
-from worker.parallel.share import NoRoom, homes
+from worker.parallel.rows import RowChoice, choose_rows, row_costs
 
 # Members answer at a boundary, a step's length away; whoever takes longer is stuck or loaded beyond use.
 ANSWER_S = 10.0
@@ -39,32 +40,35 @@ class TransformRun:
         layers_per_step: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """peers: of all workers of the command, as the cards tell."""
+        """Begin with the shape of now; peers says how to reach each worker of the command, from the cards."""
         self._command, self._grouping, self._peers = command, grouping, peers
-        self._num_layers = grouping.place.num_layers
+        self._num_layers = grouping.local.num_layers
         self._layers_per_step = command.layers_per_step or layers_per_step
         self._patience = Patience(max(command.wait_s, ANSWER_S), clock)
         self._clock = clock
-        self._tp_before = grouping.place.instance.tp
+        self._tp_before = grouping.local.instance.tp
         self._layers_done = 0
-        self._blocks_before = grouping.place.instance.scheduler.blocks.capacity
+        self._blocks_before = grouping.local.instance.scheduler.blocks.capacity
         self._moving_began: float | None = None
         self._moving_s = 0.0
         self._party: TensorParallelExecutor | None = None
-        self._rows: Choice | None = None
+        self._rows: RowChoice | None = None
         self.is_beyond_return = False  # members have been told to change: half-way nobody could serve
 
     @property
     def deadline(self) -> float | None:
+        """When this transform gives up waiting."""
         return self._patience.deadline
 
     @property
     def progress(self) -> str:
+        """Layers done, for people."""
         if not self._layers_done:
             return ""
         return f"{self._layers_done} of {self._num_layers} layers"
 
     def numbers(self) -> dict[str, Number]:
+        """Return what the transform took so far."""
         told: dict[str, Number] = {
             "tp_before": self._tp_before,
             "tp_after": self._command.tp,
@@ -72,7 +76,7 @@ class TransformRun:
             "layers_done": self._layers_done,
             "layers_per_step": self._layers_per_step,
             "blocks_before": self._blocks_before,
-            "blocks_after": self._grouping.place.instance.scheduler.blocks.capacity,
+            "blocks_after": self._grouping.local.instance.scheduler.blocks.capacity,
         }
         if self._party:
             costs = self._party.member.costs
@@ -88,16 +92,17 @@ class TransformRun:
         return told
 
     def steps(self) -> Generator[bool, None, None]:
+        """Merge or split, as the command says; see `run.Run.steps`."""
         self._check_epochs()
-        now = self._grouping.party.formation.size if self._grouping.party else 1
+        now = self._grouping.executor.formation.size if self._grouping.executor else 1
         if self._command.tp > now:
-            yield from self._come_together(now)
+            yield from self._merge(now)
         elif self._command.tp < now:
-            yield from self._go_apart()
+            yield from self._split()
 
     # ----------------------------------------------------------------------------- up
 
-    def _come_together(self, low: int) -> Generator[bool, None, None]:
+    def _merge(self, low: int) -> Generator[bool, None, None]:
         formation = self._formation(low, grows=True)
         proposal = self._propose(formation)
         is_in = False
@@ -108,21 +113,26 @@ class TransformRun:
             yield from self._until_rendezvous(proposal)
             self.is_beyond_return = True
             self._grouping.commit(proposal, blocks)
-            while (party := self._grouping.party) is None or party.group != proposal.group:
+            while (executor := self._grouping.executor) is None or executor.group != proposal.group:
                 self._wait(proposal, "not all members entered")
                 yield False
             is_in = True
         finally:
             if not is_in:
                 self._grouping.abort(proposal, "the transformation does not come about")
-        self._party = party
-        known = yield from self._heard(party)
-        yield from self._travel(party)
-        is_probed = not party.place.exchanges.bytes_per_s
-        yield from self._settle(party, known, Settle(blocks=blocks_after, pages=pages, is_probed=is_probed))
+        self._party = executor
+        known = yield from self._heard(executor)
+        yield from self._travel(executor)
+        is_probed = not executor.local.exchanges.bytes_per_s
+        yield from self._settle(
+            executor, known, FinishMerge(blocks=blocks_after, pages=pages, is_probed=is_probed)
+        )
 
     def _room(self, proposal: Proposal) -> tuple[int, list[int], int]:
-        """(low blocks of each, pages of each layer by rank, blocks in all). Raises NotApplied."""
+        """Return the blocks of each subgroup, the pages of each layer by rank, and the blocks in all.
+
+        Raises NotApplied where the blocks in use do not fit.
+        """
         answers = [proposal.votes[name].numbers for name in proposal.formation.members]
         blocks = int(min(each["blocks"] for each in answers))
         used = int(max(each["blocks_used"] for each in answers))
@@ -146,38 +156,38 @@ class TransformRun:
         return blocks, pages, max(after, blocks * proposal.formation.num_subgroups)
 
     def _settle(
-        self, party: TensorParallelExecutor, known: torch.Tensor | None, settle: Settle
+        self, executor: TensorParallelExecutor, known: torch.Tensor | None, settle: FinishMerge
     ) -> Generator[bool, None, None]:
-        """The new shape is shown to others when it says what the old one said."""
-        assert party.coordinator
-        party.coordinator.add(settle)
-        while not party.formation.is_uniform:
-            party.raise_lost()
+        """Announce the new shape once its canary agrees with the old one's."""
+        assert executor.coordinator
+        executor.coordinator.add(settle)
+        while not executor.formation.is_uniform:
+            executor.raise_lost()
             yield False
-        heard = yield from self._heard(party)
-        if heard is not None and (reason := what_is_wrong(heard, known, party.place.model.dtype)):
+        heard = yield from self._heard(executor)
+        if heard is not None and (reason := compare_canaries(heard, known, executor.local.model.dtype)):
             self._grouping.break_up(reason)
             raise NotApplied("failed", reason)
-        party.coordinator.add(Show())
-        shown_after = party.coordinator.step
-        while party.step <= shown_after:
-            party.raise_lost()
+        executor.coordinator.add(Announce())
+        shown_after = executor.coordinator.step
+        while executor.step <= shown_after:
+            executor.raise_lost()
             yield False
 
-    def _heard(self, party: TensorParallelExecutor) -> Generator[bool, None, torch.Tensor | None]:
-        """What a canary says of the shape of now; None where no block is free for it."""
-        if not party.send_canary():
+    def _heard(self, executor: TensorParallelExecutor) -> Generator[bool, None, torch.Tensor | None]:
+        """Run a canary through the shape of now; None where no block is free for it."""
+        if not executor.send_canary():
             return None
-        while party.heard is None:
-            party.raise_lost()
+        while executor.heard is None:
+            executor.raise_lost()
             yield False
-        return party.heard
+        return executor.heard
 
     # ----------------------------------------------------------------------------- down
 
-    def _go_apart(self) -> Generator[bool, None, None]:
-        party = self._party = self._grouping.party
-        assert party and party.coordinator
+    def _split(self) -> Generator[bool, None, None]:
+        executor = self._party = self._grouping.executor
+        assert executor and executor.coordinator
         formation = self._formation(self._command.tp, grows=False)
         proposal = self._propose(formation)
         has_begun = False
@@ -185,30 +195,30 @@ class TransformRun:
             yield from self._until_voted(proposal)
             self._grouping.call_rendezvous(proposal)
             yield from self._until_rendezvous(proposal)
-            yield from self._begin_parting(party, proposal)
+            yield from self._begin_split(executor, proposal)
             has_begun = True
         finally:
             if not has_begun:
                 self._grouping.abort(proposal, "the transformation does not come about")
-        yield from self._travel(party)
-        party.coordinator.add(Parted())
-        while not party.is_over:
+        yield from self._travel(executor)
+        executor.coordinator.add(EndSplit())
+        while not executor.is_over:
             yield False
-        party.raise_lost()
+        executor.raise_lost()
 
-    def _begin_parting(
-        self, party: TensorParallelExecutor, proposal: Proposal
+    def _begin_split(
+        self, executor: TensorParallelExecutor, proposal: Proposal
     ) -> Generator[bool, None, None]:
-        """Nobody may take a block between the count and the moves: the step with the moves waits for both."""
-        assert party.coordinator
+        """Count the blocks in use and begin the split, before any member takes another block."""
+        assert executor.coordinator
         formation = proposal.formation
         answers = [proposal.votes[name].numbers for name in formation.members]
         blocks = int(min(each["blocks_after"] for each in answers))
-        with party.counting_blocks() as count:
+        with executor.counting_blocks() as count:
             used = yield from count()
             try:
-                moves = homes(formation.by_subgroup(used), blocks)
-            except NoRoom as error:
+                moves = plan_block_moves(formation.by_subgroup(used), blocks)
+            except SubgroupTooFull as error:
                 raise NotApplied(
                     "deferred",
                     f"{formation.members[error.planner]} has {error.used} KV blocks in use and would keep"
@@ -218,10 +228,10 @@ class TransformRun:
                 ) from error
             every = {old: new for each in moves for old, new in each.items()}
             num_steps = -(-self._num_layers // self._layers_per_step)
-            self._rows = choose([row_costs(each) for each in answers], num_steps, party.step_s)
+            self._rows = choose_rows([row_costs(each) for each in answers], num_steps, executor.step_s)
             self.is_beyond_return = True
-            party.coordinator.add(
-                PartingBegins(
+            executor.coordinator.add(
+                BeginSplit(
                     low=formation.low,
                     blocks=blocks,
                     pages=[int(each["pages_after"]) for each in answers],
@@ -230,27 +240,27 @@ class TransformRun:
                     layers_per_step=self._layers_per_step,
                 )
             )
-        while party.formation.is_uniform:
-            party.raise_lost()
+        while executor.formation.is_uniform:
+            executor.raise_lost()
             yield False
 
     # ----------------------------------------------------------------------------- both
 
-    def _travel(self, party: TensorParallelExecutor) -> Generator[bool, None, None]:
-        """The boundary from the last layer to the first, as far as all members are prepared."""
-        coordinator = party.coordinator
+    def _travel(self, executor: TensorParallelExecutor) -> Generator[bool, None, None]:
+        """Move the boundary from the last layer to the first, as far as all members are prepared."""
+        coordinator = executor.coordinator
         assert coordinator
         self._moving_began = self._clock()
-        while (boundary := party.formation.boundary) > 0:
-            party.raise_lost()
+        while (boundary := executor.formation.boundary) > 0:
+            executor.raise_lost()
             to = max(0, boundary - self._layers_per_step)
-            if not party.formation.grows:
-                filled = [coordinator.ready_of(rank).filled for rank in range(party.formation.size)]
+            if not executor.formation.grows:
+                filled = [coordinator.ready_of(rank).filled for rank in range(executor.formation.size)]
                 to = max(to, *filled)
             if to < boundary:
                 coordinator.add(MoveBoundary(to=to))
-                while party.formation.boundary != to:
-                    party.raise_lost()
+                while executor.formation.boundary != to:
+                    executor.raise_lost()
                     yield False
                 self._layers_done = self._num_layers - to
             yield False

@@ -28,7 +28,7 @@ from worker.distributed.rendezvous import CommunicatorPool, members_key, new_ren
 from worker.distributed.transport import Endpoint, Link
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
-from worker.parallel.place import Place
+from worker.parallel.local_instance import LocalInstance
 from worker.parallel.proposal import PeerLinks, Prepared, Proposal, vote_on
 
 
@@ -52,7 +52,7 @@ class TwoPhaseCommit:
     def __init__(
         self,
         worker: str,
-        place: Place,
+        local: LocalInstance,
         links: Endpoint[GroupMessage],
         communicators: CommunicatorPool,
         now: Callable[[], tuple[TensorParallelExecutor | None, PeerLinks]],
@@ -60,7 +60,7 @@ class TwoPhaseCommit:
     ) -> None:
         """now: returns the group that this worker is in, and its links. in_the_way: returns why no change may
         begin, or ""."""
-        self.worker, self.place = worker, place
+        self.worker, self.local = worker, local
         self._links, self._communicators, self._now, self._in_the_way = links, communicators, now, in_the_way
         self._proposal: Proposal | None = None
         self._prepared: Prepared | None = None
@@ -86,12 +86,12 @@ class TwoPhaseCommit:
         prepare = Prepare(
             group=group,
             leader=self.worker,
-            model=self.place.name,
+            model=self.local.name,
             members=list(formation.members),
             low=formation.low,
             grows=formation.grows,
             peers=members,
-            shape=self.place.instance.shape,
+            shape=self.local.instance.shape,
         )
         self._proposal = proposal = Proposal(prepare, formation, links)
         proposal.votes[self.worker] = vote = self._vote(prepare, formation)
@@ -172,7 +172,7 @@ class TwoPhaseCommit:
 
     def end_rendezvous(self, rendezvous: str, reason: str) -> None:
         """Take the communicator that a rendezvous made, or report why it failed."""
-        pending, (party, _) = self._pending, self._now()
+        pending, (executor, _) = self._pending, self._now()
         if pending is None or rendezvous != self._rendezvous:  # given up meanwhile
             self._communicators.drop(rendezvous)
             return
@@ -180,10 +180,10 @@ class TwoPhaseCommit:
             self._send_rendezvous_done(reason)
             return
         communicator = self._communicators.take_made(rendezvous)
-        if pending.prepare.grows or party is None:
+        if pending.prepare.grows or executor is None:
             self._communicators.keep(self._key(pending.prepare, pending.formation), rendezvous, communicator)
         else:
-            party.member.take_next_low(communicator)
+            executor.member.take_next_low(communicator)
         self._has_communicator = True
         self._report_rendezvous()
 
@@ -305,7 +305,7 @@ class TwoPhaseCommit:
             prepare,
             formation,
             self.worker,
-            self.place,
+            self.local,
             self._now()[0],
             in_the_way="" if prepare.leader == self.worker else self._in_the_way(),
             rendezvous=self._communicators.kept(self._key(prepare, formation)) if prepare.grows else "",
@@ -330,12 +330,12 @@ class TwoPhaseCommit:
         self._subgroup.tell_others(Abort(group=group, reason=reason))
         self._subgroup.close()
         self._subgroup = PeerLinks()
-        if party := self._now()[0]:
-            party.member.drop_next_low()
+        if executor := self._now()[0]:
+            executor.member.drop_next_low()
 
     @property
     def _pending(self) -> Proposal | Prepared | None:
         return self._prepared or self._proposal
 
     def _formation(self, prepare: Prepare) -> Formation:
-        return Formation(tuple(prepare.members), prepare.low, self.place.num_layers, prepare.grows)
+        return Formation(tuple(prepare.members), prepare.low, self.local.num_layers, prepare.grows)

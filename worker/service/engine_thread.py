@@ -129,7 +129,7 @@ class EngineThread:
 
     @property
     def is_in_group(self) -> bool:
-        return self._grouping is not None and self._grouping.party is not None
+        return self._grouping is not None and self._grouping.executor is not None
 
     def fence(self, epoch: int) -> None:
         """Drop everything; results from here on belong to `epoch`."""

@@ -26,9 +26,9 @@ from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
 from worker.morph.target import Target
 from worker.morph.verbs import layer_pages
+from worker.parallel.group_morphs import GroupMorphs
 from worker.parallel.grouping import Grouping
-from worker.parallel.morphs import GroupMorphs
-from worker.parallel.place import Place
+from worker.parallel.local_instance import LocalInstance
 from worker.service.engine_thread import EngineThread
 from worker.shape.copier import Copier
 
@@ -78,7 +78,7 @@ def card_of(
         max_blocks=max_blocks(target, max(possible)),
         kv_heads=model.config.num_kv_heads,
         degrees=possible,
-        tokens_at={tp: grouping.place.tokens_at(tp) for tp in possible} if grouping else {},
+        tokens_at={tp: grouping.local.tokens_at(tp) for tp in possible} if grouping else {},
         layer_pages=layer_pages(target.variants, model.config.num_layers),
         attention_pages=layer_pages(target.variants, model.config.num_layers, ["attention"]),
     )
@@ -133,7 +133,7 @@ def grouping_for(
     if not transport or len(degrees(model.config, settings.max_tp)) < 2:
         return None
     device = pool.backend.device
-    place = Place(
+    local = LocalInstance(
         name=name,
         target=target,
         model=model,
@@ -143,7 +143,7 @@ def grouping_for(
     )
     grouping = Grouping(
         worker,
-        place,
+        local,
         transport,
         device=str(device),
     )
@@ -168,7 +168,7 @@ class GroupMembership:
         """Let the worker join groups if it has one model alone, and none otherwise."""
         only = self._only()
         before = self.grouping
-        if before and only and before.place.target is only.target:
+        if before and only and before.local.target is only.target:
             return
         if before:
             before.close()
@@ -212,7 +212,7 @@ class GroupMembership:
 
 def _card_in(resident: HostedModel, grouping: Grouping | None, max_tp: int) -> InstanceCard:
     possible = degrees(resident.model.config, max_tp) if grouping else [1]
-    tokens = {tp: grouping.place.tokens_at(tp) for tp in possible} if grouping else {}
+    tokens = {tp: grouping.local.tokens_at(tp) for tp in possible} if grouping else {}
     return replace(resident.card, degrees=possible, tokens_at=tokens)
 
 

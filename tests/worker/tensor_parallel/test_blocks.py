@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from bus.messages import Number, SamplingParams
 from tests.support.group_workers import BLOCK_TOKENS, model_fixtures, resize, transform, workers
 from tests.worker.tensor_parallel.test_workers import oracle, prompt
-from worker.distributed.messages import Census, MemberStatus, Prepare, Ready, Show, Vote
+from worker.distributed.messages import Announce, CountBlocks, MemberStatus, Prepare, Ready, Vote
 from worker.engine.engine import instance_telemetry
 from worker.engine.sequence import Request
 from worker.memory import OutOfBlocks, plan_moves_below
 from worker.morph import members
 from worker.morph.outcome import NotApplied
+from worker.parallel.block_share import BlockShare, SubgroupTooFull, in_parts, loans, plan_block_moves
 from worker.parallel.coordinator import StepCoordinator
 from worker.parallel.formation import Formation
 from worker.parallel.proposal import Proposal
-from worker.parallel.share import BlockShare, NoRoom, homes, in_parts, loans
 from worker.parallel.transform import TransformRun
 
 
@@ -62,12 +62,12 @@ def say(coordinator: StepCoordinator, *readies: Ready) -> None:
 
 def test_after_a_count_that_nobody_wants_any_more_all_plan_again() -> None:
     coordinator = StepCoordinator("g", 2)
-    coordinator.add(Census())
+    coordinator.add(CountBlocks())
     say(coordinator, ready(0, 0), ready(1, 0))
     assert coordinator.call()
     say(coordinator, ready(0, 1), ready(1, 1))
     assert coordinator.call() is None
-    coordinator.give_up_census()
+    coordinator.stop_counting()
     assert coordinator.call()
     say(coordinator, ready(0, 2), ready(1, 2))
     assert coordinator.call() is None
@@ -91,10 +91,10 @@ def test_blocks_find_their_homes_wherever_they_lie_if_there_are_enough(subgroups
         used = [[i for i in range(blocks) if owners[i] == j] for j in range(subgroups)]
         for capacity in range(1, blocks // subgroups + 1):
             if max(map(len, used)) > capacity:
-                with pytest.raises(NoRoom):
-                    homes(used, capacity)
+                with pytest.raises(SubgroupTooFull):
+                    plan_block_moves(used, capacity)
                 continue
-            moves = {old: new for each in homes(used, capacity) for old, new in each.items()}
+            moves = {old: new for each in plan_block_moves(used, capacity) for old, new in each.items()}
             there: list[tuple[int, int] | None] = [None] * blocks
             for j, each in enumerate(used):
                 for block in each:
@@ -121,7 +121,7 @@ def test_parts_of_moves_are_short_but_for_cycles() -> None:
 
 def test_that_the_last_request_has_ended_is_told_to_all_once() -> None:
     coordinator = StepCoordinator("g", 2)
-    coordinator.add(Show())
+    coordinator.add(Announce())
     for step, num_used in enumerate((5, 0)):
         say(coordinator, ready(0, step), ready(1, step, num_used=num_used))
         called = coordinator.call()
@@ -259,7 +259,7 @@ def test_a_leader_whose_blocks_do_not_fit_any_more_when_it_enters_keeps_nobody(f
         def full(capacity: int) -> None:
             raise OutOfBlocks(capacity + 1, 0, capacity)
 
-        each[0].grouping.place.resizer.vacate = full  # type: ignore[method-assign]
+        each[0].grouping.local.resizer.vacate = full  # type: ignore[method-assign]
         report = each[0].end_of(transform(each, 2))
         assert report.state == "failed" and "w0 cannot enter" in report.reason, report
         assert report.numbers["seconds"] < 5
@@ -272,12 +272,12 @@ def test_a_leader_that_loses_its_lease_while_the_new_shape_is_tried_lives(folder
     """The trial has blocks that no request has."""
     with workers(folder, 2) as each:
         assert each[0].end_of(transform(each, 2)).state == "applied"
-        party = each[0].grouping.party
-        assert party is not None
+        executor = each[0].grouping.executor
+        assert executor is not None
 
         def lose_lease() -> None:
-            assert party.send_canary()
+            assert executor.send_canary()
             each[0].thread._fence(each[0].epoch)
 
         each[0].call(lose_lease)
-        each[0].wait(lambda: party.heard is not None, "the trial's end")
+        each[0].wait(lambda: executor.heard is not None, "the trial's end")

@@ -14,7 +14,7 @@ import pytest
 from tests.support.group_workers import GroupWorker, model_fixtures, transform, workers
 from tests.worker.tensor_parallel.test_workers import Load
 from worker.distributed.communicator import PeerLost
-from worker.distributed.messages import GroupMessage, Parted, Prepare, Step
+from worker.distributed.messages import EndSplit, GroupMessage, Prepare, Step
 from worker.distributed.transport import Link
 from worker.model.shard import Shard
 from worker.morph.outcome import NotApplied
@@ -51,7 +51,7 @@ def once(grouping: Grouping, first: Callable[..., None] | None, then: Callable[.
 def check_alone(each: list[GroupWorker], load: Load) -> None:
     load.check()
     for worker in each:
-        worker.wait(lambda w=worker: w.grouping.party is None, "its group's end")  # type: ignore[misc]
+        worker.wait(lambda w=worker: w.grouping.executor is None, "its group's end")  # type: ignore[misc]
         worker.check()
         assert worker.instance.tp == 1
 
@@ -88,7 +88,7 @@ def slow_to_part(grouping: Grouping) -> None:
 
     def take(link: Link, message: GroupMessage) -> None:
         plain(link, message)
-        if isinstance(message, Step) and any(isinstance(action, Parted) for action in message.after):
+        if isinstance(message, Step) and any(isinstance(action, EndSplit) for action in message.after):
             time.sleep(0.5)
 
     grouping._take = take  # type: ignore[method-assign]
@@ -99,7 +99,7 @@ def test_a_member_that_is_slow_to_part_has_lost_nobody(folder: Path) -> None:
         slow_to_part(each[1].grouping)
         for tp in (2, 1):
             assert each[0].end_of(transform(each, tp)).state == "applied"
-        each[1].wait(lambda: each[1].grouping.party is None, "its group's end")
+        each[1].wait(lambda: each[1].grouping.executor is None, "its group's end")
         assert [why for _, why in each[1].regrouped][1:] == ["the group has parted"]
 
 
@@ -117,7 +117,7 @@ def test_no_link_is_left_of_groups_of_groups_that_have_parted(folder: Path) -> N
             pair[1].wait(lambda p=pair: p[1].instance.tp == 2 and p[1].thread.is_in_group, "its pair")  # type: ignore[misc]
             assert pair[0].end_of(transform(pair, 1)).state == "applied"
         for worker in each:
-            worker.wait(lambda w=worker: w.grouping.party is None, "its group's end")  # type: ignore[misc]
+            worker.wait(lambda w=worker: w.grouping.executor is None, "its group's end")  # type: ignore[misc]
             assert not any("fell" in why for _, why in worker.regrouped), worker.regrouped
 
         def links() -> int:
@@ -139,7 +139,7 @@ def test_a_parting_that_was_given_up_leaves_nothing_to_the_next_one(
     with workers(folder, 4) as each:
         load = Load(each, model, per_worker=1)
         assert load.during(each[0], transform(each, 4)).state == "applied"
-        monkeypatch.setattr(TransformRun, "_begin_parting", gives_up)
+        monkeypatch.setattr(TransformRun, "_begin_split", gives_up)
         assert load.during(each[0], transform(each, 2)).reason == "given up"
         assert load.during(each[0], transform(each, 1)).state == "applied"
         assert sum(worker.instance.scheduler.num_recomputed for worker in each) == 0
@@ -166,7 +166,7 @@ def test_an_order_of_a_group_that_falls_apart_ends_at_once(folder: Path) -> None
 def test_taking_all_weights_back_is_no_hang_however_long_it_takes(folder: Path) -> None:
     with workers(folder, 2) as each:
         assert each[0].end_of(transform(each, 2)).state == "applied"
-        thread, weights = each[0].thread, each[0].grouping.place.weights
+        thread, weights = each[0].thread, each[0].grouping.local.weights
         fill, since_progress, busy = weights.fill, list[float](), list[float]()
 
         def slow(layer: int, shard: Shard) -> Callable[[Callable[[], bool]], None]:
@@ -185,9 +185,11 @@ def test_taking_all_weights_back_is_no_hang_however_long_it_takes(folder: Path) 
 
         def break_it() -> None:
             weights.fill = slow  # type: ignore[method-assign,assignment]
-            each[0].grouping.party.collect = fails  # type: ignore[method-assign,union-attr]
+            each[0].grouping.executor.collect = fails  # type: ignore[method-assign,union-attr]
 
         each[0].call(break_it)
-        each[0].wait(lambda: each[0].grouping.party is None and len(since_progress) == 8, "its group's end")
+        each[0].wait(
+            lambda: each[0].grouping.executor is None and len(since_progress) == 8, "its group's end"
+        )
         assert max(since_progress) < 0.3 and busy == sorted(busy)
         assert busy[-1] - busy[0] > 0.5

@@ -31,8 +31,8 @@ class Fault:
         self.has_struck = threading.Event()
 
     def strikes(self) -> bool:
-        party = self.worker.grouping.party
-        formation = party and party.formation
+        executor = self.worker.grouping.executor
+        formation = executor and executor.formation
         if not formation or formation.is_uniform or formation.grows != self.grows:
             return False
         if formation.boundary != self.boundary or self.has_struck.is_set():
@@ -61,7 +61,7 @@ def come_and_go(each: list[GroupWorker], load: Load) -> list[str]:
 def check_alone(each: list[GroupWorker], load: Load) -> None:
     load.check()
     for worker in each:
-        worker.wait(lambda w=worker: w.grouping.party is None, "its group's end")  # type: ignore[misc]
+        worker.wait(lambda w=worker: w.grouping.executor is None, "its group's end")  # type: ignore[misc]
         worker.check()
         assert all(layer.shard == Shard() for layer in worker.model.layers)
         assert worker.instance.tp == 1
@@ -119,7 +119,7 @@ def test_pages_that_cannot_be_had_at_one_rank_cost_the_group_and_no_request(
         def strike() -> None:
             raise MappingFailed("no memory behind this address")
 
-        before(each[1].grouping.place.weights, verb, fault, strike)
+        before(each[1].grouping.local.weights, verb, fault, strike)
         ended = come_and_go(each, load)
         assert fault.has_struck.is_set()
         assert "failed" in ended, ended
@@ -142,7 +142,7 @@ def test_a_rank_that_hangs_is_given_up(folder: Path, model: Any, boundary: int, 
         for tp in (2, 1):
             ended.append(load.during(each[0], transform(each, tp)).state)
             if fault.has_struck.is_set():
-                each[0].wait(lambda: each[0].grouping.party is None, "its group's end")
+                each[0].wait(lambda: each[0].grouping.executor is None, "its group's end")
                 wakes.set()
         assert "failed" in ended, ended
         check_alone(each, load)
@@ -213,7 +213,7 @@ def test_a_group_whose_shape_computes_something_else_never_takes_a_new_request(
 ) -> None:
     """One rank takes the other's rows of an FFN: all numbers look like numbers."""
     with workers(folder, 2) as each:
-        weights = each[rank].grouping.place.weights
+        weights = each[rank].grouping.local.weights
         plain = weights.narrow
 
         def narrow_wrongly(layer: int, shard: Shard) -> int:
@@ -227,4 +227,4 @@ def test_a_group_whose_shape_computes_something_else_never_takes_a_new_request(
         assert report.state == "failed" and "log-probability" in report.reason, report
         assert all(len(members) == 0 for worker in each for members, _ in worker.regrouped)
         for worker in each:
-            worker.wait(lambda w=worker: w.grouping.party is None, "its group's end")  # type: ignore[misc]
+            worker.wait(lambda w=worker: w.grouping.executor is None, "its group's end")  # type: ignore[misc]

@@ -66,7 +66,7 @@ def test_a_transform_finds_the_communicator_that_was_made_ahead(tmp_path: Path) 
             worker.wait(lambda made=made: made.kept("w0.1 w1.1"), "the meeting")  # type: ignore[misc]
         kept = each[0].grouping._communicators._kept["w0.1 w1.1"].communicator
         assert each[0].end_of(transform(each, 2)).state == "applied"
-        assert each[0].grouping.party is not None and each[0].grouping.party.member.high is kept
+        assert each[0].grouping.executor is not None and each[0].grouping.executor.member.high is kept
         assert each[0].end_of(transform(each, 1)).state == "applied"
         each[0].wait_degree(1)
         assert each[0].grouping._communicators.kept("w0.1 w1.1"), "it is kept for the next time"
@@ -91,7 +91,7 @@ def test_members_that_met_ahead_and_for_an_order_at_once_have_the_same_communica
         each[1].call(lambda: met(*late[0]))
         for tp in (1, 2, 1):
             assert each[0].end_of(transform(each, tp)).state == "applied"
-        each[1].wait(lambda: each[1].grouping.party is None, "its group's end")
+        each[1].wait(lambda: each[1].grouping.executor is None, "its group's end")
         there = [worker.grouping._communicators for worker in each]
         assert there[0].kept("w0.1 w1.1") == there[1].kept("w0.1 w1.1") > late[0][0]
 

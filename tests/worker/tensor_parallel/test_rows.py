@@ -19,7 +19,7 @@ from worker.distributed.all_gather import all_gather
 from worker.distributed.communicator import PeerLost
 from worker.distributed.kv_exchange import Moved
 from worker.model.shard import Shard
-from worker.parallel.rows import Choice, RowCosts, choose, row_costs
+from worker.parallel.rows import RowChoice, RowCosts, choose_rows, row_costs
 from worker.shape.checks import ROW_BYTES, CheckedPages
 from worker.shape.copier import Rate
 from worker.shape.copies import ByteSpan
@@ -36,7 +36,7 @@ def costs(**other: float) -> RowCosts:
 
 
 def test_rows_come_from_peers_where_that_is_sooner_done() -> None:
-    chosen = choose([FAST, FAST], num_steps=10, step_s=0.1)
+    chosen = choose_rows([FAST, FAST], num_steps=10, step_s=0.1)
     assert (chosen.steps_s, chosen.host_s, chosen.peers_s) == (1.0, 3.0, 1.5)
     assert chosen.is_from_peers  # 2.5 s against 3: steps and rows take turns, the host's come beside them
     assert chosen.numbers() == {
@@ -52,29 +52,29 @@ def test_rows_come_from_peers_where_that_is_sooner_done() -> None:
 def test_rows_that_the_host_brings_beside_the_steps_cost_nothing_while_steps_take_longer(
     step_s: float, is_from_peers: bool
 ) -> None:
-    assert choose([FAST, FAST], num_steps=10, step_s=step_s).is_from_peers == is_from_peers
+    assert choose_rows([FAST, FAST], num_steps=10, step_s=step_s).is_from_peers == is_from_peers
 
 
 def test_the_slowest_member_decides() -> None:
     slow_host, slow_way = costs(rows_host_bytes_per_s=10.0), costs(rows_peer_bytes_per_s=20.0)
-    assert choose([FAST, slow_host], 10, 1.0).is_from_peers
-    assert not choose([FAST, slow_way], 10, 0.1).is_from_peers
-    assert choose([slow_host, slow_way], 0, 0.0) == choose([slow_way, slow_host], 0, 0.0)
+    assert choose_rows([FAST, slow_host], 10, 1.0).is_from_peers
+    assert not choose_rows([FAST, slow_way], 10, 0.1).is_from_peers
+    assert choose_rows([slow_host, slow_way], 0, 0.0) == choose_rows([slow_way, slow_host], 0, 0.0)
 
 
 def test_a_host_that_must_read_more_than_is_missing_takes_longer() -> None:
-    assert choose([costs(rows_host_bytes=600)] * 2, 10, 0.3).is_from_peers
-    assert not choose([FAST] * 2, 10, 0.3).is_from_peers
+    assert choose_rows([costs(rows_host_bytes=600)] * 2, 10, 0.3).is_from_peers
+    assert not choose_rows([FAST] * 2, 10, 0.3).is_from_peers
 
 
 def test_what_was_never_measured_is_not_compared() -> None:
-    unknown_host = choose([FAST, costs(rows_host_bytes_per_s=0)], 0, 0.0)
-    unknown_way = choose([costs(rows_peer_bytes_per_s=0)] * 2, 0, 0.0)
+    unknown_host = choose_rows([FAST, costs(rows_host_bytes_per_s=0)], 0, 0.0)
+    unknown_way = choose_rows([costs(rows_peer_bytes_per_s=0)] * 2, 0, 0.0)
     assert not unknown_host.is_from_peers and unknown_host.host_s is None
     assert not unknown_way.is_from_peers and unknown_way.peers_s is None
     assert unknown_way.numbers() == {"rows_host_predicted_seconds": 3.0, "rows_from_peers": 0}
     # One of them was in an exchange: that is a measure for all.
-    assert choose([FAST, costs(rows_peer_bytes_per_s=0)], 0, 0.0).peers_s == 1.5
+    assert choose_rows([FAST, costs(rows_peer_bytes_per_s=0)], 0, 0.0).peers_s == 1.5
 
 
 def test_a_rate_follows_what_was_done_lately() -> None:
@@ -173,8 +173,8 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Have all go one way, whatever was measured."""
 
     def choose_it(way: str) -> None:
-        chosen = Choice(steps_s=0.0, host_s=2.0, peers_s=1.0 if way == "peers" else 3.0)
-        monkeypatch.setattr("worker.parallel.transform.choose", lambda *costs: chosen)
+        chosen = RowChoice(steps_s=0.0, host_s=2.0, peers_s=1.0 if way == "peers" else 3.0)
+        monkeypatch.setattr("worker.parallel.transform.choose_rows", lambda *costs: chosen)
 
     return choose_it
 
@@ -189,7 +189,7 @@ def applied(leader: GroupWorker, members: list[GroupWorker], tp: int, per_step: 
 
 def ffn_bytes(worker: GroupWorker) -> list[torch.Tensor]:
     """Of every layer, as it is at its shard."""
-    weights, found = worker.grouping.place.weights, list[torch.Tensor]()
+    weights, found = worker.grouping.local.weights, list[torch.Tensor]()
 
     def read() -> None:
         for layer in range(LAYERS):
@@ -285,7 +285,7 @@ def test_what_a_group_measured_decides_and_is_told(folder: Path) -> None:
     by a probe, since no KV went over it."""
     with workers(folder, 2) as each:
         applied(each[0], each, 2)
-        places = [worker.grouping.place for worker in each]
+        places = [worker.grouping.local for worker in each]
         for worker, place in zip(each, places, strict=True):
             assert place.exchanges.bytes_per_s > 0
             worker.wait(lambda place=place: place.copier.rate.bytes_per_s > 0, "the rehearsal")  # type: ignore[misc]
@@ -336,7 +336,7 @@ def test_layers_that_take_their_rows_between_the_same_two_steps_are_no_hang(
     take("peers")
     with workers(folder, 2) as each:
         applied(each[0], each, 2)
-        thread, weights = each[0].thread, each[0].grouping.place.weights
+        thread, weights = each[0].thread, each[0].grouping.local.weights
         widen, since_progress = weights.widen, list[float]()
 
         def slow(layer: int, shard: Shard) -> None:

@@ -32,11 +32,11 @@ class Recorded:
 
 def asked(worker: str, to_leader: Any) -> Any:
     """It stands by for the parting that w0 leads."""
-    party = SimpleNamespace(member=SimpleNamespace(drop_next_low=lambda: None))
+    executor = SimpleNamespace(member=SimpleNamespace(drop_next_low=lambda: None))
     place: Any = SimpleNamespace(name="m", num_layers=2)
     links: Any = SimpleNamespace(connect=Recorded)
     communicators: Any = SimpleNamespace()
-    change = TwoPhaseCommit(worker, place, links, communicators, lambda: (party, PeerLinks()), lambda: "")  # type: ignore[arg-type,return-value]
+    change = TwoPhaseCommit(worker, place, links, communicators, lambda: (executor, PeerLinks()), lambda: "")  # type: ignore[arg-type,return-value]
     formation = Formation(tuple(MEMBERS), 2, 2, grows=False)
     peers = {name: Peer(name, 1, "127.0.0.1:1", b"") for name in MEMBERS}
     invite = Prepare(

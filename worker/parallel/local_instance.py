@@ -1,4 +1,4 @@
-"""What a worker brings into a group, and what it would have there."""
+"""The instance that a worker brings into a group, and what it would have there."""
 
 from __future__ import annotations
 
@@ -8,57 +8,65 @@ from bus.messages import Number
 from worker.engine.core import EngineCore
 from worker.memory import BlockAllocator, KVCache
 from worker.model import Model
-from worker.model.shard import Shard
+from worker.model.shard import ALONE, Shard
+from worker.morph.reshard import Resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.parallel.filling import Weights
+from worker.parallel.block_share import BlockShare
 from worker.parallel.rows import RowCosts
-from worker.parallel.share import BlockShare
 from worker.shape.copier import Copier, Rate
-
-ALONE = Shard()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One instance and all that belongs to it. stage_bytes: buffers of one stage of an exchange. exchanges:
-    what groups of this worker sent each other, KV or weights."""
+class LocalInstance:
+    """The only instance of a worker, and all that a group does with it.
+
+    stage_bytes: the buffers of one stage of an exchange. exchanges: the rate of KV and weights that groups of
+    this worker have sent each other.
+    """
 
     name: str  # of the model
     target: Target
     model: Model
-    weights: Weights
+    weights: Resharder
     copier: Copier
     stage_bytes: int
     exchanges: Rate = field(default_factory=Rate)
 
     @property
     def instance(self) -> EngineCore:
+        """The engine core."""
         return self.target.instance
 
     @property
     def resizer(self) -> KVResizer:
+        """The resizer of its KV cache."""
         return self.target.resizer
 
     @property
     def cache(self) -> KVCache:
+        """Its KV cache."""
         return self.resizer.cache
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model."""
         return len(self.model.layers)
 
-    def enter_with(self, blocks: int) -> BlockShare:
-        """Into a group, from alone, with so many blocks: live ones above move below. The share has the truth
-        from here on. Raises OutOfBlocks if they do not find room; then nothing has changed."""
+    def enter_group(self, blocks: int) -> BlockShare:
+        """Give `blocks` KV blocks to a group; live blocks above move below.
+
+        The share owns the blocks from here on. Raises OutOfBlocks, having changed nothing, if the live ones
+        do not fit.
+        """
         self.resizer.vacate(blocks)
         held = self.cache.allocator
         share = BlockShare(range(blocks), held.used, blocks)
         self.cache.allocator = BlockAllocator(held.capacity)
         return share
 
-    def leave_with(self, share: BlockShare) -> None:
-        """Alone, from a group, with the blocks of the share."""
+    def leave_group(self, share: BlockShare) -> None:
+        """Take the blocks of `share` back into the cache's own allocator."""
         cache = self.cache
         cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
         cache.allocator.claim(share.used)
@@ -66,9 +74,10 @@ class Place:
         self.resizer.leave_group(self.target.saved_pages)
 
     def numbers(self, shard: Shard, pages_alone: int | None = None) -> dict[str, Number]:
-        """What it has, and what it would have with all layers at `shard`: KV pages of each layer, and blocks
-        of that degree in them. The reserve for swaps stays. pages_alone: of each layer, as alone no more are
-        wanted."""
+        """Return the KV blocks and pages per layer of now, and those with all layers at `shard`.
+
+        The reserve for swaps stays. pages_alone: the most pages of each layer outside of any group.
+        """
         blocks, pages = self.instance.scheduler.blocks, self.cache.pages_per_layer
         gained = sum(
             self.weights.pages(layer, self.weights.shard(layer)) - self.weights.pages(layer, shard)
@@ -85,12 +94,14 @@ class Place:
             "blocks_used": blocks.num_used,
             "pages_per_layer": pages,
             "pages_after": after,
-            "blocks_after": self.blocks_in(after, shard.size),
+            "blocks_after": self.cache.blocks_in(after, shard.size),
         }
 
     def row_costs(self, shard: Shard) -> RowCosts:
-        """Of the FFN rows that are missing for all layers at `shard`. ValueError for a degree that the
-        weights are not laid out for."""
+        """Return what the FFN rows cost that are missing for all layers at `shard`.
+
+        Raises ValueError for a degree that the weights are not laid out for.
+        """
         fills = [
             self.weights.fill(layer, shard)
             for layer in range(self.num_layers)
@@ -104,14 +115,8 @@ class Place:
         )
 
     def tokens_at(self, degree: int) -> int:
-        """KV of a group of `degree` workers like this one; a sequence ends with its context."""
+        """Return the tokens of KV of a group of `degree` workers like this one."""
         blocks = int(self.numbers(Shard(0, degree))["blocks_after"])
         if degree == 1:
             blocks = self.cache.num_blocks
         return blocks * self.cache.block_tokens
-
-    def blocks_in(self, pages_per_layer: int, degree: int) -> int:
-        """Blocks that a group of `degree` has in so many pages of each layer of every member."""
-        cache = self.cache
-        most = cache.max_blocks * degree
-        return min(most, pages_per_layer * cache.pool.page_bytes * degree // cache.block_bytes)

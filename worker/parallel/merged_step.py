@@ -1,4 +1,4 @@
-"""One step of a group at one rank: everybody's work, each layer at its degree."""
+"""One step of a group at one rank: the inputs of all members, each layer at its degree."""
 
 from __future__ import annotations
 
@@ -9,53 +9,58 @@ import torch
 from worker.distributed.communicator import Communicator
 from worker.engine.input_batch import ModelInput, attention_plan, merge_inputs, to_tensor
 from worker.model import Segment
-from worker.parallel.formation import Formation, Run
-from worker.parallel.place import Place
+from worker.parallel.formation import Formation, LayerRun
+from worker.parallel.local_instance import LocalInstance
 
 
 class MergedStep:
-    """high and low: communicators of the group and of this rank's subgroup; None for a subgroup of one."""
+    """The forward pass of one step.
+
+    high and low are the communicators of the group and of this rank's subgroup; None for a subgroup of one.
+    """
 
     def __init__(
         self,
-        place: Place,
+        local: LocalInstance,
         formation: Formation,
         rank: int,
         high: Communicator,
         low: Communicator | None,
     ) -> None:
-        self._place, self._formation, self._rank = place, formation, rank
+        self._local, self._formation, self._rank = local, formation, rank
         self._high, self._low = high, low
 
     def forward(self, works: Sequence[ModelInput]) -> torch.Tensor:
-        """works: by rank, in the numbers of the low degree while there are two. float32 [R, vocab] of this
-        rank's own logit rows. Raises PeerLost."""
-        place, device = self._place, self._place.instance.device
-        runs = self._formation.runs(place.num_layers)
+        """Run the inputs of all ranks and return this rank's logits, float32 [R, vocab].
+
+        inputs: by rank, in the block numbers of the low degree while there are two. Raises PeerLost.
+        """
+        local, device = self._local, self._local.instance.device
+        runs = self._formation.runs(local.num_layers)
         batches = [self._batch(run, works) for run in runs]
-        return place.model.forward_segments(
+        return local.model.forward_segments(
             to_tensor(batches[0].token_ids, device),
             [self._segment(run, batch, works) for run, batch in zip(runs, batches, strict=True)],
-            place.cache,
+            local.cache,
             to_tensor(batches[-1].logit_rows, device),
             self._own_rows(runs[-1], works),
         )
 
-    def _ranks(self, run: Run) -> list[int]:
-        """Whose work it runs, in the order of the batch."""
+    def _ranks(self, run: LayerRun) -> list[int]:
+        """Return the ranks whose inputs a run takes, in the order of the batch."""
         if run.is_high:
             return self._formation.planners()
         return self._formation.ranks_of(self._formation.subgroup(self._rank))
 
-    def _batch(self, run: Run, works: Sequence[ModelInput]) -> ModelInput:
+    def _batch(self, run: LayerRun, works: Sequence[ModelInput]) -> ModelInput:
         formation, ranks = self._formation, self._ranks(run)
         if not run.is_high or formation.is_uniform:
             return merge_inputs([works[rank] for rank in ranks])
         n = formation.num_subgroups
         return merge_inputs([works[rank].renumbered(n, formation.subgroup(rank)) for rank in ranks])
 
-    def _segment(self, run: Run, batch: ModelInput, works: Sequence[ModelInput]) -> Segment:
-        formation, instance = self._formation, self._place.instance
+    def _segment(self, run: LayerRun, batch: ModelInput, works: Sequence[ModelInput]) -> Segment:
+        formation, instance = self._formation, self._local.instance
         subgroup = formation.subgroup(self._rank)
         sizes = [
             sum(works[rank].num_tokens for rank in formation.ranks_of(j))
@@ -72,7 +77,7 @@ class MergedStep:
             is_giver=formation.low_shard(self._rank).rank == 0,
         )
 
-    def _own_rows(self, run: Run, works: Sequence[ModelInput]) -> slice:
+    def _own_rows(self, run: LayerRun, works: Sequence[ModelInput]) -> slice:
         ranks = self._ranks(run)
         first = sum(len(works[rank].logit_rows) for rank in ranks[: ranks.index(self._rank)])
         return slice(first, first + len(works[self._rank].logit_rows))

@@ -1,4 +1,4 @@
-"""The morphs of a group, as the executor of its leading worker runs them (`worker.morph.groups.Groups`)."""
+"""The morphs of a group, as the morph manager of its leading worker runs them (`worker.morph.groups`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker.parallel.transform import TransformRun
 
 
 class GroupMorphs:
-    """Over what one worker is in."""
+    """Transforms over the group of one worker."""
 
     def __init__(
         self, grouping: Grouping, *, layers_per_step: int = 1, clock: Clock = time.monotonic
@@ -24,7 +24,7 @@ class GroupMorphs:
 
     @property
     def is_in_group(self) -> bool:
-        return self._grouping.party is not None
+        return self._grouping.executor is not None
 
     @property
     def in_the_way(self) -> str:
@@ -32,8 +32,8 @@ class GroupMorphs:
 
     @property
     def leader(self) -> str:
-        party = self._grouping.party
-        return party.formation.members[0] if party and party.coordinator is None else ""
+        executor = self._grouping.executor
+        return executor.formation.members[0] if executor and executor.coordinator is None else ""
 
     def attach(self, why_not: Callable[[], str], let_part: Callable[[], None]) -> None:
         self._grouping.why_not, self._grouping.on_split_requested = why_not, let_part
@@ -47,7 +47,7 @@ class GroupMorphs:
         command = Transform(
             id=f"parting-{uuid.uuid4().hex[:8]}",
             epoch=epoch,
-            instance=self._grouping.place.instance.id,
+            instance=self._grouping.local.instance.id,
             workers=list(self._party.formation.members),
             epochs={},
             tp=1,
@@ -56,6 +56,6 @@ class GroupMorphs:
 
     @property
     def _party(self) -> TensorParallelExecutor:
-        party = self._grouping.party
-        assert party is not None
-        return party
+        executor = self._grouping.executor
+        assert executor is not None
+        return executor

@@ -12,35 +12,39 @@ from hypothesis import strategies as st
 from bench.common.oracles import make_oracle
 from tests.support.group_workers import transform, workers
 from worker.engine.input_batch import ModelInput
-from worker.parallel.budget import SHORT_SHARE, Need, allowances, even
 from worker.parallel.canary import TOKENS
-from worker.parallel.merged import MergedStep
+from worker.parallel.coordinator import SHORT_SHARE, TokenNeed, allowances, even_share
+from worker.parallel.merged_step import MergedStep
 
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 600))
 def test_together_planners_may_run_what_one_worker_may(data: Any, size: int, max_tokens: int) -> None:
-    allowed = [even(max_tokens, size)] * size
+    allowed = [even_share(max_tokens, size)] * size
     for _ in range(5):
         ran = [data.draw(st.integers(0, limit)) for limit in allowed]
-        needs = [Need(tokens, limit) for tokens, limit in zip(ran, allowed, strict=True)]
+        needs = [TokenNeed(tokens, limit) for tokens, limit in zip(ran, allowed, strict=True)]
         before, allowed = allowed, allowances(needs, max_tokens)
         assert sum(allowed) <= max(size, max_tokens - TOKENS) and min(allowed) >= 1
         for tokens, limit, after in zip(ran, before, allowed, strict=True):
-            assert tokens < limit or after >= even(max_tokens, size), "who has more to run gets its part"
+            assert tokens < limit or after >= even_share(max_tokens, size), (
+                "who has more to run gets its part"
+            )
 
 
 def after(ran: list[int], allowed: list[int]) -> list[int]:
-    return allowances([Need(*each) for each in zip(ran, allowed, strict=True)], 512)
+    return allowances([TokenNeed(*each) for each in zip(ran, allowed, strict=True)], 512)
 
 
-need = st.builds(Need, st.integers(0, 600), st.integers(1, 600), st.integers(0, 64), st.integers(0, 9999))
+need = st.builds(
+    TokenNeed, st.integers(0, 600), st.integers(1, 600), st.integers(0, 64), st.integers(0, 9999)
+)
 
 
 @given(st.lists(need, min_size=1, max_size=8), st.integers(1, 600))
 def test_a_long_request_takes_from_prompts_of_short_ones_and_from_no_decode(
-    needs: list[Need], max_tokens: int
+    needs: list[TokenNeed], max_tokens: int
 ) -> None:
-    part = even(max_tokens, len(needs))
+    part = even_share(max_tokens, len(needs))
     allowed = allowances(needs, max_tokens)
     assert sum(allowed) <= part * len(needs) and min(allowed) >= 1
     if any(one.long_remaining for one in needs):
@@ -51,14 +55,19 @@ def test_a_long_request_takes_from_prompts_of_short_ones_and_from_no_decode(
 
 
 def test_the_prompt_of_a_long_request_gets_most_of_each_step() -> None:
-    allowed = allowances([Need(20, 20), Need(100, 100, long_remaining=5000), Need(0, 1), Need(5, 5, 2)], 512)
+    allowed = allowances(
+        [TokenNeed(20, 20), TokenNeed(100, 100, long_remaining=5000), TokenNeed(0, 1), TokenNeed(5, 5, 2)],
+        512,
+    )
     assert allowed[1] > 0.75 * 512
-    decoding = allowances([Need(20, 20), Need(1, 100, 1, long_remaining=1), Need(0, 1), Need(5, 5, 2)], 512)
+    decoding = allowances(
+        [TokenNeed(20, 20), TokenNeed(1, 100, 1, long_remaining=1), TokenNeed(0, 1), TokenNeed(5, 5, 2)], 512
+    )
     assert sum(decoding) <= 512 / SHORT_SHARE, "a step beside a long request that decodes is a short one"
 
 
 def test_one_busy_planner_gets_most_of_what_the_others_leave() -> None:
-    allowed = [even(512, 4)] * 4
+    allowed = [even_share(512, 4)] * 4
     for _ in range(3):
         allowed = after([allowed[0], 0, 0, 3], allowed)
     assert allowed[0] > 0.85 * 512
