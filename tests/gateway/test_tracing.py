@@ -272,5 +272,5 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch: pytest.Mon
 def test_an_endpoint_is_an_address_and_its_path_is_kept() -> None:
     assert TracingSettings(endpoint="http://h:4318").url == "http://h:4318/v1/traces"
     assert TracingSettings(endpoint="https://h/otlp/v1/traces").url == "https://h/otlp/v1/traces"
-    with pytest.raises(ValueError, match="no address like"):
+    with pytest.raises(ValueError, match="is not a URL like"):
         TracingSettings(endpoint="localhost:4318")
