@@ -278,6 +278,13 @@ def test_the_memory_of_a_burst_goes_back_when_no_block_is_in_use(monkeypatch: py
         serve(kv.num_blocks)  # the pages can be used again
         assert held() - before == 2 * pool.page_bytes * LAYERS
 
+        monkeypatch.setattr("worker.memory.kv_cache.DISCARDED_BYTES", 3 * pool.page_bytes * LAYERS)
+        serve(kv.num_blocks)  # in parts, so that a request that comes meanwhile does not wait for all
+        assert before < held() - 2 * pool.page_bytes * LAYERS < before + 6 * pool.page_bytes * LAYERS
+        for _ in range(2):
+            serve(1)
+        assert held() - before == 2 * pool.page_bytes * LAYERS
+
         replaced, kv.allocator = kv.allocator, BlockAllocator(kv.num_blocks)
         assert replaced.on_empty is None  # it does not know the blocks in use any more
         kv.release()
