@@ -1,6 +1,6 @@
-"""Redis Streams between the processes of Instar: the only thing the services share.
+"""Redis Streams between the processes of Instar: the only code that services share.
 
-This module imports nothing, so that `bus.messages` stays usable where neither Redis nor msgspec is.
+This module imports nothing, so `bus.messages` can be used without Redis and msgspec.
 
     from bus.client import connect, BusFull, BusUnavailable, RedisProblem
     from bus.codec import encode, decode, DecodeError
@@ -17,28 +17,39 @@ This module imports nothing, so that `bus.messages` stays usable where neither R
     await bus.trim(stream, before=entry_id)             # XTRIM MINID, exact
 
     reader = bus.reader(stream, StepOutput, start="0")  # XREAD; "$": from reader.open() (or first read) on
-    async for batch in reader: ...                      # [(entry id, message), ...]; rides out every outage
+    async for batch in reader: ...                      # [(entry id, message), ...]; survives every outage
     await reader.next_batch(); await reader.read()      # one batch; `read` is [] after block_ms without any
-    group = bus.group_reader(stream, consumer, Submit)  # XREADGROUP; makes its group (again) when missing
+    group = bus.group_reader(stream, consumer, Submit)  # XREADGROUP; creates its group if it is missing
     await group.open(); await group.claim_all()         # ends what earlier incarnations left pending
     await group.ack(ids)                                # XACK + XDEL, also at maxmemory
 
     await bus.register_worker(card, lease_s)            # card, membership, lease
     await bus.renew_lease(worker, epoch, lease_s)       # False: fenced; take a new epoch and register again
-    await bus.update_card(card)                         # state or progress changed; False: fenced
+    await bus.update_card(card)                         # new state or progress; False: fenced
     await bus.drop_lease(worker, epoch)                 # clean exit
     await bus.workers()                                 # [LiveWorker(card, epoch, lease_ms)]
     await bus.renew_gateway(id), bus.drop_gateway(id), bus.live_gateways(ids)
 
     await bus.catalogue.read()                          # models, deployments, profiles: Contents
-    await bus.catalogue.write(profile)                  # models and deployments: by the controller alone
-    entry = await bus.catalogue.order(order)            # and the controller settles it, once:
-    await bus.catalogue.await_answer(order.id, entry, within_s)     # None: nobody took it, nobody will
+    await bus.catalogue.write(profile)                  # only the controller writes models and deployments
+    entry = await bus.catalogue.order(order)            # the controller settles it, once:
+    await bus.catalogue.await_answer(order.id, entry, within_s)     # None: not settled, and withdrawn
 
-A restart is told before any reader goes on and before `workers()` hands out the new server's picture.
-Wait with `asyncio.timeout`, not `asyncio.wait_for`: the latter loses cancellations on Python 3.11.
+`on_restart` runs before any reader continues and before `workers()` returns the new server's workers. Wait
+with `asyncio.timeout`, not `asyncio.wait_for`, which loses cancellations on Python 3.11.
 
-Beside it: `bus.histogram` (Accumulator, merge, difference, quantile), `bus.logs.set_up`,
-`bus.service.run(name, main)` (settings, logging, uvloop, SIGTERM, exit status of a process), `bus.pending`
-and `bus.leftovers` (what the dead leave, for the controller), `bus.checkpoints` (a model's folder).
+=================  =====================================================================================
+other modules      contents
+=================  =====================================================================================
+`bus.service`      the frame of a process: settings, logging, event loop, signals, exit status
+`bus.settings`     all settings
+`bus.precisions`   the table of precisions
+`bus.policy`       the table of the morph policy's fields
+`bus.morphs`       the table of kinds of morph
+`bus.families`     the table of model families
+`bus.histogram`    mergeable histograms and their percentiles
+`bus.groups`       the tensor-parallel groups that workers can form
+`bus.checkpoints`  facts of a model's folder
+`bus.leftovers`    removal of the streams of dead workers, for the controller
+=================  =====================================================================================
 """

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 from bench.scheduler import costs
 from bench.scheduler.model import Cluster, Request, Unit
+from bus.groups import natural
 from bus.messages import Demand, MorphReport
 from bus.policy import Policy
-from bus.shapes import natural
 from controller.morphing.groups import Group
 from controller.morphing.levers import MorphDecision
 from controller.morphing.policy import Freshness

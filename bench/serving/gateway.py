@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import httpx
 
+from bus.groups import natural
 from bus.messages import InstanceCard
 from bus.service import run
-from bus.shapes import natural
 from gateway import service, state
 from gateway.delivery.candidates import Candidates
 from gateway.delivery.cluster import Cluster, ReadyInstance

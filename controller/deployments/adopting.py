@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Intent, ModelCard
+from bus.groups import natural
 from bus.messages import InstanceCard, Stage
-from bus.shapes import natural
 from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.transitions import Transition, deploy_id, deployment_of, instance_at, is_pipeline
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bus.client import LiveWorker
+from bus.groups import kv_tokens_at
 from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, WorkerCard
-from bus.shapes import kv_tokens_at
 from controller.morphing.view import Rests, rest_of
 
 

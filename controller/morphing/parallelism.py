@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bus.shapes import natural
+from bus.groups import natural
 from controller.morphing.groups import Group
 
 

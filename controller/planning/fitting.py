@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bus.deployments import Configuration
+from bus.groups import natural
 from bus.messages import Stage
-from bus.shapes import natural
 from controller.planning.memory import Footprint
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bus.deployments import Configuration
-from bus.shapes import natural
+from bus.groups import natural
 from controller.planning.fitting import Device, Refusal, fit, sized
 from controller.planning.memory import Footprint
 

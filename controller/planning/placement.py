@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from bus.deployments import Configuration
+from bus.groups import natural
 from bus.messages import Stage
-from bus.shapes import natural
 from controller.planning.fitting import Device, Refusal, fit
 from controller.planning.memory import Footprint
 

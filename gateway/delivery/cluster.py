@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from bus import histogram
 from bus.client import LiveWorker
+from bus.groups import longest_tokens
 from bus.messages import (
     InstanceCard,
     InstanceMetrics,
@@ -19,7 +20,6 @@ from bus.messages import (
     WorkerMetrics,
     WorkerTelemetry,
 )
-from bus.shapes import longest_tokens
 
 # A worker seen this recently may be restarting: shapes that need it are still possible.
 JOIN_GRACE_S = 10.0

@@ -34,8 +34,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from bus.groups import natural
 from bus.precisions import Precision, is_below
-from bus.shapes import natural
 from gateway.delivery.request import Floor
 
 # A short request waits this long for a group to split, or for a seat in it, counted from the last time that

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bus.groups import longest_tokens, natural
 from bus.messages import LayerShape
-from bus.shapes import longest_tokens, natural
 from controller.morphing.groups import Group, groups_of
 from controller.morphing.parallelism import Merge, decide_scale_down, decide_scale_up, parted
 from controller.morphing.view import Rest
