@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.delivery.dispatch import (
+    SPLIT_PATIENCE_S,
     Candidate,
     NeedsGroup,
     QueuesAhead,
@@ -159,6 +160,31 @@ def test_members_get_the_same_number_of_requests() -> None:
             for each in seats
         ]
     assert [each.num_own for each in seats] == [3, 3, 3, 2]
+
+
+def test_a_long_request_goes_after_a_long_one_that_came_before() -> None:
+    group = one("g", tp=4, stays=True)
+    assert choose([group], 500) == group
+    assert choose([group], 500, "", QueuesAhead(has_long=True)) == NeedsGroup()
+
+
+def test_what_the_instances_cannot_hold_waits_for_a_larger_shape_that_can() -> None:
+    there = [one("a")]
+    assert choose(there, 500, "", QueuesAhead(cluster_tokens=500)) == NeedsGroup()
+    assert choose(there, 501, "", QueuesAhead(cluster_tokens=500)) == TooLong(500)
+
+
+def test_a_short_request_overtakes_only_those_whose_precision_the_instance_lacks() -> None:
+    coarse = one("g", tp=4, precision="int4")
+    assert choose([coarse], 10, "", QueuesAhead(short_floors=["full"])) == coarse
+    assert choose([coarse], 10, "", QueuesAhead(short_floors=["full", ""])) == WaitForSplit(coarse)
+
+
+def test_a_short_request_that_waited_long_enough_for_a_split_goes_to_the_group() -> None:
+    busy = full("g", short=91)
+    for waited_s, is_overdue in ((SPLIT_PATIENCE_S - 1, False), (SPLIT_PATIENCE_S, True)):
+        ahead = QueuesAhead(now=7 + waited_s, waits_since=7.0)
+        assert choose([busy], 10, "", ahead) == WaitForSplit(busy, is_overdue)
 
 
 candidates = st.builds(
