@@ -61,8 +61,8 @@ def adopted(contents: Contents, seen: Observation) -> Iterator[Transition]:
             model = _model_of(lead, seen)
             if model and model.name not in contents.models:
                 contents = contents.with_record(model)
-                yield Transition(record=model, told=True)
-            yield Transition(record=record, told=True)
+                yield Transition(record=model, announced=True)
+            yield Transition(record=record, announced=True)
 
 
 def _unknown(contents: Contents, seen: Observation) -> dict[str, list[InstanceCard]]:
@@ -70,13 +70,13 @@ def _unknown(contents: Contents, seen: Observation) -> dict[str, list[InstanceCa
     found: dict[tuple[str, int], list[InstanceCard]] = defaultdict(list)
     for device in seen.workers.values():
         for card in device.card.instances if device.takes_orders else ():
-            told = _DEPLOY.fullmatch(card.deployed)
+            match = _DEPLOY.fullmatch(card.deployed)
             if (
-                told
-                and told["deployment"] not in contents.deployments
+                match
+                and match["deployment"] not in contents.deployments
                 and card.workers[:1] == [device.card.id]
             ):
-                found[told["deployment"], int(told["load"])].append(card)
+                found[match["deployment"], int(match["load"])].append(card)
     return {
         name: sorted(found[name, load], key=lambda card: natural(card.id)) for name, load in sorted(found)
     }
@@ -96,8 +96,8 @@ def _deployment_of(card: InstanceCard, stages: list[Stage], seen: Observation) -
     there = [seen.workers.get(worker) for stage in stages for worker in stage.workers]
     if len(stages) != card.pp or None in there:
         return None
-    told = _DEPLOY.fullmatch(card.deployed)
-    assert told
+    match = _DEPLOY.fullmatch(card.deployed)
+    assert match
     shape = Configuration(tp=len(stages[0].workers), pp=card.pp, precision=card.precision)
     return Deployment(
         id=deployment_of(card.deployed),
@@ -109,7 +109,7 @@ def _deployment_of(card: InstanceCard, stages: list[Stage], seen: Observation) -
         stages=stages,
         instance=card.id,
         since_ms=seen.now_ms,
-        loads=int(told["load"]),
+        loads=int(match["load"]),
         epochs={device.card.id: device.card.epoch for device in there if device},
     )
 

@@ -80,8 +80,8 @@ def _gives_back(deployment: Deployment, device: WorkerView, seen: Observation) -
 
     A try that ended in conflict with an earlier one says nothing.
     """
-    told = reports_of(f"{deploy_id(deployment, device.card.id)}-retire", seen)
-    return [one.state for one in told if one.state != "conflict"][-1:] == ["running"]
+    reports = reports_of(f"{deploy_id(deployment, device.card.id)}-retire", seen)
+    return [one.state for one in reports if one.state != "conflict"][-1:] == ["running"]
 
 
 def _may_load(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:

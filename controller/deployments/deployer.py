@@ -106,8 +106,8 @@ class Deployer:
         async with self._bus.reader(events, MorphReport, Event, start="0") as reader:
             while True:
                 batch = await reader.read()
-                for _, told in batch:
-                    self._hear(told)
+                for _, message in batch:
+                    self._hear(message)
                 if not batch:
                     self._has_history.set()
 
@@ -140,13 +140,13 @@ class Deployer:
         except BusFull as full:
             log.debug("a deployment waits: %s", full)
 
-    def _hear(self, told: MorphReport | Event) -> None:
-        if isinstance(told, MorphReport):
-            self._reports[told.id] = told
-        elif told.kind in ("profile_failed", "profile_progress"):
-            book = self._complaints if told.kind == "profile_failed" else self._progress
-            book[told.morph_id] = told.reason
-            self._heard[told.morph_id] = _now_ms()
+    def _hear(self, message: MorphReport | Event) -> None:
+        if isinstance(message, MorphReport):
+            self._reports[message.id] = message
+        elif message.kind in ("profile_failed", "profile_progress"):
+            book = self._complaints if message.kind == "profile_failed" else self._progress
+            book[message.morph_id] = message.reason
+            self._heard[message.morph_id] = _now_ms()
         else:
             return
         self._news.set()
@@ -238,12 +238,12 @@ class Deployer:
         for event in self._events(transition):
             batch.publish(names.events, event)
         await batch.send()
-        if transition.told and transition.record is not None:
+        if transition.announced and transition.record is not None:
             log.info("%s %s: %s", transition.kind, transition.subject, transition.record.reason)
 
     def _events(self, transition: Transition) -> Iterator[Event]:
         by, at_ms = self._bus.link.source, _now_ms()
-        if transition.told and transition.record is not None:
+        if transition.announced and transition.record is not None:
             reason, numbers = transition.record.reason, transition.numbers
             subject = transition.subject
             yield Event(

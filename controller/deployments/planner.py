@@ -92,7 +92,7 @@ class Situation:
         for card in self.contents.models.values():
             if card.state == "profiling" and card.worker == name:
                 return f"is measuring {card.name}"
-        return "" if device.pages is not None else "does not tell its memory"
+        return "" if device.pages is not None else "does not report its memory"
 
     def plan_when_empty(self, deployment: Deployment) -> Plan | None:
         """Return the plan if nothing else were deployed; None if that is not known."""

@@ -116,7 +116,7 @@ def _order(card: ModelCard, device: WorkerView, peer: ProbePeer | None, now_ms: 
         batch_sizes=BATCH_SIZES,
         peer=peer,
     )
-    return Transition(record=record, commands=((worker.id, command),), told=True)
+    return Transition(record=record, commands=((worker.id, command),), announced=True)
 
 
 def _measuring(card: ModelCard, profiles: Mapping[str, Profile], seen: Observation) -> Transition | None:
@@ -130,8 +130,8 @@ def _measuring(card: ModelCard, profiles: Mapping[str, Profile], seen: Observati
         failed = _failed(card, why, has_profile=bool(profiles), now_ms=seen.now_ms)
         return replace(failed, commands=(cancel_of(card),))
     progress = seen.progress.get(measure_id(card), "")
-    told = f"on {card.worker}: {progress}" if progress else card.progress
-    return Transition(record=replace(card, progress=told)) if told != card.progress else None
+    text = f"on {card.worker}: {progress}" if progress else card.progress
+    return Transition(record=replace(card, progress=text)) if text != card.progress else None
 
 
 def _why_over(card: ModelCard, seen: Observation) -> str:

@@ -24,13 +24,13 @@ class Transition:
     """A step of a model or a deployment.
 
     `record` is written, `erased` deleted. `commands`: worker and command; each morph among them has an event
-    with `cause` and `why`. `told`: an event reports the record, with the costs that were `compared`.
+    with `cause` and `why`. `announced`: an event reports the record, with the costs that were `compared`.
     """
 
     record: ModelCard | Deployment | None = None
     erased: Deployment | Profile | None = None
     commands: tuple[tuple[str, Command], ...] = ()
-    told: bool = False
+    announced: bool = False
     compared: Mapping[str, Number] = field(default_factory=dict)
     cause: Cause | Literal[""] = ""
     why: str = ""
@@ -63,20 +63,20 @@ class Transition:
 def model_becomes(card: ModelCard, state: ModelState, now_ms: int, reason: str) -> Transition:
     """Change the state of a model that no worker measures any more."""
     record = replace(card, state=state, since_ms=now_ms, reason=reason, worker="", epoch=0, progress="")
-    return Transition(record=record, told=True)
+    return Transition(record=record, announced=True)
 
 
 def becomes(deployment: Deployment, state: DeploymentState, now_ms: int, reason: str) -> Transition:
     """Change the state of a deployment. Its stages stay until its workers have given them up."""
     instance = deployment.instance if state == "serving" else ""
     record = replace(deployment, state=state, since_ms=now_ms, reason=reason, instance=instance)
-    return Transition(record=record, told=True)
+    return Transition(record=record, announced=True)
 
 
 def because(transition: Transition, deployment: Deployment, cause: Cause, why: str) -> Transition:
     """Give the morphs of `transition` their cause: the deployment, its intent, and why now."""
-    told = f"deployment {deployment.id} of {deployment.model} ({goal(deployment.intent)}): {why}"
-    return replace(transition, cause=cause, why=told)
+    text = f"deployment {deployment.id} of {deployment.model} ({goal(deployment.intent)}): {why}"
+    return replace(transition, cause=cause, why=text)
 
 
 def noted(deployment: Deployment, reason: str) -> Transition | None:

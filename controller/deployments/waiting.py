@@ -79,7 +79,7 @@ def load(
         epochs={worker: seen.workers[worker].card.epoch for worker in plan.workers},
     )
     why = why or ("to be loaded" if not deployment.loads else f"to be loaded again: {deployment.reason}")
-    transition = Transition(record=record, commands=deploys(record, card, plan.blocks), told=True)
+    transition = Transition(record=record, commands=deploys(record, card, plan.blocks), announced=True)
     return because(transition, deployment, cause, why)
 
 
@@ -103,7 +103,7 @@ def _queued(deployment: Deployment, plan: Plan | None, obstacles: str, now: Situ
 def _note(deployment: Deployment, what: str, why: str) -> Transition | None:
     transition = noted(deployment, f"{what}: {why}")
     is_news = not deployment.reason.startswith(what)
-    return replace(transition, told=is_news) if transition else None
+    return replace(transition, announced=is_news) if transition else None
 
 
 def _obstacles(why_not: Mapping[str, str], plan: Plan | None) -> str:

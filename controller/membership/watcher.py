@@ -28,7 +28,7 @@ class MembershipWatcher:
         self._bus = bus
         self._known = Known()
         self._todo: deque[MembershipChange] = deque()
-        self._restart: Restart | None = None  # not told yet
+        self._restart: Restart | None = None  # without its event yet
         self._unsettled = False
         self._data_lost = False
         self._is_full = False
@@ -51,7 +51,7 @@ class MembershipWatcher:
         """Observe and apply; return the seconds to pause before the next step."""
         try:
             members = await self._observe()
-            await self._tell_restart()
+            await self._report_restart()
             await self._apply()
             await self._sweeper.sweep(time.monotonic())
         except BusUnavailable:
@@ -85,7 +85,7 @@ class MembershipWatcher:
                 self._reaper.remember(member.id, led_by(member.card))
         return members
 
-    async def _tell_restart(self) -> None:
+    async def _report_restart(self) -> None:
         if restart := self._restart:
             what = "lost its data" if restart.data_lost else "restarted and kept its data"
             await self._bus.event("bus_restarted", "redis", f"Redis {what}", data_lost=int(restart.data_lost))

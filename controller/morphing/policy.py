@@ -83,12 +83,12 @@ def pressure(view: View, rules: Rules) -> list[tuple[Cause, str]]:
 def ease(view: View, rules: Rules) -> list[tuple[Cause, str]]:
     """Return why layers can go back, in a word and for people; empty if they cannot."""
     if view.layers_below > rules.max_layers and not pressure(view, rules):
-        told = f"{view.layers_below} layers are below {view.resting} and the policy allows {rules.max_layers}"
-        return [("layer_limit", told)]
+        text = f"{view.layers_below} layers are below {view.resting} and the policy allows {rules.max_layers}"
+        return [("layer_limit", text)]
     is_low = view.kv_usage < rules.kv_usage_low and view.kv_delay_s < rules.queue_delay_low_s
     if is_low and not view.preemptions_per_s:
-        told = f"KV use {view.kv_usage:.2f} is below {rules.kv_usage_low:g} and nothing waits for blocks"
-        return [("ease", told)]
+        text = f"KV use {view.kv_usage:.2f} is below {rules.kv_usage_low:g} and nothing waits for blocks"
+        return [("ease", text)]
     return []
 
 

@@ -32,8 +32,8 @@ def hear(state: State, demand: Demand, at_s: float) -> State:
     key = demand.gateway, demand.model
     waiting = {name: one for name, one in state.waiting.items() if at_s < one.heard_s + GONE_S}
     before = waiting.get(key)
-    told, since_s = (before.told + 1, before.since_s) if before else (1, at_s)
-    waiting[key] = Waiting(demand.tokens, demand.count, told, since_s, at_s)
+    times, since_s = (before.times + 1, before.since_s) if before else (1, at_s)
+    waiting[key] = Waiting(demand.tokens, demand.count, times, since_s, at_s)
     return replace(state, waiting=waiting)
 
 
@@ -102,7 +102,7 @@ def _joined(one: Waiting, other: Waiting) -> Waiting:
     return Waiting(
         tokens=max(one.tokens, other.tokens),
         count=one.count + other.count,
-        told=max(one.told, other.told),
+        times=max(one.times, other.times),
         since_s=min(one.since_s, other.since_s),
         heard_s=max(one.heard_s, other.heard_s),
     )
@@ -118,7 +118,7 @@ class _Moment:
 
     def is_due(self, groups: Sequence[Group], model: str, waiting: Waiting) -> bool:
         """Return True if what waits for `model` has been reported for long enough."""
-        if waiting.told < self.rules.windows:
+        if waiting.times < self.rules.windows:
             return False
         is_held = any(group.max_tokens >= waiting.tokens for group in groups)
         if is_held and self.at_s < waiting.since_s + self.rules.long_patience_s:
@@ -212,7 +212,7 @@ def _merging(merge: Merge, waiting: Waiting, policy: Policy, at_s: float) -> Mor
             "tokens_after": merge.tokens_after,
             "used_tokens": merge.used_tokens,
             "load": round(sum(group.load for group in merge.groups), 2),
-            "windows": waiting.told,
+            "windows": waiting.times,
             "policy_revision": policy.revision,
         },
     )

@@ -116,12 +116,12 @@ class Track:
 class Waiting:
     """Requests for one model that no instance holds, the longest of `tokens`, as one gateway reports them.
 
-    `told`: its reports in a row.
+    `times`: its reports in a row.
     """
 
     tokens: int
     count: int
-    told: int
+    times: int
     since_s: float
     heard_s: float
 

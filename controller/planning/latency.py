@@ -119,7 +119,7 @@ class LatencyModel:
     # ------------------------------------------------------------------ stages
 
     def _staged(self, configuration: Configuration, intent: Intent) -> Timing:
-        """Of stages that are all alike, the first with both ends (`worker.pipeline.executor`)."""
+        """Return the timing of stages that are all alike, the first with both ends."""
         layers, pp = self._profile.num_layers, configuration.pp
         decodes = math.ceil(intent.batch_size / pp)  # of each batch on its way
         batches = math.ceil(intent.batch_size / decodes)

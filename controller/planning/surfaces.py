@@ -127,8 +127,8 @@ def _by_context(points: Points, context: float) -> Uncertain:
     A slope within the spread is left out: it would carry noise to long contexts.
     """
     slope = slope_of(points)
-    tells = slope.value - slope.down > 0
-    return line_at(points, context if tells else statistics.fmean(x for x, _ in points))
+    is_clear = slope.value - slope.down > 0
+    return line_at(points, context if is_clear else statistics.fmean(x for x, _ in points))
 
 
 def _filled(surface: Surface) -> dict[BatchShape, Timing]:

@@ -258,4 +258,4 @@ def test_nothing_is_placed_on_workers_that_do_not_tell_their_memory() -> None:
     world.workers["w0"].tells = False
     answer = world.deploy()
     world.turn()
-    assert "does not tell its memory" in world.deployment(answer).reason
+    assert "does not report its memory" in world.deployment(answer).reason

@@ -51,20 +51,20 @@ def test_alike_workers_are_told_together_with_what_would_make_room() -> None:
     (transition,) = world.turn()
     assert world.deployment(waits).state == "waiting"
     assert world.deployment(waits).reason == (
-        "waits for room: needs 9.0 MiB; w0, w1: 1.0 MiB free; w2: does not tell its memory. It stays queued. "
-        "To make room: retire deployment o2 (8.0 MiB)"
+        "waits for room: needs 9.0 MiB; w0, w1: 1.0 MiB free; w2: does not report its memory. It stays "
+        "queued. To make room: retire deployment o2 (8.0 MiB)"
     )
-    assert transition.told and transition.kind == "deployment_waiting"
+    assert transition.announced and transition.kind == "deployment_waiting"
     assert world.turn() == []
 
 
 def test_it_is_told_again_when_it_waits_for_something_else() -> None:
     world, _ = small("w0", "w1", later="b")
-    assert [one.told for one in world.turn()] == [True]
+    assert [one.announced for one in world.turn()] == [True]
     world.join("w2", state="loading")
-    assert [one.told for one in world.turn()] == [False]  # more of the same
+    assert [one.announced for one in world.turn()] == [False]  # more of the same
     world.large = frozenset("b")
-    assert [one.told for one in world.turn()] == [True]
+    assert [one.announced for one in world.turn()] == [True]
 
 
 def test_what_is_too_large_for_empty_workers_says_so_and_what_to_do() -> None:
