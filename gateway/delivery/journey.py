@@ -47,21 +47,21 @@ class Journey:
         self.attempts = [Attempt(now)]
 
     @property
-    def now(self) -> Attempt:
+    def current(self) -> Attempt:
         return self.attempts[-1]
 
     def sent(self, target: tuple[str, str, int], number: int, num_known: int, now: float) -> None:
-        attempt = self.now
+        attempt = self.current
         attempt.instance, attempt.worker, attempt.epoch = target
         attempt.number, attempt.num_known, attempt.sent = number, num_known, now
 
     def began(self, at: float) -> None:
         """Note when the attempt's first step began."""
-        self.now.began = max(at, self.now.sent)
+        self.current.began = max(at, self.current.sent)
 
     def made(self, step: StepOutput, index: int, num_tokens: int, now: float) -> None:
         """Note output tokens from `index` on."""
-        attempt = self.now
+        attempt = self.current
         if not attempt.num_tokens:
             attempt.first_token = now
         attempt.num_tokens += num_tokens
@@ -72,10 +72,10 @@ class Journey:
 
     def void(self, reason: str, now: float) -> None:
         """End the attempt; the request continues with another one."""
-        self.now.ended, self.now.void = now, reason
+        self.current.ended, self.current.void = now, reason
         self.attempts.append(Attempt(now))
         if len(self.attempts) > KEPT:
             del self.attempts[KEPT // 2]
 
     def end(self, now: float) -> None:
-        self.now.ended = now
+        self.current.ended = now

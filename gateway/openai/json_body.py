@@ -84,25 +84,17 @@ class _Cleaner:
 
 def _number_out_of_range(data: bytes) -> ApiError:
     """Return an error that names the field, and its value if that is the number itself."""
+    why = "out of range: larger than a 64-bit float (1.8e308)"
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw]) if data.lstrip()[:1] == b"{" else {}
-    wrong = next((name for name, raw in fields.items() if not _is_in_range(raw)), None)
-    if wrong is None:
-        return bad_json("the body holds a number out of range: larger than a 64-bit float (1.8e308)")
-    value = bytes(fields[wrong])
-    what = f"{wrong[:200]} is {_cut(value)}," if value[:1] not in b"[{" else f"{wrong[:200]} holds a number"
-    return invalid(f"{what} out of range: larger than a 64-bit float (1.8e308)", wrong[:200])
-
-
-def _is_in_range(raw: msgspec.Raw) -> bool:
-    try:
-        msgspec.json.decode(raw)
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
-def _cut(value: bytes) -> str:
-    return value[:40].decode() + ("..." if len(value) > 40 else "")
+    for name, raw in fields.items():
+        try:
+            msgspec.json.decode(raw)
+        except msgspec.ValidationError:
+            value, param = bytes(raw), name[:200]
+            if value[:1] in b"[{":
+                return invalid(f"{param} holds a number {why}", param)
+            return invalid(f"{param} is {value[:40].decode()}{'...' * (len(value) > 40)}, {why}", param)
+    return bad_json(f"the body holds a number {why}")
 
 
 def _why_undecodable(data: bytes, error: Exception) -> str:
