@@ -18,7 +18,7 @@ SERVICES = ("gateway", "monitor", "controller")
 PRODUCT = ("bus", "gateway", "monitor", "controller", "worker", "kernels", "instar")
 
 # Names that more than one class of the product still has. Rename a class, delete its line; add none.
-DUPLICATE_CLASSES = {"Run"}
+DUPLICATE_CLASSES: set[str] = set()
 
 
 def modules_of(package: str) -> list[str]:

@@ -25,7 +25,7 @@ KEEN_S = 1.0
 
 
 class KVSharing:
-    """In the engine's thread."""
+    """Moves KV pages between models. Owned by the engine's thread."""
 
     def __init__(self, host: ModelHost, clock: Clock = time.monotonic) -> None:
         self._host, self._clock = host, clock
@@ -84,7 +84,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelDeployments:
-    """Over one site. card_of: what is shown of a model that came."""
+    """Loads and unloads over one host. card_of: returns the card of a loaded model."""
 
     def __init__(self, host: ModelHost, card_of: CardOf, *, clock: Clock = time.monotonic) -> None:
         self.host, self._card_of, self._clock = host, card_of, clock

@@ -1,9 +1,9 @@
-"""Who has how much of the KV pages of one worker. Pure.
+"""Decide which model gets KV pages of which. Pure.
 
-An idle model's KV is memory for a busy one: who misses blocks gets pages of those who have more than they
-need. Where all want, nobody gives what would take him below his fair share, and what is in use is never
-taken; so shares become fair as sequences end. Who wanted more a moment ago counts as one who wants: without
-that, two who want by turns would send the same pages back and forth.
+An idle model's KV is memory for a busy one: a model that misses blocks gets pages of models that have more
+than they need. Where all want more, a model keeps at least its fair share of pages, and blocks in use are
+never taken; so shares become fair as sequences end. A model that wanted more a moment ago still counts as
+wanting: without that, two models that want by turns would send the same pages back and forth.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Move:
 
 
 def next_move(holders: Sequence[KVHolder], spare: int) -> Move | None:
-    """What to do first; None: nothing. spare: free pages beyond every reserve."""
+    """Return the next move, or None. spare: free pages beyond every reserve."""
     wanting = [one for one in holders if min(one.missing, one.useful - one.pages) >= one.num_layers]
     if not wanting:
         return None
@@ -57,7 +57,8 @@ def next_move(holders: Sequence[KVHolder], spare: int) -> Move | None:
 
 
 def next_lender(holders: Sequence[KVHolder], missing: int) -> Move | None:
-    """Who makes room first for a model that misses so many pages, and how much; None: nobody can."""
+    """Return which model makes room first for a model that misses `missing` pages, and how much; None if no
+    model can."""
     fair = fair_pages(holders, 0)
     lender = max(holders, key=lambda one: gift(one, fair), default=None)
     if lender is None or not gift(lender, fair):
@@ -67,14 +68,15 @@ def next_lender(holders: Sequence[KVHolder], missing: int) -> Move | None:
 
 
 def fair_pages(holders: Sequence[KVHolder], spare: int) -> Mapping[str, int]:
-    """If all wanted as much as is of use to them."""
+    """Return the pages of each model if all wanted as many as are of use to them."""
     total = sum(one.pages for one in holders) + spare
     shares = fair_shares(total, [one.useful for one in holders])
     return dict(zip((one.name for one in holders), shares, strict=True))
 
 
 def gift(holder: KVHolder, fair: Mapping[str, int]) -> int:
-    """What it has beyond its need, and, while it wants itself, beyond its fair share."""
+    """Return the pages that a model can give: those beyond its need and, while it wants more itself, beyond
+    its fair share."""
     kept = max(holder.needed, fair[holder.name]) if holder.is_keen else holder.needed
     return _whole(max(0, holder.pages - kept), holder)
 

@@ -1,4 +1,4 @@
-"""A Deploy as it runs: a model comes beside those that serve.
+"""Load a model beside those that serve: a Deploy as it runs.
 
 ::
 
@@ -11,7 +11,7 @@
     first request engine            a step of it between two steps of the others
     service       engine            from the next step on; the card is shown, its stream is read
 
-Whatever ends it before that, every page goes back to whom it came from.
+If it ends before that, every page goes back to where it came from.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CardOf = Callable[[ModelLoader, Target], InstanceCard]
 
 
 class Work:
-    """For the loading thread, of no known size; the pages of the pool are not its business."""
+    """Work of unknown length for the loading thread, which touches no page of the pool."""
 
     nbytes = read_bytes = 0
 
@@ -55,7 +55,7 @@ class Work:
 
 
 class LoadRun:
-    """One Deploy."""
+    """One Deploy, as it runs."""
 
     is_beyond_return = False
     pages_at_once = PAGES_AT_ONCE  # of each layer of its KV, between two steps
@@ -239,7 +239,7 @@ class LoadRun:
     # ----------------------------------------------------------------------------- room
 
     def _make_room(self) -> Steps:
-        """For its weights, for the KV that it must have, and for a larger reserve."""
+        """Wait for room for the weights, the least KV and a larger reserve."""
         self._stage = "making room"
         self._claim()
         self._refuse_what_never_fits()
@@ -254,7 +254,7 @@ class LoadRun:
                 yield from self._wait(self._no_room("deferred", "and nobody can give so much now"))
 
     def _claim(self) -> None:
-        """What it has not mapped yet; the reserve is the largest that any model here wants."""
+        """Claim the pages that are not mapped yet, and a reserve for swaps."""
         loader, host = self._loader, self._host
         assert loader.cache
         kv_pages = loader.cache.pages_per_layer * loader.cache.num_layers

@@ -1,8 +1,8 @@
 """A model on its way into a worker that serves others: what it needs, its pages, and what they hold.
 
-Nothing of it is known to the engine yet. What reads and computes runs in the loading thread and touches no
-page of the pool; what reserves and maps runs in the engine's, between steps; contents are copied by the
-loading thread into pages that are mapped and nobody reads.
+The engine does not know the model yet. Methods that read and compute run in the loading thread and touch no
+page of the pool. Methods that reserve and map run in the engine's thread, between steps. The loading thread
+copies contents into pages that are mapped and that no step reads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Piece:
 
 
 class ModelLoader:
-    """One Deploy's model. Raises NotApplied and ModelError, each method where it says what is wrong."""
+    """The model of one Deploy. Methods raise NotApplied and ModelError, and say what is wrong."""
 
     def __init__(self, command: Deploy, host: ModelHost) -> None:
         self.command, self.host = command, host
@@ -103,8 +103,8 @@ class ModelLoader:
         self.check_unchanged(may_go_on)
 
     def check_unchanged(self, may_go_on: MayGoOn) -> None:
-        """Asked again when all weights were read: files that are replaced meanwhile would make a model of two
-        checkpoints."""
+        """Compare the digest again when all weights were read: files that are replaced meanwhile would make a
+        model of two checkpoints."""
         if (found := _digest(self.folder)) != self.digest:
             raise NotApplied(
                 "failed",
@@ -113,7 +113,7 @@ class ModelLoader:
             )
 
     def find_matrices(self, may_go_on: MayGoOn) -> None:
-        """Of the variants below full."""
+        """Find the matrices of the variants below full precision."""
         wanted = [name for name in PRECISIONS if name in self.settings.variants]
         self._matrices = {
             name: find_matrices(self.model.config, self.model.source, name, self.settings.quantization)
@@ -172,7 +172,7 @@ class ModelLoader:
 
     @property
     def least_kv_pages(self) -> int:
-        """Of all layers."""
+        """KV pages of all layers that the model must have."""
         assert self.cache
         longest = -(-self.limits.max_model_len // self.limits.block_tokens)
         blocks = min(self.command.blocks or longest, self.cache.max_blocks)
@@ -185,11 +185,11 @@ class ModelLoader:
 
     @property
     def reserve_pages(self) -> int:
-        """That swaps of its layers want free."""
+        """Free pages that swaps of its layers need."""
         return reserve_pages(self.variants, self.config.num_layers)
 
     def make_target(self) -> Target:
-        """What serves and morphs, once its layers are installed and its KV cache has pages."""
+        """Return what serves and morphs, once the layers are installed and the KV cache has pages."""
         assert self.cache
         self.model.complete()
         instance: EngineCore = instance_of(self.command.instance, self.model, self.cache, self.limits)
@@ -238,7 +238,7 @@ class ModelLoader:
     def _whole(
         self, loaded: LoadedRange, plan: RangePlan, install: Callable[[], None] = lambda: None
     ) -> Piece:
-        """From the checkpoint, in full precision: what the shard has of it."""
+        """Return the piece of a range in full precision, the shard's part of it, from the checkpoint."""
         own = plan.at(self.shard)
         pages = own.pages(self.pool.page_bytes)
         spans = spans_of(pages, self.pool.page_bytes, plan.nbytes)
@@ -263,7 +263,7 @@ class ModelLoader:
         return install
 
     def _half(self, layer: int, part: Part) -> Piece:
-        """From the host's images, in the precision that was asked for."""
+        """Return the piece of a half of a layer from the host's images, in the precision of the command."""
         variants, precision = self.variants, self.command.precision
         assert isinstance(variants, LayerVariants)
 
@@ -286,7 +286,7 @@ class ModelLoader:
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
-    """What the setting means on this device; None: what the checkpoint has."""
+    """Return the dtype that the setting means on this device; None: the checkpoint's."""
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return named.get(name) or (torch.float32 if device.type == "cpu" else None)
 

@@ -33,7 +33,7 @@ class HostedModel:
 
     @property
     def weight_pages(self) -> int:
-        """In the precisions of now."""
+        """Pages of the weights in their present precisions."""
         halves = (Half(layer, part) for layer in range(self.model.config.num_layers) for part in PARTS)
         now = ((half, self.target.precision(half)) for half in halves)
         in_full = sum(loaded.memory.num_mapped for loaded in self.model.ranges)
@@ -46,7 +46,7 @@ class HostedModel:
 
     @property
     def idle_pages(self) -> int:
-        """Of its KV: not in use, and no headroom for what runs."""
+        """KV pages that are neither in use nor headroom for running sequences."""
         resizer = self.target.resizer
         return max(0, self.kv_pages - resizer.pages_for(resizer.needed_blocks()) * resizer.num_layers)
 
@@ -60,29 +60,29 @@ class Claim:
 
 
 class HostListener:
-    """What the service does about it; by itself nothing. Called in the engine's thread."""
+    """Hears of models that come and go, in the engine's thread. This base class does nothing."""
 
     def on_loading(self, model: str) -> None:
-        """It is being loaded, or (empty) nothing is any more."""
+        """The model is being loaded; empty: no model is any more."""
 
     def on_loaded(self, card: InstanceCard) -> None:
-        """Requests may be sent to it."""
+        """Requests may be sent to the model."""
 
     def on_unloading(self, instance: str) -> None:
-        """It takes nothing new; call `ModelHost.mark_drained` when all that was sent was read."""
+        """The instance takes nothing new; call `ModelHost.mark_drained` when all that was sent was read."""
 
     def on_unload_urgent(self, instance: str) -> None:
-        """It cannot wait any longer: call `ModelHost.mark_drained` at once."""
+        """The unload cannot wait any longer: call `ModelHost.mark_drained` at once."""
 
     def on_unload_aborted(self, instance: str) -> None:
-        """It does not go after all."""
+        """The instance stays after all."""
 
     def on_unloaded(self, instance: str) -> None:
-        """With every page."""
+        """The instance is gone, with every page."""
 
 
 class ModelHost:
-    """`targets` is the executor's, too."""
+    """The models of one worker. The engine's thread owns it."""
 
     def __init__(self, worker: str, pool: PagePool, engine: Engine, settings: WorkerSettings) -> None:
         self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
@@ -104,7 +104,7 @@ class ModelHost:
     # ----------------------------------------------------------------------------- who is here
 
     def add(self, resident: HostedModel) -> None:
-        """It serves, from the next step on."""
+        """Serve the model from the next step on."""
         self.engine.add_instance(resident.target.instance)
         self.models[resident.card.id] = resident
         resident.target.resizer.kv_beside = partial(self.kv_beside, resident.card.id)
@@ -113,19 +113,19 @@ class ModelHost:
         self.on_changed()
 
     def remove(self, instance: str) -> HostedModel:
-        """It serves no longer; its pages are still its own."""
+        """Stop serving the instance and return it; its pages are still mapped."""
         self.engine.remove_instance(instance).close()
         self.drop_target(instance)
         return self.models.pop(instance)
 
     def begin_unload(self, instance: str) -> None:
-        """It takes nothing new."""
+        """Let the instance take nothing new."""
         self._leaving[instance] = self.hooks is None
         if self.hooks:
             self.hooks.on_unloading(instance)
 
     def mark_drained(self, instance: str) -> None:
-        """The service: nothing more comes to it."""
+        """Note that no request comes to the instance any more."""
         if instance in self._leaving:
             self._leaving[instance] = True
 
@@ -133,7 +133,7 @@ class ModelHost:
         return self._leaving[instance]
 
     def end_unload(self, instance: str, *, is_gone: bool) -> None:
-        """Or stays, where it was called off."""
+        """End the unload: the instance is gone, or it stays where the unload was aborted."""
         self._leaving.pop(instance, None)
         if is_gone:
             self.on_changed()
@@ -148,7 +148,7 @@ class ModelHost:
 
     @property
     def reserve_pages(self) -> int:
-        """With so many free any layer of any model can be swapped down."""
+        """Free pages that allow any layer of any model to be swapped down."""
         of_models = [_reserve_of(one.target) for one in self.models.values()]
         return max([*of_models, *(claim.reserve_pages for claim in self._claims.values())], default=0)
 
@@ -170,16 +170,16 @@ class ModelHost:
 
     @property
     def num_spare_pages(self) -> int:
-        """Free pages that are nobody's and no reserve; below 0: so many are missing."""
+        """Free pages beyond every claim and reserve; negative: that many are missing."""
         return self.pool.num_free - self.reserve_pages - self._num_claimed
 
     def return_lent_pages(self) -> bool:
-        """A unit of giving every model back what others had of its KV, as far as pages are free, and taking
-        from each what it had of others, as far as it does not need it. False: there is no more to do."""
+        """Return some KV pages to the models that lent them, or take some back from a model that does not
+        need them. Returns False if there is nothing more to do."""
         return any(_take_back(resizer) for resizer in self.resizers) or any(map(_get_back, self.resizers))
 
     def who_has_what(self) -> str:
-        """For people: how the pages are spread."""
+        """Describe how the pages are spread, for messages."""
         told = []
         for resident in self.models.values():
             needed = resident.kv_pages - resident.idle_pages
@@ -190,8 +190,8 @@ class ModelHost:
         return "; ".join(told) or "no other model is here"
 
     def kv_beside(self, instance: str, missing: int) -> str:
-        """For people, behind the reason of an order that misses so many pages: whose KV there is, how much of
-        it lies idle, and that an order calls none of it back. "" where there is nobody else's."""
+        """Describe the KV of other models, for the reason of an order that misses `missing` pages: how much
+        of it is idle, and that an order calls none of it back. Returns "" if there is none."""
         others = [one for name, one in self.models.items() if name != instance and one.kv_pages]
         if not others:
             return ""
@@ -232,7 +232,7 @@ PAGES_AT_ONCE = 8  # per layer, between two steps
 
 
 def _take_back(resizer: KVResizer) -> bool:
-    """From one that has pages of others."""
+    """Take pages from a model that has pages of others. Returns whether there were any."""
     pages = min(-resizer.num_lent, PAGES_AT_ONCE)
     while pages > 0 and not resizer.can_take(pages, resizer.needed_blocks()):
         pages -= 1

@@ -1,12 +1,12 @@
-"""A Deploy of one stage of several, as it runs: as `worker.deploy.load`, up to where the stages meet.
+"""Load one stage of several: as `worker.deploy.load`, up to where the stages meet.
 
 ::
 
-    a later stage   its weights, as much KV as there is room for; then it waits for its leader, and has ended
-                    when the leader has told it how many blocks there are
+    a later stage   its weights, as much KV as there is room for; then it waits until its leader has fixed
+                    the number of blocks
     the first one   its weights and KV; then it asks the others, and a first request goes through all of them
 
-A stage that nobody leads, since the leader's Deploy failed or was cancelled, gives its pages back.
+A stage without a leader, since the leader's Deploy failed or was cancelled, gives its pages back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ JOIN_WITHIN_S = 300.0  # for the leader's own load; who orders it gives up befor
 
 
 class StageLoadRun(LoadRun):
-    """Of a later stage, or another rank of the first: nobody's requests come here, so no card is shown."""
+    """The load of a later stage, or of another rank of the first. No requests come here, so no card is
+    shown."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class StageLoadRun(LoadRun):
 
 
 class PipelineLoadRun(LoadRun):
-    """Of the first stage."""
+    """The load of the first stage, which leads the pipeline."""
 
     def __init__(
         self,
@@ -194,8 +195,8 @@ def _stages(host: ModelHost) -> StageHost:
 
 
 class KeptVariants:
-    """Over those that they were loaded from. The layers behind this stage are known, and have no page
-    here."""
+    """Layers that keep the precision they were deployed in: the layers of a pipeline do not swap. Layers
+    behind this stage are known, and have no page here."""
 
     def __init__(self, loaded: Variants, precision: Precision, num_layers: int) -> None:
         self.precisions: Sequence[Precision] = (precision,)

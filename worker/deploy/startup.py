@@ -61,7 +61,7 @@ def _drive(run: StartUpRun, steps: Steps, woken: threading.Event, progress: Call
 
 
 class StartUpRun(LoadRun):
-    """One model of the settings."""
+    """The load of one model of the settings."""
 
     pages_at_once = 1 << 10  # no step waits
 

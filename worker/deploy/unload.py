@@ -1,4 +1,4 @@
-"""A Retire as it runs: a model goes while others serve.
+"""Unload a model while others serve: a Retire as it runs.
 
 ::
 
@@ -26,7 +26,7 @@ HURRY_S = 5.0  # for the service to have read what was sent; then it is taken fo
 
 
 class UnloadRun:
-    """One Retire."""
+    """One Retire, as it runs."""
 
     def __init__(self, command: Retire, host: ModelHost, *, clock: Clock = time.monotonic) -> None:
         self._command, self._host, self._clock = command, host, clock
@@ -86,7 +86,7 @@ class UnloadRun:
         self._num_sent_away = host.engine.send_away(name, f"{name} is retired")
 
     def _release(self, resident: HostedModel) -> Steps:
-        """All of it, even if this is closed half-way."""
+        """Release all pages, even if this generator is closed half-way."""
         rest = self._parts(resident)
         try:
             for release in rest:
@@ -102,7 +102,7 @@ class UnloadRun:
         self._pages += self._host.pool.num_free - before
 
     def _parts(self, resident: HostedModel) -> Iterator[Callable[[], None]]:
-        """Nothing runs on any of it."""
+        """Yield what releases each part; no step runs on any of them."""
         target, host = resident.target, self._host
         yield target.resizer.cache.release
         yield target.variants.release

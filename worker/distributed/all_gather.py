@@ -94,8 +94,8 @@ class _Carrier(Protocol):
     nbytes: int  # of memory that it takes
 
     def round(self, mine: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Send this to all peers; what they sent, by peer, until the next round (what stands for this rank is
-        nobody's). sizes: of each peer's. Raises PeerLost."""
+        """Send `mine` to all peers. Returns what each peer sent, valid until the next round (this rank's own
+        entry is undefined). sizes: bytes of each peer's part. Raises PeerLost."""
 
 
 class _ByOutboxes:

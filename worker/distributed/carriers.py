@@ -100,7 +100,7 @@ class Places:
         return np.concatenate(self.by_subgroup)
 
     def sizes(self, peers: Sequence[int], size: int) -> list[int]:
-        """By rank of the group."""
+        """Return the number of rows for each rank of the group."""
         sizes = [0] * size
         for peer, places in zip(peers, self.by_subgroup, strict=True):
             sizes[peer] = len(places)
@@ -132,7 +132,7 @@ class Messages:
 
 
 class Shared:
-    """Over outboxes; in each a slot for every other peer."""
+    """Carries rows over outboxes, each with a slot for every other peer."""
 
     def __init__(self, boxes: Outboxes, group: Communicator, peers: Sequence[int], per_peer: int) -> None:
         self._boxes, self._group, self._peers, self._per_peer = boxes, group, peers, per_peer
@@ -185,8 +185,8 @@ def carrier_for(
 
 
 def outboxes_of(group: Communicator, nbytes: int) -> Outboxes | None:
-    """Of at least so many bytes each, for a group of CPU devices; None where the system does not allow them.
-    Every rank calls it, with the same number."""
+    """Return outboxes of at least `nbytes` each for a group of CPU devices; None where the system does not
+    allow them. Every rank calls it, with the same number."""
     boxes = _boxes.get(group)
     if group not in _boxes or (boxes and boxes.nbytes < nbytes):
         try:

@@ -45,7 +45,7 @@ class Communicator(Protocol):
 
 
 class TorchCommunicator:
-    """Over a process group of torch.distributed."""
+    """A communicator over a process group of torch.distributed."""
 
     def __init__(self, group: Any) -> None:
         self._group: Any = group
@@ -161,8 +161,8 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def share_a_gpu(store: Store, rank: int, size: int, gpu: str) -> bool:
-    """Whether two of the ranks that meet in `store` have the same one. gpu: this rank's, by a name that no
-    other has in any host. Raises RuntimeError where one does not come within the store's time."""
+    """Return True if two of the ranks that meet in `store` have the same GPU. gpu: this rank's, by a name
+    that is unique across hosts. Raises RuntimeError if a rank does not come within the store's timeout."""
     store.set(f"gpu of {rank}", gpu)
     return len({store.get(f"gpu of {other}") for other in range(size)}) < size
 

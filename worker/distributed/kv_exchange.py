@@ -30,7 +30,7 @@ _WORD = torch.int64  # rows are moved as words: torch scatters bytes one by one,
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one rank did: bytes sent, stages, and the most memory it took besides the cache."""
+    """Bytes sent by one rank, stages, and the most memory taken besides the cache."""
 
     bytes: int
     stages: int
@@ -80,15 +80,15 @@ def exchange(
 def _stages(
     live: Sequence[Sequence[int]], subgroup: int, per_stage: int, grows: bool | None
 ) -> Iterator[tuple[Places, Places]]:
-    """What each stage sends and receives. Stages are the same blocks on every rank, so that all make the same
-    calls, also those that have nothing in them."""
+    """Yield what each stage sends and receives. Stages are the same blocks on every rank, so that all make
+    the same calls, even with nothing to send."""
     n = len(live)
     blocks = np.unique(np.concatenate([np.asarray(part, np.int64) for part in live]))
     is_live = [np.isin(blocks, np.asarray(part, np.int64)) for part in live]
     mine, up, down = is_live[subgroup], grows is not False, grows is not True
 
     def places(of_mine: bool, of_theirs: bool, stage: slice) -> Places:
-        """Of blocks that are live here, there, or either."""
+        """Return the rows of blocks that are live here, there, or either."""
         return Places(
             [
                 blocks[stage][((of_mine & mine) | (of_theirs & theirs))[stage]] * n + other

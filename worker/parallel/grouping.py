@@ -122,7 +122,7 @@ class Grouping:
 
     @property
     def peers(self) -> dict[str, Peer]:
-        """Of the group that this worker is in."""
+        """The members of the group that this worker is in."""
         return self._current.peers if self._current else {}
 
     @property

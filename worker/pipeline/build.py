@@ -1,4 +1,4 @@
-"""From a loaded first stage to an instance whose other stages stand by."""
+"""Start the leader of a pipeline: from a loaded first stage to an instance whose other stages stand by."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class RemoteStage:
 
     @property
     def seats(self) -> list[Peer]:
-        """In the order of their ranks."""
+        """The workers of the stage in the order of their ranks."""
         return [Peer(self.worker, self.epoch, self.address, self.key), *self.others]
 
 
@@ -157,18 +157,18 @@ class Pipeline:
 
     @property
     def is_joined(self) -> bool:
-        """All stand by. Raises PipelineLost."""
+        """True once all workers stand by. Raises PipelineLost."""
         self._read()
         return len(self._joined) == len(self._places)
 
     @property
     def num_blocks_possible(self) -> int:
-        """Of the worker that has the least room; all have joined."""
+        """KV blocks of the worker with the least room, once all have joined."""
         return min(joined.blocks for joined in self._joined.values())
 
     @property
     def shape(self) -> list[LayerShape]:
-        """Of the layers behind the leader's; all have joined."""
+        """Shape of the layers behind the leader's, once all have joined."""
         return [layer for at in self._firsts for layer in self._joined[at].shape]
 
     def start(self, blocks: int, rendezvous: str = "", store: str = "") -> None:
@@ -183,7 +183,7 @@ class Pipeline:
 
     @property
     def is_started(self) -> bool:
-        """All have their blocks. Raises PipelineLost."""
+        """True once all workers have their blocks. Raises PipelineLost."""
         self._read()
         return len(self._started) == len(self._places)
 
@@ -210,7 +210,7 @@ class Pipeline:
             self._send_to(0, self._step_message(work), to_host(residual.clone()))
 
     def send(self, work: ModelInput, residual: torch.Tensor) -> None:
-        """What this stage made of a step: residual [T, H], which nobody writes to any more."""
+        """Send this stage's result of a step on: the residual [T, H], which is not written to any more."""
         self._send_to(1, self._step_message(work), to_host(residual))
         self._sent.append((self._next_step, self._clock()))
         self._next_step += 1
@@ -242,7 +242,7 @@ class Pipeline:
         return self._done.popleft()
 
     def close(self, reason: str) -> None:
-        """Everybody behind hears it and gives its pages back. Repeating it is harmless."""
+        """End the pipeline: all other workers release their pages. Closing again does nothing."""
         for link in self._links:
             link.send(EndPipeline(pipeline=self.id, reason=reason))
             link.close()

@@ -12,8 +12,9 @@ from worker.morph.outcome import NotApplied
 
 
 def own_part(config: ModelConfig, command: Deploy, worker: str) -> ModelConfig:
-    """What `worker` has of the model: layers of one stage, and the ends if it leads. Raises NotApplied for
-    stages that are not all the layers in their order, each on as many workers."""
+    """Return the part of the model that `worker` has: layers of one stage, and embedding and head if it
+    leads. Raises NotApplied for stages that are not all the layers in their order, each on as many
+    workers."""
     stages = command.stages
     if len(stages) <= 1:
         return config
@@ -26,8 +27,8 @@ def own_part(config: ModelConfig, command: Deploy, worker: str) -> ModelConfig:
 
 
 def own_shard(command: Deploy, worker: str) -> Shard:
-    """The worker's place among the ranks of its stage. A model in one stage comes whole, whoever else gets
-    it: its degree changes while it serves."""
+    """Return the worker's place among the ranks of its stage. A model in one stage is loaded whole: its
+    degree changes while it serves."""
     stages = command.stages
     if len(stages) <= 1 or not 0 <= command.stage < len(stages):
         return Shard()
@@ -68,10 +69,10 @@ def check_degree(config: ModelConfig, tp: int, max_tp: int) -> None:
 
 
 def leader_of(command: Deploy) -> str:
-    """Empty: its first stage is for nobody, which `check_stages` refuses."""
+    """Return the leader, or "" for a first stage without workers, which `check_stages` refuses."""
     return next(iter(command.stages[0].workers), "")
 
 
 def pipeline_of(command: Deploy) -> str:
-    """Its id: the instance that the leader serves."""
+    """Return the id of the pipeline, which is that of the instance that the leader serves."""
     return f"{command.model}@{leader_of(command)}"

@@ -1,4 +1,7 @@
-"""Whether a worker may join groups: with its only model it may. Models come and go, so that changes."""
+"""Groups that the worker may join: how, with which workers, and what its cards say of that.
+
+A worker joins groups with its only model. Models come and go, so that changes while it runs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from worker.shape.copier import Copier
 
 
 def card_of_loaded(loader: ModelLoader, target: Target) -> InstanceCard:
-    """Of one that was deployed."""
+    """Return the card of a model that was loaded."""
     host = loader.host
     card = card_of(
         target,
@@ -59,7 +62,7 @@ def card_of(
     worker: str,
     grouping: Grouping | None,
 ) -> InstanceCard:
-    """What is shown of it. grouping: None: it joins no group."""
+    """Return the card of an instance. grouping: None if the worker joins no group."""
     possible = degrees(model.config, settings.max_tp) if grouping else [1]
     return InstanceCard(
         id=target.instance.id,
@@ -107,8 +110,8 @@ def make_executor(
     settings: WorkerSettings,
     device: torch.device,
 ) -> MorphManager:
-    """For the models that are there, and those that come. On a CPU copying takes cores and memory from the
-    steps: both kinds of work share the allowance."""
+    """Return the manager of morphs. On a CPU copying takes cores and memory from the steps: both kinds of
+    work share the allowance."""
     share = settings.morph_share
     of_each = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
     return MorphManager(
@@ -182,8 +185,8 @@ class GroupMembership:
         self.on_cards([resident.card for resident in models.values()])
 
     def _only(self) -> HostedModel | None:
-        """Its only model, all of which is here. A worker in a stage of several ranks joins no other group:
-        two that wait for each other's sums crosswise would wait for ever."""
+        """Return the only model, all of whose layers are here, or None. A worker in a stage of several ranks
+        joins no other group: two groups that wait for each other crosswise would never go on."""
         host = self._host
         if host.stages and host.stages.has_ranks:
             return None
@@ -220,7 +223,8 @@ FIRST_LOOK_S, LOOK_S = 2.0, 15.0  # others may still load
 
 
 async def meet_neighbours(bus: Bus, own: Callable[[], WorkerCard], thread: EngineThread) -> None:
-    """For ever. own: its card of now; while it joins no group there is nothing to do here."""
+    """Prepare the communicators of groups that this worker would lead, until cancelled. own: returns its
+    present card."""
     pause_s = FIRST_LOOK_S
     while True:
         await asyncio.sleep(pause_s)

@@ -25,8 +25,8 @@ CHECK_S = 0.05
 
 
 class Instances:
-    """In the event loop. `on_changed`: what is to be shown is another. `on_read_out(instance)`: nothing more
-    comes to one that leaves."""
+    """The instances, in the event loop. `on_changed`: the card has changed. `on_read_out(instance)`: no
+    request comes to an instance that leaves."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Instances:
         return [card for name, card in self._cards.items() if name not in self._leaving]
 
     def replace(self, cards: Iterable[InstanceCard]) -> None:
-        """The same instances in another shape."""
+        """Replace the cards of instances that have changed their shape."""
         self._cards |= {card.id: card for card in cards if card.id in self._cards}
 
     async def backlog(self) -> int:
@@ -101,7 +101,7 @@ class Instances:
         self._on_changed()
 
     def on_unloading(self, name: str) -> None:
-        """Its card goes at once; its stream is read until nothing more can come."""
+        """Take the card away at once and read the stream until nothing more can come."""
         self._hurries[name] = asyncio.Event()
         self._leaving[name] = asyncio.create_task(self._read_out(name), name=f"last requests of {name}")
         self._leaving[name].add_done_callback(self._ended)
@@ -118,7 +118,8 @@ class Instances:
             self._on_changed()
 
     def on_unloaded(self, name: str) -> None:
-        """With its stream: whoever finds a Submit unanswered there submits it again elsewhere."""
+        """Remove the stream too: a gateway that finds a Submit unanswered there submits it again
+        elsewhere."""
         self._cards.pop(name, None)
         self._leaving.pop(name, None)
         self._hurries.pop(name, None)

@@ -1,4 +1,4 @@
-"""From the bus to the engine: Submits of the instances' streams and commands of the control stream."""
+"""Read the streams of the instances and the control stream, and hand both to the engine."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Intake:
     # ----------------------------------------------------------------------------- requests
 
     async def read_requests(self, instance: str, epoch: int) -> None:
-        """For as long as the epoch lasts. What earlier epochs left pending is ended first: their
-        gateways submit again, addressed to whom they find."""
+        """Read until cancelled, for one epoch. Entries that earlier epochs left pending are ended first:
+        their gateways submit the requests again."""
         stream = self._bus.names.requests(instance)
         async with self._bus.group_reader(stream, consumer(self._worker, epoch), Submit) as reader:
             await self._open(reader)
@@ -101,7 +101,8 @@ class Intake:
     # ----------------------------------------------------------------------------- commands
 
     async def read_commands(self, on_drain: Callable[[], None]) -> None:
-        """Those that are meant for the epoch of now; a morph for another one is answered, too: `stale`."""
+        """Read until cancelled, and carry out commands for the present epoch; a morph for another epoch is
+        answered `stale`."""
         stream = self._bus.names.control(self._worker)
         async with self._bus.reader(stream, *COMMANDS) as reader:
             await self._open(reader)
@@ -133,14 +134,16 @@ class Intake:
                 self.on_measure(command)
 
     def _begin(self, command: Transform | Deploy) -> None:
-        """Who takes part is on the cards. The same order again changes nothing."""
+        """Look up the workers that take part on their cards, and begin. The same order again changes
+        nothing."""
         if command.id not in self._beginning:
             task = asyncio.create_task(self._with_peers(command), name=f"peers of {command.id}")
             self._beginning[command.id] = task
             task.add_done_callback(lambda _: self._beginning.pop(command.id))
 
     async def _with_peers(self, command: Transform | Deploy) -> None:
-        """However the cards cannot be read, the order goes on: that nobody can be reached is its answer."""
+        """Begin the morph even if the cards cannot be read: its answer is then that no worker can be
+        reached."""
         peers: dict[str, Peer] = {}
         try:
             for member in await self._bus.members():
@@ -155,7 +158,7 @@ class Intake:
             self._thread.morph(command, peers)
 
     def _cancel_morph(self, morph_id: str) -> None:
-        """Behind its order, if that is still on its way to the engine."""
+        """Cancel a morph behind its order, if that is still on its way to the engine."""
         self.on_cancel_morph(morph_id)
         if task := self._beginning.get(morph_id):
             task.add_done_callback(lambda _: self._thread.cancel_morph(morph_id))
@@ -199,7 +202,7 @@ GRACE_S = 3.0
 
 
 async def watch_gateways(bus: Bus, ledger: Ledger, intake: Intake, outbox: Outbox) -> None:
-    """Once a second while something runs; for ever."""
+    """Cancel the requests of gateways that are gone, looking once a second until cancelled."""
     missing_since: dict[str, float] = {}
     while True:
         await asyncio.sleep(CHECK_S)
@@ -214,7 +217,8 @@ async def watch_gateways(bus: Bus, ledger: Ledger, intake: Intake, outbox: Outbo
 
 
 async def _gone(bus: Bus, asked: set[str], missing_since: dict[str, float]) -> list[str]:
-    """Those missing at every look for the grace period. Only looks that Redis answered count."""
+    """Return the gateways that were missing at every look for the grace period. Only looks that Redis
+    answered count."""
     live = await bus.live_gateways(asked)
     now = time.monotonic()
     for gateway in list(missing_since):

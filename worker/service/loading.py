@@ -31,7 +31,7 @@ from worker.service.tasks import end
 
 
 class CannotServe(Exception):
-    """These settings or this model folder will never work; one line says what to change."""
+    """Settings or a model folder that can never work. The message is one line that says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Loaded:
 
     @property
     def transport(self) -> Transport | None:
-        """Where other workers reach this one; None if they do not."""
+        """The listener for other workers; None if there is none."""
         return self.model_host.transport if self.model_host else None
 
 

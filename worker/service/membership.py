@@ -1,9 +1,9 @@
-"""This worker among the others: its epoch, its lease, its card.
+"""The epoch, lease and card of this worker.
 
 A lease that could not be renewed in time is lost, whatever the reason (stopped process, partition, Redis
-without its data): others may have taken the work over. So nothing is published unless the lease was renewed
-within its own length, and when it is found lost the worker fences itself: it drops all it ran, takes a
-larger epoch and joins again as somebody new.
+without its data): other workers may have taken the work over. So nothing is published unless the lease was
+renewed within its own length. A worker that finds its lease lost fences itself: it drops all it ran, takes a
+larger epoch and registers again.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Membership:
         await self._until_done(self._register)
 
     async def _take_epoch(self) -> None:
-        """Now in milliseconds, but above all before it: a clock may have been set back."""
+        """Take the present time in milliseconds as epoch, but more than the last one: a clock may have been
+        set back."""
         last = max(self.epoch, await self._bus.last_epoch(self._card.id))
         self._card = replace(self._card, epoch=max(time.time_ns() // 1_000_000, last + 1))
 

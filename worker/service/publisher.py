@@ -1,7 +1,7 @@
-"""What the engine made, on its way to the bus: outputs of steps and reports of morphs, in order.
+"""Publish outputs of steps and reports of morphs, in order.
 
-Redis may be away for a while: the parcels stay, up to `capacity`; then the engine pauses, and goes on when
-half of them are out. A parcel whose answer was lost is sent again: gateways drop what they have by index.
+While Redis is away the parcels stay, up to `capacity`; then the engine pauses, and resumes when half of them
+are out. A parcel whose answer was lost is sent again: gateways drop deltas that they have, by index.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Brake(Protocol):
 
 @dataclass(slots=True)
 class Parcel:
-    """One step's output for one gateway, and the entries that are done with it, in one MULTI: an entry is
-    acknowledged if and only if the last token of its request is out. Except where Redis is full: entries that
-    stay until tokens fit could be what keeps them from it. If the worker dies then, the gateway, which never
-    saw the end, submits the request again."""
+    """One step's output for one gateway, and the stream entries that it completes, in one MULTI: an entry is
+    acknowledged if and only if the last token of its request is out. A full Redis is the exception: entries
+    that stay until tokens fit could be what fills it. If the worker dies then, the gateway, which never saw
+    the end, submits the request again."""
 
     output: StepOutput | None = None
     stream: str = ""
@@ -77,13 +77,13 @@ class Outbox:
         self.put(Parcel(acks=[(stream, entry_id)]))
 
     def drop_gateway(self, stream: str) -> None:
-        """Nobody reads `stream` any more; the acknowledgements stay."""
+        """Drop outputs for `stream`, whose gateway is gone; keep the acknowledgements."""
         for parcel in self._parcels:
             if parcel.stream == stream:
                 parcel.output = None
 
     def clear(self) -> None:
-        """What a lost epoch made must not go out."""
+        """Drop the outputs of a lost epoch."""
         self._generation += 1
         self._parcels.clear()
         self._after_removal()
@@ -121,7 +121,7 @@ class Outbox:
         return True
 
     async def _send_acks(self) -> None:
-        """Those of all that waits, alone: they free memory, and need none outside a MULTI."""
+        """Acknowledge all waiting entries alone: that frees memory, and takes none outside a MULTI."""
         parcels = [parcel for parcel in self._parcels if parcel.acks]
         batch = self._bus.batch()
         for parcel in parcels:
@@ -182,7 +182,8 @@ class OutputPublisher:
 
 
 def _log(ticket: Ticket, delta: Delta) -> None:
-    """An error is told here, too: the gateway may try again elsewhere, and its client never hear of it."""
+    """Log the end of a request. An error is logged here too, since the gateway may retry elsewhere and its
+    client never sees it."""
     ids = ticket.log_ids | {"attempt": ticket.attempt}
     if delta.error is not None:
         level = logging.INFO if delta.reject_reason else logging.WARNING
@@ -197,8 +198,8 @@ REST_S = 2.0  # for the last reports of a worker that leaves
 
 
 class ReportPublisher:
-    """`put` from the event loop; `run` publishes. Whoever reads them knows a morph by its id: a report whose
-    answer from Redis was lost comes twice."""
+    """`put` from the event loop; `run` publishes. Readers know a morph by its id: a report whose answer from
+    Redis was lost comes twice."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -210,15 +211,15 @@ class ReportPublisher:
         self._filled.set()
 
     async def run(self) -> None:
-        """For ever."""
+        """Publish until cancelled."""
         while True:
             await self._filled.wait()
             self._filled.clear()
             await self._publish_all()
 
     async def send_rest(self) -> None:
-        """At the end, when `run` was cancelled: what still waits, and what ended with the engine's thread. A
-        Redis that is away gets none of it."""
+        """Publish what still waits after `run` was cancelled, and what the end of the engine's thread added.
+        A Redis that is away gets none of it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REST_S):
                 await self._publish_all()

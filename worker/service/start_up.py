@@ -1,4 +1,4 @@
-"""From settings to an engine that has run its first request."""
+"""Start a worker from its settings: device, page pool, models, transport."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
 
 
 def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
-    """Of a worker that waits for models: a compiler holds up all threads of the process, for longer than a
-    lease lasts. What depends on a model's own sizes is compiled with it."""
+    """Compile the kernels of a worker that waits for models: a compiler holds up all threads of the process
+    for longer than a lease lasts. Kernels for a model's own sizes are compiled with it."""
     if device.type == "cpu":
         kernels.warm_up(
             dtype_of(settings.dtype, device) or torch.float32,
@@ -79,7 +79,8 @@ def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
 
 
 def model_folders(models: list[str], *, may_be_empty: bool = False) -> dict[str, Path]:
-    """Served name -> folder, from `name=dir` or `dir` (then the folder's name). Raises CannotServe."""
+    """Return the folder of each served name, from `name=dir` or `dir` (then the folder's name). Raises
+    CannotServe."""
     folders: dict[str, Path] = {}
     for entry in models:
         name, is_named, folder = entry.partition("=")

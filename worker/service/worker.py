@@ -1,4 +1,4 @@
-"""One worker from its first lease to its last: join, load, serve, drain, leave."""
+"""The life of a worker from its first lease to its last: join, load, serve, drain, leave."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ NEIGHBOURS_S = 0.5
 
 
 async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader) -> None:
-    """Until `stop` is set or a Drain command comes. Raises CannotServe and RedisProblem; whatever else it
-    raises is a bug or a broken device, and a restart is the cure."""
+    """Serve until `stop` is set or a Drain command comes. Raises CannotServe and RedisProblem; anything else
+    it raises is a bug or a broken device, and a restart is the cure."""
     worker = settings.worker.id or f"{socket.gethostname()}-0"
     card = WorkerCard(
         id=worker,
@@ -64,7 +64,7 @@ async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader)
 async def _live(
     settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader, membership: Membership
 ) -> None:
-    """Load and serve while the lease is renewed: without it the work would be done for nobody."""
+    """Load and serve while the lease is renewed: without it other workers may do the same work."""
     worker = membership.card.id
     renewal = asyncio.create_task(membership.run(), name="lease")
     try:
@@ -136,7 +136,7 @@ class Serving:
         self._showing: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
-        """Until drained. Raises what ends the engine's thread, the renewal or a part of the service."""
+        """Serve until drained. Raises what ends the engine's thread, the renewal or a part of the service."""
         self._reporter.take(self._thread.snapshot())
         self._thread.start()
         self._thread.fence(self._membership.epoch)
@@ -249,13 +249,14 @@ class Serving:
                 log.warning("%d requests did not finish in time; they go on elsewhere", unfinished)
 
     async def _part(self) -> None:
-        """From its group, if it is in one: the others' requests need not be computed anew."""
+        """Leave the group, if the worker is in one: then the requests of other members are not computed
+        again."""
         while self._thread.is_in_group:
             self._thread.request_split()
             await asyncio.sleep(PARTING_CHECK_S)
 
     async def _end_stages(self) -> None:
-        """Of instances that others lead: their requests end before."""
+        """End the stages that this worker runs for leaders elsewhere, after their requests."""
         stages = self._loaded.model_host.stages if self._loaded.model_host else None
         if stages:
             why = f"{self._membership.card.id} is draining"
@@ -315,7 +316,7 @@ class Serving:
         self._show(self._show_group(members, why))
 
     def _show(self, then: Coroutine[Any, Any, None]) -> None:
-        """One after the other: a card must not be overtaken by an older one."""
+        """Update cards one after the other: a newer card must not be overtaken by an older one."""
         self._showing = asyncio.create_task(self._after(self._showing, then))
 
     async def _after(self, before: asyncio.Task[None] | None, then: Coroutine[Any, Any, None]) -> None:
