@@ -143,8 +143,7 @@ class Service:
         self.gateway_ports = [free_port() for _ in range(self.num_gateways)]
         try:
             self.start()
-        except BaseException as problem:
-            problem.add_note(self.logs())
+        except BaseException:
             self.stop()
             raise
         return self
