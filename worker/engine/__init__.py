@@ -1,1 +1,1 @@
-"""The step loop: schedule, run, sample, publish. Knows nothing of Redis; one thread owns it."""
+"""The step loop: schedule, execute, update, publish. Knows nothing of Redis; one thread owns it."""

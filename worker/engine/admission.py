@@ -1,4 +1,4 @@
-"""When a request is refused and when it has ended: rules without state."""
+"""Rules, without state, for refusing a request and for ending one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ RANGES = (
 
 
 def refusal(request: Request, limits: Limits, vocab_size: int) -> str | None:
-    """Why this request cannot run here at all, or None. One bad token id would fail its whole batch."""
+    """Return why this request cannot run here at all, or None.
+
+    One bad token id would fail the whole batch of its step.
+    """
     if not request.prompt_token_ids:
         return "the prompt is empty; send at least one token"
     room = limits.max_model_len - (request.sampling.max_tokens > 0)
@@ -52,7 +55,10 @@ def _bad_sampling(sampling: SamplingParams) -> str | None:
 
 
 def why_finished(seq: Sequence, limits: Limits) -> FinishReason | None:
-    """Looks at the newest token only; tokens that an earlier attempt sent count towards max_tokens."""
+    """Return why `seq` has ended, or None.
+
+    Only the newest token counts; tokens sent in earlier attempts count towards max_tokens.
+    """
     sampling = seq.request.sampling
     if seq.token_ids[-1] in sampling.stop_token_ids:
         return "stop"

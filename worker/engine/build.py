@@ -1,4 +1,4 @@
-"""From a model folder to an instance that serves, piece by piece; needs no settings and no Redis."""
+"""Make an engine core from a model folder, piece by piece; needs no settings and no Redis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUDA_BUDGET_SHARE = 0.9  # of the free memory; the rest is for activations and w
 
 
 def make_pool(device: torch.device, budget_bytes: int = 0, page_bytes: int = 0) -> PagePool:
-    """The device's page pool; zeros choose the defaults. Raises ValueError and MappingFailed."""
+    """Make the device's page pool; zeros choose the defaults. Raises ValueError and MappingFailed."""
     if device.type == "cpu":
         return PagePool(CpuBackend(page_bytes or CPU_PAGE_BYTES), budget_bytes or CPU_BUDGET_BYTES)
     from worker.memory.cuda import CudaBackend  # cuda-bindings exist only where CUDA does
@@ -37,7 +37,7 @@ def make_pool(device: torch.device, budget_bytes: int = 0, page_bytes: int = 0) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How to serve a model; `max_model_len` 0: as long as the model's config allows."""
+    """The limits to serve a model with; `max_model_len` 0: as long as the model's config allows."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -67,8 +67,11 @@ def make_cache(
     max_blocks: int | None = None,
     shard: Shard = ALONE,
 ) -> KVCache:
-    """A KV cache without pages yet, over addresses for all the pool could ever give it, or for max_blocks.
-    shard: of whose heads, for good. Raises ValueError where they cannot be split so."""
+    """Make a KV cache without pages yet.
+
+    Its addresses hold all that the pool could ever give it, or `max_blocks`. shard: the part of the heads
+    that it has for good. Raises ValueError where the heads cannot be split so.
+    """
     config = model.config
     heads = shard.part(config.num_kv_heads, "KV heads")
     block_bytes = config.kv_block_bytes(limits.block_tokens, model.dtype) // shard.size
@@ -85,7 +88,7 @@ def make_cache(
 
 
 def useful_pages(cache: KVCache, model: Model, limits: Limits) -> int:
-    """Pages of all layers with which every sequence could be as long as it may: more would lie idle."""
+    """Return the pages, of all layers, with which every sequence could be as long as it may."""
     return model.config.num_layers * cache.pages_for(min(_useful_blocks(limits), cache.max_blocks))
 
 
@@ -106,7 +109,7 @@ def cache_text(cache: KVCache, limits: Limits) -> str:
 
 
 def fair_shares(free: int, useful: Seq[int]) -> list[int]:
-    """Pages for each model: equal shares, except that what one cannot use is shared among the others.
+    """Divide pages equally among models, except that what one cannot use is shared among the others.
 
     The rest stays free for morphs. KV caches grow and shrink later; this is only where they start.
     """
@@ -119,8 +122,10 @@ def fair_shares(free: int, useful: Seq[int]) -> list[int]:
 
 
 def fill_caches(pool: PagePool, parts: Seq[tuple[KVCache, Model, Limits]], reserve_pages: int = 0) -> None:
-    """Give the pool's free pages, less a reserve for swaps, to the KV caches of these models by
-    `fair_shares`. ModelError if one of them gets no block."""
+    """Give the pool's free pages, less a reserve for swaps, to KV caches by `fair_shares`.
+
+    Raises ModelError if one of them gets no block.
+    """
     shares = fair_shares(max(0, pool.num_free - reserve_pages), [useful_pages(*part) for part in parts])
     for (cache, model, limits), share in zip(parts, shares, strict=True):
         cache.grow(share // model.config.num_layers)
@@ -136,13 +141,16 @@ def fill_caches(pool: PagePool, parts: Seq[tuple[KVCache, Model, Limits]], reser
 def make_instance(
     instance_id: str, model: Model, cache: KVCache, limits: Limits, *, bits: Seq[int] = ()
 ) -> EngineCore:
-    """`bits`: of the quantised variants that its layers may become."""
+    """Make an engine core and compile its kernels.
+
+    `bits`: of the quantised variants that its layers may become.
+    """
     compile_kernels(model, limits, cache.pool.backend.device, bits=bits)
     return instance_of(instance_id, model, cache, limits)
 
 
 def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> EngineCore:
-    """The same where the kernels are compiled."""
+    """Make an engine core whose kernels are compiled."""
     return EngineCore(
         instance_id,
         model,
@@ -154,7 +162,7 @@ def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) 
 
 
 def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits: Seq[int] = ()) -> None:
-    """What this model's steps will run. In any thread."""
+    """Compile what this model's steps will run. May be called in any thread."""
     config = model.config
     for tp in degrees(config, model.plan.max_tp):  # Triton compiles for a number of heads
         kernels.warm_up(
@@ -171,14 +179,16 @@ def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits:
 
 
 def run_canary(instance: EngineCore) -> None:
-    """`canary_steps`, one after the other."""
+    """Run a first request through every part; see `canary_steps`."""
     for _ in canary_steps(instance):
         pass
 
 
 def canary_steps(instance: EngineCore) -> Iterator[None]:
-    """A first request through every part, before anybody else's: a prefill and two decodes, a yield after
-    each. ModelError if the model's numbers are not numbers. Leaves no trace in the statistics."""
+    """Run a first request, a prefill and two decodes, and yield after each step.
+
+    Raises ModelError if the logits are not numbers. Leaves no trace in the statistics.
+    """
     longest = min(instance.limits.max_model_len - 3, instance.limits.max_num_batched_tokens + 1, 64)
     prompt = [i * 7 % instance.vocab_size for i in range(max(1, longest))]
     sampling = SamplingParams(max_tokens=3, seed=0, temperature=0.0, logprobs=0)

@@ -177,7 +177,10 @@ class Engine:
         return bool(self._unsent) or any(instance.has_work for instance in self.instances.values())
 
     def can_step(self, *, is_paused: bool = False) -> bool:
-        """True if `step` has something to do now; an instance with work may be waiting for other devices."""
+        """Return whether `step` has something to do now.
+
+        An instance with work may be waiting for other devices.
+        """
         if self.parts and self.parts.can_step:
             return True
         if any(each.can_step for each in self.instances.values() if each.executor.has_peers):

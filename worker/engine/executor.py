@@ -98,7 +98,7 @@ class Executor(ABC):
         return 0
 
     def is_done(self, ticket: int) -> bool:
-        """True when every member has carried out the action of `ticket` and `statuses` shows it."""
+        """Return whether every member has carried out the action of `ticket`, and `statuses` shows it."""
         return True
 
     def statuses(self) -> list[Any]:

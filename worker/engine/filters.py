@@ -1,4 +1,4 @@
-"""Which tokens a draw may choose from: top_k, then top_p among those, then min_p."""
+"""Choose the tokens that a draw may take: top_k, then top_p among those, then min_p."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ WINDOW = 256
 
 
 def min_p_threshold(scores: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """float32 [R, 1]: scores below it are less likely than min_p [R] times the likeliest (min_p 0: -inf)."""
+    """Return the least score that min_p [R] allows, float32 [R, 1].
+
+    min_p 0 gives -inf.
+    """
     return scores.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
 
 
 def candidates(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [R, K] of the tokens that remain (-inf where a row has fewer) and their ids int64 [R, K].
+    """Return the scores [R, K] and ids, int64 [R, K], of the tokens that remain.
 
-    scores float32 [R, V]; top_k int64 [R] (0: off), top_p and min_p float32 [R]. top_p counts the tokens
-    that top_k left as the whole, as Hugging Face and vLLM do. The likeliest token always remains.
+    Scores are -inf where a row has fewer than K. scores float32 [R, V]; top_k int64 [R] (0: off), top_p and
+    min_p float32 [R]. top_p counts the tokens that top_k left as the whole, as Hugging Face and vLLM do.
+    The likeliest token always remains.
     """
     vocab_size = scores.shape[1]
     top_k = torch.where(top_k > 0, top_k, vocab_size)
@@ -33,7 +37,10 @@ def candidates(
 def _ranked(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Candidates among the `width` likeliest; False at the end if a row might have some beyond them."""
+    """Find candidates among the `width` likeliest.
+
+    The last result is False if a row might have some beyond them.
+    """
     values, ids = scores.topk(width, dim=-1)
     rank = torch.arange(width, device=scores.device)
     in_top_k = rank < top_k.unsqueeze(1)

@@ -15,7 +15,10 @@ from bus.messages import TokenLogprobs
 def token_logprobs(
     logits: torch.Tensor, token_ids: npt.NDArray[np.int64], num_top: npt.NDArray[np.int64]
 ) -> list[TokenLogprobs]:
-    """For logits float32 [N, V] and a token of each row [N], with num_top [N] alternatives each."""
+    """Return the log-probabilities of one token [N] per row of logits float32 [N, V].
+
+    num_top [N]: how many alternatives each has.
+    """
     logprobs = logits.log_softmax(dim=-1)
     targets = torch.from_numpy(token_ids).to(logits.device).unsqueeze(1)
     chosen = logprobs.gather(1, targets).squeeze(1).tolist()

@@ -1,7 +1,7 @@
 """Random numbers without a generator: each is a hash of (seed, output position, token id).
 
 So a draw does not depend on what else is in the batch, on the device, or on how often a request was moved:
-whoever continues it at output position i draws what anybody would have drawn there.
+every worker that continues it at output position i draws the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ U64 = np.uint64
 
 
 def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """One output of the generator of Steele, Lea and Flood (OOPSLA '14, "Fast splittable pseudorandom number
-    generators") for each state x; wraps modulo 2^64."""
+    """Return one output of SplitMix64 for each state x, modulo 2^64.
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA '14.
+    """
     with np.errstate(over="ignore"):
         z = x + U64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> U64(30))) * U64(0xBF58476D1CE4E5B9)
@@ -24,7 +26,7 @@ def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """int32 [R, 2]: the key of each (seed, output position)."""
+    """Return the key of each (seed, output position), int32 [R, 2]."""
     mixed = splitmix64(seeds ^ splitmix64(positions.astype(U64)))
     return mixed.view(np.int32).reshape(-1, 2)
 
@@ -36,7 +38,7 @@ def _mix(x: torch.Tensor, shift: int, multiplier: int) -> torch.Tensor:
 
 
 def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """float32 in (0, 1) for int32 keys [R, 2] and int32 token_ids [V] or [R, K]; returns [R, V] or [R, K].
+    """Return float32 in (0, 1) for int32 keys [R, 2] and int32 token_ids [V] or [R, K]: [R, V] or [R, K].
 
     Two rounds of the 32-bit mixer "lowbias32" (multipliers 0x7feb352d, 0x846ca68b), one half of the key
     before each; int32 arithmetic wraps the same way on every device.
@@ -53,9 +55,10 @@ def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise: argmax(log p + noise) is a draw from p (Gumbel 1954; Maddison et al. 2014).
+    """Return standard Gumbel noise (Gumbel 1954; Maddison et al. 2014).
 
-    Chosen over inverting the cumulative sum because a rounding difference between two devices or batch
-    shapes flips a draw only where two tokens are all but tied, not wherever a sum over the vocabulary moved.
+    argmax(log p + noise) is a draw from p. Chosen over inverting the cumulative sum because a rounding
+    difference between two devices or batch shapes flips a draw only where two tokens are all but tied, not
+    wherever a sum over the vocabulary moved.
     """
     return uniform(keys, token_ids).log_().neg_().log_().neg_()

@@ -1,4 +1,4 @@
-"""The shape that serves: which precision each half of each layer has, in words and numbers. Pure."""
+"""The shape in which an instance serves: the precision of each half of each layer. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ def precision_of(layer: LayerShape, part: Part) -> Precision:
 
 
 def shape_id(shape: Sequence[LayerShape], tp: int = 1) -> str:
-    """`tp1-full`, `tp1-int8x1-int4x2.5`: how many layers are in which precision; a half counts one half."""
+    """Return the id of a shape: `tp1-full`, `tp1-int8x1-int4x2.5`.
+
+    The numbers count layers by precision; a half counts one half.
+    """
     halves = Counter(precision for _, _, precision in _halves(shape))
     names = [f"{name}x{halves[name] / len(PARTS):g}" for name in QUANTIZED if halves[name]]
     return "-".join([f"tp{tp}", *(names or ["full"])])
 
 
 def below_floor(shape: Sequence[LayerShape], floor: Precision) -> str | None:
-    """Why a request with this floor cannot run in this shape, or None."""
+    """Return why a request with this floor cannot run in this shape, or None."""
     for layer, part, precision in _halves(shape):
         if is_below(precision, floor):
             where = f"{part} of layer {layer} is in {precision}"

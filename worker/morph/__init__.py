@@ -1,14 +1,12 @@
-"""Morphs: what serves is changed between two steps of the engine, while requests decode.
+"""Morphs: changes of what serves, between two steps of the engine, while requests decode.
 
-====================================  =================================================================
-`executor`, `job`                     commands begun, carried on at every boundary, ended with a report
-`plan`                                which halves of which layers a Swap is about; pure
-`swapper`, `resizer`                  a swap and a resize as they run; who needs pages asks here
-`copier`, `pace`                      the thread that copies; how much time all of it may take
-`target`, `verbs`                     an instance as morphs see it, and what they ask of its variants
-`variants`, `variants_check`          the variants: their pages, copies, checks
-`ranges`, `reshard`                   which pages a shard needs; a layer from one degree to another
-`host_copy`, `source_copy`, `sums`    weights into their pages, and whether they are there
-`host`, `host_file`, `host_images`    their images in host memory, made once for all workers of a host
-====================================  =================================================================
+==================  ===================================================================================
+`manager`, `job`    morphs begun, carried on at every step boundary, ended with a report
+`members`           the group of an instance as its leader sees it; a worker alone is a group of one
+`swap`, `resize`    a Swap and a Resize as they run
+`plan`, `run`       the halves that a Swap is about (pure); what all runs have in common
+`target`            an instance and its memory, and how it carries out the actions of morphs
+`resizer`           the KV cache, grown and shrunk while its sequences live in it
+`reshard`           a layer's weights from one tensor-parallel degree to another
+==================  ===================================================================================
 """

@@ -1,4 +1,4 @@
-"""What morphs ask of models that come and go; `worker.deploy` has it."""
+"""What the morph manager needs of models that come and go; `worker.deploy` implements it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.morph.target import Target
 
 
 class Deployments(Protocol):
-    """Verbs of the engine's thread, between steps."""
+    """Loads and unloads models, in the engine's thread, between steps."""
 
     def attach(
         self,
@@ -22,17 +22,23 @@ class Deployments(Protocol):
         is_busy: Callable[[], bool],
         begin: Callable[[Callable[[int], Morph]], None],
     ) -> None:
-        """add, drop: for each instance that comes or goes. wake: something was loaded, in another thread.
-        is_busy: whether the engine has steps to run. begin: a morph of the worker's own, for its epoch."""
+        """Connect to the manager.
+
+        add, drop: called for each instance that comes or goes. wake: something was loaded, in another
+        thread. is_busy: returns whether the engine has steps to run. begin: begins a morph of the worker's
+        own, for its epoch.
+        """
 
     def deploy(self, command: Deploy, peers: Peers) -> Run:
-        """peers: of several stages, how to reach each. Raises NotApplied."""
+        """Begin to load a model. peers: how to reach the workers of each stage. Raises NotApplied."""
 
     def retire(self, command: Retire) -> Run: ...
 
     def share(self, but: Container[str]) -> bool:
-        """A unit of moving KV pages to an instance that misses them; False: none had to. but: instances whose
-        KV is being resized by order."""
+        """Move some KV pages to an instance that misses them; return False if none had to move.
+
+        but: instances whose KV is being resized by order.
+        """
 
     def close(self) -> None:
-        """No step may follow."""
+        """Stop; no step may follow."""

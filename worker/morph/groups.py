@@ -1,4 +1,4 @@
-"""What morphs ask of a worker that may be in a group with others; `worker.parallel` has it."""
+"""What the morph manager needs of a worker that may be in a group; `worker.parallel` implements it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Peers = Mapping[str, Any]  # by worker, what a group must know to reach it
 
 
 class Groups(Protocol):
-    """Verbs of the engine's thread, between steps."""
+    """The group of this worker, in the engine's thread, between steps."""
 
     @property
     def is_in_group(self) -> bool:
-        """Return whether this worker runs its steps with others."""
+        """True if this worker runs its steps with others."""
 
     @property
     def in_the_way(self) -> str:
@@ -24,13 +24,16 @@ class Groups(Protocol):
 
     @property
     def leader(self) -> str:
-        """Of the group that this worker is in and another one leads; empty: it has its own say."""
+        """The worker that leads this worker's group; empty if there is no group or this worker leads it."""
 
     def attach(self, why_not: Callable[[], str], let_part: Callable[[], None]) -> None:
-        """why_not: asked before this worker joins others. let_part: a member of the group that this worker
-        leads is about to leave."""
+        """Connect to the manager.
+
+        why_not: asked before this worker joins others. let_part: called when a member of the group that
+        this worker leads is about to leave.
+        """
 
     def transform(self, command: Transform, peers: Peers) -> Run: ...
 
     def parting(self, epoch: int) -> tuple[Transform, Peers]:
-        """The order to part, of the group that this worker leads."""
+        """Return the order to split the group that this worker leads."""

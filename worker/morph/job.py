@@ -34,19 +34,22 @@ class Job:
         self._run, self._steps = run, run.steps()
 
     def step(self) -> bool:
-        """The next unit of work, as `Run.steps` says; StopIteration when it is applied."""
+        """Do the next unit of work, as `Run.steps` says. Raises StopIteration when the morph is applied."""
         assert self._steps is not None
         return next(self._steps)
 
     @property
     def has_news(self) -> bool:
-        """It got on since this was asked last, by as much as people want to see."""
+        """True if the morph advanced since the last call, by as much as people want to see."""
         before, self.news = self.news, self._run.progress if self._run else ""
         return self.news != before
 
     @property
     def already(self) -> str:
-        """`already at tp 2; nothing changed` for a morph that found what it was to make; else ""."""
+        """The reason of a morph that found what it was to make; else an empty string.
+
+        For example: `already at tp 2; nothing changed`.
+        """
         shape = ""
         numbers = self._run.numbers() if self._run else {}
         if self.kind == "transform" and numbers["tp_before"] == numbers["tp_after"]:
@@ -57,16 +60,16 @@ class Job:
 
     @property
     def is_beyond_return(self) -> bool:
-        """It goes on to its end, whoever gives it up."""
+        """True if the morph goes on to its end, even if it is cancelled."""
         return self._run is not None and self._run.is_beyond_return
 
     def undo(self) -> None:
-        """What is half done. Raises MappingFailed."""
+        """Undo what is half done. Raises MappingFailed."""
         assert self._steps is not None
         self._steps.close()
 
     def refuse_beside(self, other: Job) -> None:
-        """Raises NotApplied if the two would mix; `other` came first."""
+        """Raise NotApplied if this job would mix with `other`, which came first."""
         if other.command.instance != self.command.instance:
             return
         if {"transform", "deploy", "retire"} & {self.kind, other.kind}:
@@ -82,7 +85,7 @@ class Job:
     def report(
         self, state: MorphOutcome, reason: str, numbers: Mapping[str, Number] | None = None
     ) -> MorphReport:
-        """`numbers` are added to those of the run."""
+        """Make a report; `numbers` are added to those of the run."""
         told = {**(self._run.numbers() if self._run else {}), **(numbers or {})}
         if state != "running":
             told["boundary_seconds"] = round(self.boundary_s, 6)

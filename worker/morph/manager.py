@@ -1,8 +1,8 @@
-"""Morphs of one worker: begun, carried on at step boundaries, ended with a report.
+"""Begin the morphs of one worker, carry them on at step boundaries, and report their ends.
 
-One thread owns it, the engine's. It decides nothing: what cannot be done now waits as long as the command
-says, and is then deferred with the numbers. At most one morph touches a half of a layer, and one at a time
-resizes a cache: of two that would mix, the later is told of the conflict.
+The engine's thread owns the manager. It decides nothing: a morph that cannot be done now waits as long as
+its command says, and is then deferred with the numbers. At most one morph at a time touches a half of a
+layer, and one resizes a cache: of two that would mix, the later one ends as a conflict.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_E
 
 
 class MorphManager:
-    """`begin`, `cancel` and `fence` at once; the work is done by `advance`, at every boundary."""
+    """The morphs of one worker. `begin`, `cancel` and `fence` return at once; `advance` does the work."""
 
     def __init__(
         self,
@@ -57,8 +57,12 @@ class MorphManager:
         deployments: Deployments | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """step_share: of the time of a busy engine, for work between its steps. copy_share: of the time,
-        for copying while the engine is busy; below 1 where copying takes cores or memory from the steps."""
+        """Make a manager of the morphs of `targets`.
+
+        step_share: the share of a busy engine's time for work between its steps. copy_share: the share of
+        the time for copying while the engine is busy; below 1 where copying takes cores or memory from the
+        steps.
+        """
         self.targets = dict(targets)
         self.wake: Callable[[], None] = lambda: None  # called in another thread: `advance` is due
         self._groups: Groups | None = None
@@ -83,7 +87,7 @@ class MorphManager:
             )
 
     def join_groups(self, groups: Groups | None) -> None:
-        """From here on; None: it joins none."""
+        """Use `groups` from here on; None: this worker joins no group."""
         self._groups = groups
         if groups:
             groups.attach(self._why_no_group, self._let_part)
@@ -99,7 +103,7 @@ class MorphManager:
 
     @property
     def patience_s(self) -> float | None:
-        """How long an engine without work may sleep before `advance` is due; None: until it is woken."""
+        """Seconds that an idle engine may sleep before `advance` is due; None: until it is woken."""
         # After a busy boundary came a step: it may have ended what a morph waits for, and nobody else tells.
         if self._reports or self._is_hurried or self._is_busy:
             return 0.0
@@ -109,8 +113,10 @@ class MorphManager:
     # ----------------------------------------------------------------------------- commands
 
     def begin(self, command: Morph, peers: Peers | None = None) -> None:
-        """A command that comes again changes nothing and is not answered again. peers: of a Transform, or
-        of a Deploy of several stages, the workers that take part."""
+        """Begin a morph. A command that comes again changes nothing and is not answered again.
+
+        peers: the workers that take part in a Transform, or in a Deploy of several stages.
+        """
         if command.id in self._known:
             return
         self._remember(command.id)
@@ -125,28 +131,30 @@ class MorphManager:
         self._tell(job.report("running", "begun"))
 
     def cancel(self, morph_id: str) -> None:
-        """The old shape goes on serving; of an id that does not run nothing is said, nor of a transform
-        that has begun: it is applied."""
+        """Cancel a morph; the old shape goes on serving.
+
+        Nothing is reported for an unknown id, and a transform that is beyond return is applied.
+        """
         job = self._jobs.get(morph_id)
         if job and not job.is_beyond_return:
             self._abort(job, "cancelled")
 
     def fence(self, epoch: int) -> None:
-        """Another epoch: what was begun under the old one is given up, unless it must go on to its end."""
+        """Begin an epoch: give up the morphs of the old one, unless they must go on to their end."""
         for job in list(self._jobs.values()):
             if not job.is_beyond_return:
                 self._abort(job, f"epoch {job.epoch} ended: the worker had lost its lease")
         self._epoch = epoch
 
     def refuse_deploys(self, reason: str) -> None:
-        """No model comes any more; one that is on its way is given up."""
+        """Refuse models from now on, and give up one that is being loaded."""
         self._why_no_deploy = reason
         for job in list(self._jobs.values()):
             if job.kind == "deploy":
                 self._abort(job, reason)
 
     def close(self) -> list[MorphReport]:
-        """Give everything up, the variants last: no step may follow. Returns what there is to tell."""
+        """Give up all morphs and release the variants; no step may follow. Returns the last reports."""
         for job in list(self._jobs.values()):
             self._abort(job, "the worker leaves")
         self._copier.close()
@@ -160,8 +168,10 @@ class MorphManager:
     # ----------------------------------------------------------------------------- at a boundary
 
     def advance(self, is_busy: bool) -> list[MorphReport]:
-        """Carry on what runs, for as long as the pace allows. `is_busy`: the engine has steps to run.
-        Returns what there is to tell."""
+        """Carry on the morphs for as long as the pace allows, and return their reports.
+
+        is_busy: the engine has steps to run.
+        """
         self._is_busy = is_busy
         if self._jobs:
             self._pace.begin(is_busy)
@@ -178,8 +188,11 @@ class MorphManager:
         return reports
 
     def _share(self, deployments: Deployments) -> None:
-        """KV pages to who misses them; a resize by order is left alone. A unit at every boundary, whatever
-        the pace: who finds no block throws a sequence out and computes it anew, which takes longer."""
+        """Move KV pages to instances that miss them; one that is resized by order is left alone.
+
+        Some pages move at every boundary, whatever the pace: an instance without blocks preempts a sequence
+        and recomputes it, which takes longer.
+        """
         if not self._jobs:
             self._pace.begin(is_busy=True)
         resized = {job.command.instance for job in self._jobs.values() if job.kind == "resize"}
@@ -211,7 +224,7 @@ class MorphManager:
     # ----------------------------------------------------------------------------- beginnings and ends
 
     def _start(self, job: Job, peers: Peers) -> None:
-        """Raises NotApplied."""
+        """Give `job` its run. Raises NotApplied."""
         command = job.command
         if command.epoch != self._epoch:
             raise NotApplied("stale", f"it is for epoch {command.epoch}; this is {self._epoch}")
@@ -248,7 +261,7 @@ class MorphManager:
         job.start(self._can_deploy().deploy(command, peers))
 
     def _can_deploy(self) -> Deployments:
-        """Raises NotApplied."""
+        """Return the deployments. Raises NotApplied where no model may come or go."""
         if self._deployments is None:
             raise NotApplied("failed", "this worker takes no models while it runs")
         if self._why_no_deploy:
@@ -270,7 +283,7 @@ class MorphManager:
             self.begin(*self._groups.parting(self._epoch))
 
     def _refuse_in_group(self, command: Morph) -> None:
-        """Raises NotApplied."""
+        """Raise NotApplied if the group of this worker forbids the command."""
         groups = self._groups
         if groups and (reason := groups.in_the_way):
             raise NotApplied("conflict", reason)

@@ -110,7 +110,10 @@ class Members:
         return sum(count for floor, count in floors if is_below(precision, floor))
 
     def have_copied(self, half: Half) -> bool:
-        """True if every member has copied the prepared variant of `half`. Raises NotApplied for a failure."""
+        """Return whether every member has copied the prepared variant of `half`.
+
+        Raises NotApplied for a failure.
+        """
         statuses = self.statuses()
         if error := next((each.copy_error for each in statuses if each.copy_error), ""):
             raise NotApplied("failed", error)

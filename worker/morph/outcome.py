@@ -1,4 +1,4 @@
-"""How a morph that is not applied ends."""
+"""The end of a morph that is not applied."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from bus.messages import MorphOutcome, Number
 
 
 class NotApplied(Exception):
-    """A morph's end, as its MorphReport will say it. Whatever it had not finished is undone; the old shape
-    serves on."""
+    """Raised to end a morph, with what its MorphReport will say.
+
+    Whatever it had not finished is undone, and the old shape goes on serving.
+    """
 
     def __init__(self, state: MorphOutcome, reason: str, **numbers: Number) -> None:
         self.state, self.reason, self.numbers = state, reason, numbers

@@ -1,4 +1,4 @@
-"""Which halves of which layers a Swap is about. Pure."""
+"""Choose the halves of layers that a Swap is about. Pure."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def plan_swap(
     variants: Sequence[Precision],
     order: Sequence[int],
 ) -> list[Half]:
-    """The halves that are not in the wished precision yet, in `order`, which has each layer once. Raises
-    NotApplied, saying what there is, for what the instance does not have."""
+    """Return the halves that are not in the wished precision yet, in `order`, which has each layer once.
+
+    Raises NotApplied, saying what there is, for layers or variants that the instance does not have.
+    """
     _check(command, len(shape), variants)
     parts = [part for part in PARTS if part in command.parts]
 

@@ -1,9 +1,9 @@
-"""The weights of layers from one tensor-parallel degree to another, between steps (Gyges, section 4.2).
+"""Change the tensor-parallel degree of a layer's weights between steps (Gyges, section 4.2).
 
 Shards nest: a rank keeps a part of what it has, or gets more around it. So to a higher degree the other
-ranks' pages of the FFN are unmapped, and nothing is copied; to a lower one they are mapped and filled beside
-the steps. The attention's weights are on every rank: only the heads change that it computes. This holds for
-whichever variants a layer has at the time, quantised ones too.
+ranks' pages of the FFN are unmapped, and nothing is copied; to a lower one they are mapped and filled
+beside the steps. The attention's weights are on every rank: only the heads change that it computes. This
+holds for whichever variants a layer has at the time, quantised ones too.
 
 ::
 
@@ -34,65 +34,84 @@ Checked = Callable[[VariantKey], CheckedPages]
 
 
 class Resharder:
-    """Verbs of the engine's thread, between steps. A layer that is being swapped must not be resharded."""
+    """Changes the shard of each layer, in the engine's thread, between steps.
+
+    A layer that is being swapped must not be resharded.
+    """
 
     def __init__(self, model: Model, ranges: VariantRanges, copy: PagesCopy, checked: Checked) -> None:
         self._model, self._ranges = model, ranges
         self._copy, self._checked = copy, checked
 
     def shard(self, layer: int) -> Shard:
-        """What the next step computes of it."""
+        """Return the shard of a layer that the next step computes."""
         return self._model.layers[layer].shard
 
     def pages(self, layer: int, shard: Shard) -> int:
-        """Of the layer's variants, both halves, at `shard`."""
+        """Return the pages of the layer's variants, both halves, at `shard`."""
         return sum(int(self._ranges.needed(self._resident(layer, part), shard).sum()) for part in PARTS)
 
     def narrow(self, layer: int, shard: Shard) -> int:
-        """The next step runs `shard`, a part of the present one, and the other ranks' pages are free: returns
-        how many. Raises ValueError, and nothing has changed; and MappingFailed, when it runs the new shard
-        with pages to spare: then it may be called again."""
+        """Run `shard`, a part of the present one, from the next step on and free the other ranks' pages.
+
+        Returns how many were freed. Raises ValueError, having changed nothing, and MappingFailed, when the
+        layer runs the new shard with pages to spare; then it may be called again.
+        """
         _check_nested(wide=self.shard(layer), narrow=shard)
         self._install(layer, shard)
         return sum(self._ranges.unmap_others(self._resident(layer, part), shard) for part in PARTS)
 
     def map(self, layer: int, shard: Shard) -> int:
-        """Pages for what `shard` has and the present one, a part of it, has not; returns how many. All, or
-        none and OutOfPages or MappingFailed."""
+        """Map pages for what `shard` has beyond the present one, which is a part of it. Returns how many.
+
+        Raises OutOfPages or MappingFailed, having mapped none.
+        """
         _check_nested(wide=shard, narrow=self.shard(layer))
         return self._ranges.map(self._resident(layer, "ffn"), shard)
 
     def fill(self, layer: int, shard: Shard) -> CopyJob:
-        """Writes what belongs into the pages of `map`, beside the steps. Raises WrongVariant in the copying
-        thread if they do not hold it then, and OSError or ModelError where it cannot be read."""
+        """Return the job that fills the pages of `map`, beside the steps.
+
+        The job raises WrongVariant if they do not hold it then, and OSError or ModelError where it cannot
+        be read.
+        """
         place = self._resident(layer, "ffn")
         missing = self._ranges.needed(place, shard) & ~self._ranges.needed(place, self.shard(layer))
         return self._copy(place, missing)
 
     def spans(self, layer: int, shard: Shard) -> list[ByteSpan]:
-        """Which bytes of the layer's FFN a shard has: those of its pages, which it shares with no other shard
-        of its degree. As many for each, but for the last."""
+        """Return the bytes of the layer's FFN that lie in a shard's pages.
+
+        No other shard of that degree has them; all but the last have as many.
+        """
         place = self._resident(layer, "ffn")
         return self._ranges.spans(place, self._ranges.needed(place, shard))
 
     def ffn(self, layer: int) -> CheckedPages:
-        """To read the spans of the present shard, and to put others' into the pages of `map`."""
+        """Return the pages of the layer's FFN.
+
+        They read the spans of the present shard, and take others' into the pages of `map`.
+        """
         return self._checked(self._resident(layer, "ffn"))
 
     def rehearsal(self) -> CopyJob:
-        """What goes before a `fill` whatever it is to fill: tells what that takes. It fills nothing."""
+        """Return a job that does what precedes every `fill`, to measure it; it fills nothing."""
         place = self._resident(0, "ffn")
         return self._copy(place, np.zeros_like(self._ranges.needed(place, self.shard(0))))
 
     def widen(self, layer: int, shard: Shard) -> None:
-        """The next step runs `shard`, whose pages are filled. Raises ValueError for those that were never
-        mapped."""
+        """Run `shard`, whose pages are filled, from the next step on.
+
+        Raises ValueError for pages that were never mapped.
+        """
         _check_nested(wide=shard, narrow=self.shard(layer))
         self._install(layer, shard)
 
     def unmap_extra(self, layer: int) -> None:
-        """Back to the pages of the present shard, where `map` had come first or not. No copy may run. Raises
-        MappingFailed; then it may be tried again."""
+        """Unmap all but the pages of the present shard. No copy may run.
+
+        Raises MappingFailed; then it may be tried again.
+        """
         self._ranges.unmap_others(self._resident(layer, "ffn"), self.shard(layer))
 
     def _install(self, layer: int, shard: Shard) -> None:
@@ -107,7 +126,10 @@ class Resharder:
 
 
 def make_resharder(model: Model, pool: PagePool, variants: Variants) -> Resharder:
-    """Fills from the variants' host images or, where a model has none, from where it was loaded from."""
+    """Make a resharder that fills from the variants' host images.
+
+    Where there are none it fills from the checkpoint.
+    """
     if isinstance(variants, LayerVariants):
         return Resharder(model, variants.ranges, variants.copy_pages, variants.checked)
     ranges = VariantRanges(model, pool)

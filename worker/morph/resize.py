@@ -54,7 +54,7 @@ class ResizeRun:
         return self._patience.deadline
 
     def numbers(self) -> dict[str, Number]:
-        """What the resize took so far."""
+        """Return what the resize took so far."""
         return {
             "blocks_before": self._blocks_before,
             "blocks_after": self._members.blocks,

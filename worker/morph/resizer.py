@@ -1,7 +1,7 @@
-"""The KV cache of one instance, grown and shrunk while its sequences live in it.
+"""Grow and shrink the KV cache of one instance while its sequences live in it (MorphServe §4.4).
 
-Shrinking moves the live blocks out of the pages that are to go, tells everybody who knows their numbers, and
-unmaps; nothing is recomputed, nothing is taken from a sequence (MorphServe §4.4).
+Shrinking moves the live blocks out of the pages that are to go, renumbers them, and unmaps the pages.
+Nothing is recomputed, and no sequence loses a block.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ HEADROOM_TOKENS = 64
 
 
 class KVResizer:
-    """Pages per layer are what a cache has of each of its layers, all alike; a block may straddle two pages.
-    Only in the thread that owns the engine, between steps."""
+    """The size of one KV cache. Only in the engine's thread, between steps.
+
+    Pages per layer are the pages that the cache has of each of its layers, all alike; a block may straddle
+    two.
+    """
 
     def __init__(
         self,
@@ -33,8 +36,11 @@ class KVResizer:
         useful_pages: int,
         owns_rest: bool = True,
     ) -> None:
-        """reserve_pages: free pages that the pool keeps for swaps. useful_pages: more of them, of all layers
-        together, would lie idle. owns_rest: what was left when the cache was filled is its own."""
+        """Take charge of the size of `cache`.
+
+        reserve_pages: free pages that the pool keeps for swaps. useful_pages: of all layers together; more
+        would lie idle. owns_rest: the pages left when the cache was filled are its own.
+        """
         self.cache = cache
         self.reserve_pages = reserve_pages
         self.num_layers = cache.num_layers
@@ -65,19 +71,19 @@ class KVResizer:
 
     @property
     def useful_pages_per_layer(self) -> int:
-        """More would lie idle."""
+        """Pages per layer beyond which more would lie idle."""
         return self._useful
 
     def pages_for(self, num_blocks: int, degree: int = 1) -> int:
-        """Pages per layer that hold `num_blocks` of a group of `degree`, as far as there are addresses."""
+        """Return the pages per layer for `num_blocks` of a group of `degree`, up to the addresses."""
         return self.cache.pages_for(min(num_blocks, self.cache.max_blocks * degree), degree)
 
     def blocks_in(self, pages_per_layer: int, degree: int = 1) -> int:
-        """Blocks, of a group of `degree`, in so many pages per layer."""
+        """Return the blocks, of a group of `degree`, in so many pages per layer."""
         return self.cache.blocks_in(max(0, pages_per_layer), degree)
 
     def blocks_without(self, num_pages: int) -> int:
-        """What is left of the cache when it gives so many pages, or all that it does not need."""
+        """Return the blocks that are left when the cache gives up to so many pages."""
         pages_per_layer = self.cache.pages_per_layer - -(-num_pages // self.num_layers)
         return max(self.needed_blocks(), self.cache.blocks_in(max(0, pages_per_layer)))
 
@@ -87,26 +93,28 @@ class KVResizer:
         return self.cache.pool.num_free - self.reserve_pages
 
     def growable(self) -> int:
-        """Pages per layer by which it can grow without touching the reserve."""
+        """Return the pages per layer by which the cache can grow without touching the reserve."""
         return max(0, min(self.num_spare_pages // self.num_layers, self.cache.growable_pages))
 
     def grow(self, pages_per_layer: int) -> None:
-        """Raises MappingFailed and OutOfPages; then nothing has changed."""
+        """Add pages to every layer. Raises MappingFailed and OutOfPages, having changed nothing."""
         self.cache.grow(pages_per_layer)
 
     def lend(self, pages_per_layer: int) -> None:
-        """To another model, until it goes. Raises as `shrink` does."""
+        """Lend pages to another model, until it goes. Raises as `shrink` does."""
         self.shrink(pages_per_layer)
         self.num_lent += pages_per_layer
 
     def borrow(self, pages_per_layer: int) -> None:
-        """From another model, or its own again. Raises as `grow` does."""
+        """Take pages of another model, or its own again. Raises as `grow` does."""
         self.grow(pages_per_layer)
         self.num_lent -= pages_per_layer
 
     def wanted_blocks(self) -> int:
-        """How many blocks more would let in all that wait, as far as there is a place in the batch, with room
-        for those that run; 0 while nobody waits for blocks."""
+        """Return how many blocks more would admit the whole queue, as far as the batch has rows.
+
+        Running sequences keep their headroom. 0 while no sequence waits for blocks.
+        """
         scheduler, limits = self._instance.scheduler, self._instance.limits
         if not scheduler.num_blocks_wanted:
             return 0
@@ -141,15 +149,15 @@ class KVResizer:
         return max(self.min_blocks, self.cache.allocator.num_used + self.headroom())
 
     def can_take(self, pages_per_layer: int, num_blocks: int) -> bool:
-        """Whether so many pages per layer can go and `num_blocks` blocks stay."""
+        """Return whether so many pages per layer can go while `num_blocks` blocks stay."""
         left = self.cache.pages_per_layer - pages_per_layer
         return left >= 0 and self.cache.blocks_in(left) >= num_blocks
 
     def shrink(self, pages_per_layer: int) -> None:
-        """Give the last so many pages of every layer back; live blocks in them move to free ones below.
+        """Take the last pages of every layer; live blocks in them move to free ones below.
 
-        Raises OutOfBlocks if they do not find room and MappingFailed from the system. Sequences keep all
-        they had, either way.
+        Raises OutOfBlocks if they do not find room, and MappingFailed. Sequences keep all they had, either
+        way.
         """
         self.vacate(self.cache.blocks_in(self.cache.pages_per_layer - pages_per_layer))
         self.cache.shrink(pages_per_layer)

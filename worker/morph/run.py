@@ -1,4 +1,4 @@
-"""A morph while it runs, as the executor sees it."""
+"""What all morphs have in common while they run."""
 
 from __future__ import annotations
 
@@ -12,38 +12,46 @@ Clock = Callable[[], float]  # monotonic seconds
 
 
 class Run(Protocol):
-    """`steps` yields at the end of every unit of work: True if it could go on at once, False if it waits for
+    """A morph while it runs.
+
+    `steps` yields at the end of every unit of work: True if it could go on at once, False if it waits for
     something. It ends when the morph is applied, and raises when it is not; closing it undoes what is half
-    done. The executor makes one step after the other, at step boundaries, for as long as there is time."""
+    done. The manager makes one step after the other, at step boundaries, for as long as there is time.
+    """
 
     def steps(self) -> Generator[bool, None, None]: ...
 
     def numbers(self) -> dict[str, Number]:
-        """What it took so far."""
+        """Return what the morph took so far."""
 
     @property
     def deadline(self) -> float | None:
-        """When it gives up waiting; None: something else will wake it."""
+        """When the morph gives up waiting; None: something else will wake it."""
 
     @property
     def progress(self) -> str:
-        """For people, while it runs; empty where its end is enough."""
+        """How far the morph is, for people; empty where its end is enough."""
 
     @property
     def is_beyond_return(self) -> bool:
-        """Half-way nobody could serve: it goes on to its end, whoever gives it up."""
+        """Return whether the morph goes on to its end even if it is cancelled.
+
+        Half-way no request could be served.
+        """
 
 
 def halves_text(num_applied: int, num_halves: int) -> str:
-    """Progress of a swap: every tenth or so, since everybody hears each report; not the last, which its end
-    tells."""
+    """Return the progress of a swap, in about ten steps, since every report is broadcast.
+
+    The last step is left to the end's report.
+    """
     step = max(1, num_halves // 10)
     told = min(num_applied, num_halves - 1) // step * step
     return f"{told} of {num_halves} halves of layers" if told > 0 else ""
 
 
 class Patience:
-    """How long a morph has waited without getting on."""
+    """The time that a morph has waited without advancing."""
 
     def __init__(self, wait_s: float, clock: Clock = time.monotonic) -> None:
         self._wait_s, self._clock = wait_s, clock
@@ -55,7 +63,7 @@ class Patience:
         return None if self._since is None else self._since + self._wait_s
 
     def wait(self) -> bool:
-        """It does not get on. False when it has waited for as long as it may."""
+        """Note that the morph does not advance; return False when it has waited for as long as it may."""
         now = self._clock()
         if self._since is None:
             self._since = now

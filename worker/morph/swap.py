@@ -91,7 +91,7 @@ class SwapRun:
         return self._patience.deadline
 
     def numbers(self) -> dict[str, Number]:
-        """What the swap took so far; pages and bytes are those of this member."""
+        """Return what the swap took so far; pages and bytes are those of this member."""
         return {
             "halves": self._num_halves,
             "halves_applied": self._num_applied,

@@ -1,8 +1,11 @@
-"""The group that this worker is in, if any, and how it comes to be in another. Owned by the engine's thread.
+"""The group that this worker is in, if any, and how it comes to be in another.
+
+Owned by the engine's thread.
 
 `TwoPhaseCommit` decides on a change, `TensorParallelExecutor` runs the steps of a group. Here one follows
 from the other: a worker enters a group, a group becomes a subgroup of a larger one, or splits into smaller
-ones; after any failure its members are alone again."""
+ones; after any failure its members are alone again.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +65,11 @@ class CurrentGroup:
             link.send(GroupEnded(group=self.executor.group, reason=reason))
 
     def close(self) -> None:
-        """Close the links, and those of the groups before: closed earlier, they would look like a loss to a
-        member that has not entered yet, or not made the last step."""
+        """Close the links, and those of the groups before.
+
+        Closed earlier, they would look like a loss to a member that has not entered yet, or not made the
+        last step.
+        """
         self.links.close()
         for link in self.former:
             link.close()
@@ -140,8 +146,10 @@ class Grouping:
         self._communicators.close()
 
     def request_split(self) -> None:
-        """Ask the leader to split the group, since this worker is about to leave. The request may be refused,
-        or come too late: repeat it."""
+        """Ask the leader to split the group, since this worker is about to leave.
+
+        The request may be refused, or come too late: repeat it.
+        """
         if self._current and self._current.executor.coordinator:
             self.on_split_requested()
         elif self._current:
@@ -150,8 +158,10 @@ class Grouping:
     # ----------------------------------------------------------------------------- the coordinator
 
     def propose(self, group: str, formation: Formation, peers: Mapping[str, Peer]) -> Proposal:
-        """Ask all members for their votes (`TwoPhaseCommit.propose`). Raises KeyError for a member without a
-        peer."""
+        """Ask all members for their votes (`TwoPhaseCommit.propose`).
+
+        Raises KeyError for a member without a peer.
+        """
         return self._change.propose(group, formation, peers)
 
     def call_rendezvous(self, proposal: Proposal) -> None:
@@ -164,8 +174,10 @@ class Grouping:
             self._ahead.call(members, peers)
 
     def commit(self, proposal: Proposal, blocks: int) -> None:
-        """Enter the group, and let the others enter, each at its next boundary. `executor` is the new one
-        then."""
+        """Enter the group, and let the others enter, each at its next boundary.
+
+        `executor` is the new one then.
+        """
         self._enter(blocks)
         if self.executor:  # else it cannot
             self._change.send_commit(proposal, blocks)
@@ -210,8 +222,10 @@ class Grouping:
         self._join(self._change.finish_entering(), high, None, share, pages, [])
 
     def _enter_next(self, before: CurrentGroup) -> None:
-        """Enter the larger group: all members of this one have made the same last step. If the coordinator is
-        gone by now, not all members may know it, so this group cannot go on either."""
+        """Enter the larger group: all members of this one have made the same last step.
+
+        If the coordinator is gone by now, not all members may know it, so this group cannot go on either.
+        """
         try:
             high = self._change.take_communicator()
         except KeyError:
@@ -334,15 +348,17 @@ class Grouping:
             self._change.lose(link, reason)
 
     def _lose(self, link: Link, reason: str) -> None:
-        """Leave the group, since a member is lost. A member that disconnects after its final step left
-        normally."""
+        """Leave the group, since a member is lost.
+
+        A member that disconnects after its final step left normally.
+        """
         if self.executor and self.executor.is_in_last_step:
             self._losses.append((link, reason))
         else:
             self._fall_apart(reason)
 
     def _is_of_group(self, link: Link) -> bool:
-        """True if `link` belongs to this group or to the group that it splits into."""
+        """Return whether `link` belongs to this group or to the group that it splits into."""
         return self._current is not None and (
             self._current.links.has(link) or self._change.has_subgroup_link(link)
         )

@@ -16,8 +16,10 @@ from worker.parallel.local_instance import LocalInstance
 
 @dataclass(slots=True)
 class PeerLinks:
-    """The links of one member of a group: the leader has one to each other member, the others have one to the
-    leader. This worker closes those to other members; the leader closes its own."""
+    """The links of one member of a group.
+
+    The leader has one to each other member, the others have one to the leader.
+    """
 
     others: dict[str, Link] = field(default_factory=dict)  # the leader's, by worker
     leader: Link | None = None
@@ -102,8 +104,10 @@ def vote_on(
     in_the_way: str,
     rendezvous: str,
 ) -> Vote:
-    """Return whether `worker` can make this change, and what it would have then. in_the_way: what else
-    forbids a change now, or "". rendezvous: the one whose communicator it has kept, or ""."""
+    """Return whether `worker` can make this change, and what it would have then. in_the_way.
+
+    What else forbids a change now, or "". rendezvous: the one whose communicator it has kept, or "".
+    """
     rank = formation.members.index(worker)
     shard = formation.high_shard(rank) if prepare.grows else formation.low_shard(rank)
     numbers, not_laid_out = _numbers(local, shard, executor, is_split=not prepare.grows)
@@ -124,8 +128,10 @@ def vote_on(
 def _numbers(
     local: LocalInstance, shard: Shard, executor: TensorParallelExecutor | None, *, is_split: bool
 ) -> tuple[dict[str, Number], str]:
-    """Return the numbers of a vote, and "" or why there are none: the weights are not laid out for this
-    degree."""
+    """Return the numbers of a vote, and "" or why there are none.
+
+    The weights are not laid out for this degree.
+    """
     try:
         numbers = local.numbers(shard, executor.member.pages_alone if executor else None)
         return numbers | (local.row_costs(shard).numbers() if is_split else {}), ""
@@ -134,8 +140,11 @@ def _numbers(
 
 
 def difference(own: Sequence[LayerShape], leaders: Sequence[LayerShape], leader: str) -> str:
-    """Return why two instances cannot form a group, or "": with a part of each layer's heads in other bits
-    the group would have a shape that was never ordered, possibly below the floor of running requests."""
+    """Return why two instances cannot form a group, or "".
+
+    With a part of each layer's heads in other bits the group would have a shape that was never ordered,
+    possibly below the floor of running requests.
+    """
     for layer, (here, there) in enumerate(zip(own, leaders, strict=True)):
         if here != there:
             return (

@@ -34,8 +34,10 @@ from worker.parallel.proposal import PeerLinks, Prepared, Proposal, vote_on
 
 @dataclass(frozen=True, slots=True)
 class NextGroup:
-    """The group that a worker is about to be in. `lost`: a member that is gone already, as the coordinator
-    knows."""
+    """The group that a worker is about to be in.
+
+    `lost`: a member that is gone already, as the coordinator knows.
+    """
 
     group: str
     formation: Formation
@@ -58,8 +60,11 @@ class TwoPhaseCommit:
         now: Callable[[], tuple[TensorParallelExecutor | None, PeerLinks]],
         in_the_way: Callable[[], str],
     ) -> None:
-        """now: returns the group that this worker is in, and its links. in_the_way: returns why no change may
-        begin, or ""."""
+        """Make the agreement of one worker.
+
+        now: returns the group that this worker is in, and its links. in_the_way: returns why no change may
+        begin, or an empty string.
+        """
         self.worker, self.local = worker, local
         self._links, self._communicators, self._now, self._in_the_way = links, communicators, now, in_the_way
         self._proposal: Proposal | None = None
@@ -74,8 +79,11 @@ class TwoPhaseCommit:
     # ----------------------------------------------------------------------------- the coordinator
 
     def propose(self, group: str, formation: Formation, peers: Mapping[str, Peer]) -> Proposal:
-        """Ask all members. A member that cannot be reached shows up as `lost` of the proposal. Raises
-        KeyError for a member without a peer, before any is asked."""
+        """Ask all members.
+
+        A member that cannot be reached shows up as `lost` of the proposal. Raises KeyError for a member
+        without a peer, before any is asked.
+        """
         members = {name: peers[name] for name in formation.members}
         known = self._now()[1].others
         links = {
@@ -164,8 +172,10 @@ class TwoPhaseCommit:
                 self._subgroup.leader = None
 
     def receive_subgroup_leader(self, link: Link, group: str) -> None:
-        """Remember the link of the future leader of the subgroup. It may come before Prepare, or late, after
-        another Prepare."""
+        """Remember the link of the future leader of the subgroup.
+
+        It may come before Prepare, or late, after another Prepare.
+        """
         if self._prepared is None or self._prepared.prepare.group == group:
             self._subgroup.leader = link
             self._report_rendezvous()
@@ -195,15 +205,17 @@ class TwoPhaseCommit:
             self._proposal.lost = reason if said_so else f"{name}: {reason}"
 
     def is_prepared(self, link: Link, group: str) -> bool:
-        """True if this worker has voted for `group` over this link."""
+        """Return whether this worker has voted for `group` over this link."""
         prepared = self._prepared
         return prepared is not None and prepared.link is link and prepared.prepare.group == group
 
     # ----------------------------------------------------------------------------- the end of the change
 
     def take_communicator(self) -> Communicator:
-        """Return the communicator of the group to enter and hand it over. Raises KeyError if its members have
-        not met, or nothing is under way."""
+        """Return the communicator of the group to enter and hand it over.
+
+        Raises KeyError if its members have not met, or nothing is under way.
+        """
         pending = self._pending
         if pending is None:
             raise KeyError("no group is to be entered")
@@ -257,7 +269,7 @@ class TwoPhaseCommit:
         self._proposal, self._prepared, self._subgroup = None, None, PeerLinks()
 
     def has_subgroup_link(self, link: Link) -> bool:
-        """True if `link` belongs to the subgroup that this worker's group splits into."""
+        """Return whether `link` belongs to the subgroup that this worker's group splits into."""
         return self._subgroup.has(link)
 
     # ----------------------------------------------------------------------------- rendezvous
@@ -324,9 +336,11 @@ class TwoPhaseCommit:
             links[name].send(LeadSubgroup(group=prepare.group))
 
     def _drop_subgroup_links(self, group: str, reason: str) -> None:
-        """Close what was opened for subgroups: the next split may be another one. Members hear of the abort
-        over these links too: they may see them close before the leader's Abort comes, or hear of LeadSubgroup
-        only afterwards, and would take either for the loss of a member."""
+        """Close what was opened for subgroups: the next split may be another one.
+
+        Members hear of the abort over these links too: they may see them close before the leader's Abort
+        comes, or hear of LeadSubgroup only afterwards, and would take either for the loss of a member.
+        """
         self._subgroup.tell_others(Abort(group=group, reason=reason))
         self._subgroup.close()
         self._subgroup = PeerLinks()
