@@ -6,7 +6,6 @@ import argparse
 import re
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import httpx
@@ -145,29 +144,27 @@ POLL_S: Final = 0.3
 STUCK: Final = ("waiting", "registered")  # states in which nothing is done
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Follow a model or a deployment until it is in one of `states`, or for `within_s`.
+def follow(
+    client: httpx.Client,
+    path: str,
+    found: dict[str, Any],
+    states: Collection[str],
+    within_s: float,
+    hint: str,
+    stuck_s: float = float("inf"),
+) -> dict[str, Any]:
+    """Poll `path` until it is in one of `states`, with progress on standard error. Raises ServerError.
 
-    `stuck_s` limits the time in which nothing is done for it. `hint` says what happens after a shorter wait.
+    Ends after `within_s`, or after `stuck_s` in which nothing was done for it. `hint` says what happens then.
     """
-
-    states: Collection[str]
-    within_s: float
-    hint: str
-    stuck_s: float = float("inf")
-
-
-def follow(client: httpx.Client, path: str, found: dict[str, Any], wait: Wait) -> dict[str, Any]:
-    """Poll `path` until the wait ends, with progress on standard error. Raises ServerError."""
     began = moved_at = time.monotonic()
     shown = ""
-    with progress_line(wait.hint) as line:
-        while found["state"] not in wait.states:
+    with progress_line(hint) as line:
+        while found["state"] not in states:
             now = time.monotonic()
             moved_at = moved_at if found["state"] in STUCK else now
-            if now - began >= wait.within_s or now - moved_at >= wait.stuck_s:
-                line.end(wait.hint)
+            if now - began >= within_s or now - moved_at >= stuck_s:
+                line.end(hint)
                 break
             why = found.get("progress") or found["reason"]
             text = f"  {found['state']}: {why}" if why else f"  {found['state']}"
@@ -176,6 +173,6 @@ def follow(client: httpx.Client, path: str, found: dict[str, Any], wait: Wait) -
             elif (gist := re.sub(r"[\d.]+", "", text)) != shown:  # numbers change by themselves
                 shown = gist
                 line.end(text)
-            time.sleep(min(POLL_S, wait.within_s, wait.stuck_s))
+            time.sleep(min(POLL_S, within_s, stuck_s))
             found = get_json(client, path)
     return found

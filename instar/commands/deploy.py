@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import httpx
 
-from instar.client import Wait, admin_client, ask_json, follow, get_json
+from instar.client import admin_client, ask_json, follow, get_json
 from instar.commands.intent import add_intent_flags, intent
 from instar.commands.model import model_path, until_measured
 from instar.output.deployments import deployment_path, in_words
@@ -70,7 +70,7 @@ def _until_serving(client: httpx.Client, found: dict[str, Any], within_s: float 
     if found["state"] == "waiting" and within_s is None:  # measuring takes as long as it takes
         until_measured(client, get_json(client, model_path(found["model"])), hint)
     stuck_s = STUCK_S if within_s is None else inf
-    found = follow(client, path, found, Wait(SETTLED, within_s or WAIT_S, hint, stuck_s))
+    found = follow(client, path, found, SETTLED, within_s or WAIT_S, hint, stuck_s)
     deadline = time.monotonic() + KV_WAIT_S
     while found["state"] == "serving" and found.get("kv", {}) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import httpx
 
-from instar.client import Wait, admin_client, ask_json, follow, get_json
+from instar.client import admin_client, ask_json, follow, get_json
 from instar.output.tables import MIB, make_table, trimmed, with_reason, write_json, write_text
 from instar.parser import CommandParser, subcommands
 
@@ -59,7 +59,7 @@ def _add(args: argparse.Namespace) -> int:
 def until_measured(client: httpx.Client, card: dict[str, Any], hint: str = "") -> dict[str, Any]:
     """Wait until the model is measured or cannot be. Raises ServerError."""
     hint = hint or f"the measurement continues: `instar model show {card['name']}`"
-    return follow(client, model_path(card["name"]), card, Wait(MEASURED, MEASURE_S, hint))
+    return follow(client, model_path(card["name"]), card, MEASURED, MEASURE_S, hint)
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from instar.client import Wait, admin_client, ask_json, follow
+from instar.client import admin_client, ask_json, follow
 from instar.output.deployments import deployment_path, in_words
 from instar.output.tables import write_json, write_text
 from instar.parser import CommandParser, add_client_flags, number_above_zero
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         found = ask_json(client, "DELETE", deployment_path(args.deployment))  # or the one that replaced it
         if not args.detach:
             hint = f"it continues to retire: `instar deployments {found['id']}` shows it"
-            found = follow(client, deployment_path(found["id"]), found, Wait(OVER, args.wait, hint))
+            found = follow(client, deployment_path(found["id"]), found, OVER, args.wait, hint)
     is_good = args.detach or found["state"] in OVER
     if args.json:
         return write_json(found, is_good=is_good)
