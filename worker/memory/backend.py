@@ -20,7 +20,7 @@ def write_only(first: int, end: int) -> None:
     pass
 
 
-class AddressSpace(Protocol):
+class AddressSpace:
     """A reserved run of addresses.
 
     It lives until the last object that refers to it is gone, views included. A view that outlives its pages
@@ -30,15 +30,16 @@ class AddressSpace(Protocol):
     call to the system, so it is right whichever call fails.
     """
 
-    address: int
-    nbytes: int
-    pages: PageNumbers
+    def __init__(self, address: int, nbytes: int, page_bytes: int) -> None:
+        self.address, self.nbytes = address, nbytes
+        self.pages: PageNumbers = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         """Return uint8 [nbytes] over the addresses, without a copy.
 
         The page of the first byte must be mapped.
         """
+        raise NotImplementedError
 
 
 class Backend(Protocol):

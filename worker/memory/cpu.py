@@ -52,13 +52,11 @@ _PIECE_BYTES = 256 * 1024  # of what is written: it stays in a core's second-lev
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-class CpuSpace:
+class CpuSpace(AddressSpace):
     """Reserved addresses, PROT_NONE wherever no page is mapped, so that a stray access faults."""
 
     def __init__(self, nbytes: int, page_bytes: int) -> None:
-        self.nbytes = nbytes
-        self.pages: PageNumbers = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
-        self.address = _mmap(None, nbytes, _PROT_NONE, _RESERVED, -1, 0)
+        super().__init__(_mmap(None, nbytes, _PROT_NONE, _RESERVED, -1, 0), nbytes, page_bytes)
         weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:

@@ -17,14 +17,12 @@ from cuda.bindings import driver
 from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritten, PageNumbers, write_only
 
 
-class CudaSpace:
+class CudaSpace(AddressSpace):
     """Reserved device addresses. A kernel that touches an unmapped one ends in an illegal access."""
 
     def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
-        self.nbytes = nbytes
-        self.pages: PageNumbers = np.full(nbytes // page_bytes, NO_PAGE, dtype=np.int64)
+        super().__init__(int(_check(driver.cuMemAddressReserve(nbytes, 0, 0, 0))), nbytes, page_bytes)
         self._device = device
-        self.address = int(_check(driver.cuMemAddressReserve(nbytes, 0, 0, 0)))
         # Not at exit: the driver shuts down then and frees everything itself.
         weakref.finalize(self, _free, self.address, self.pages, page_bytes, device).atexit = False
 

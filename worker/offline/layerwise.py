@@ -12,12 +12,11 @@ from kernels import AttentionPlan
 from worker.model.config import ModelConfig
 from worker.model.layer import Layer, build_layer
 from worker.model.layout import RangePlan, plan_model
-from worker.model.quantized_layout import plan_quantized
 from worker.model.sources import CheckpointWeights
 from worker.model.transformer import Ends, Transformer
 from worker.model.weights import Tensors, tensors_in
 from worker.shape.copies import lay_out
-from worker.shape.host_images import MatrixSource, write_half
+from worker.shape.host_images import MatrixSource, plan_variants, write_half
 
 _BLOCK_TOKENS = 16
 _PAGE_BYTES = 4096  # of the layout; nothing is mapped here
@@ -65,16 +64,9 @@ class LayerwiseModel:
 
     def quantized_layer(self, index: int, precision: Precision, matrices: MatrixSource) -> Layer:
         """Build a layer in fewer bits from its matrices. Raises ModelError."""
-        plans = plan_quantized(
-            self.config,
-            self._plan,
-            _PAGE_BYTES,
-            precision,
-            group=matrices.group,
-            has_input_scale=matrices.has_input_scale,
-        )
+        plans = plan_variants(self.config, self._plan, _PAGE_BYTES, {precision: matrices})
         made = []
-        for plan, full in zip(plans, self.tensors(index), strict=True):
+        for plan, full in zip(plans.values(), self.tensors(index), strict=True):
             made.append(tensors_in(torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device), plan))
             write_half(made[-1], matrices, index, full)
         return build_layer(self.config, index, *made, precision=precision)

@@ -26,11 +26,10 @@ from worker.memory import KVCache, PagePool
 from worker.model import Model, ModelConfig, Segment
 from worker.model.layer import Attention, FeedForward, Layer, LayerHalf
 from worker.model.layout import CheckpointTensor, RangePlan, degrees, plan_model
-from worker.model.quantized_layout import plan_quantized
 from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.weights import reserve_weights, tensors_of, view_mapped
-from worker.shape.host_images import MatrixSource, Pieces, find_matrices, writing_half
+from worker.shape.host_images import MatrixSource, Pieces, find_matrices, plan_variants, writing_half
 from worker.shape.ranges import VariantRanges
 
 DEPTHS = (1, 2)
@@ -72,17 +71,7 @@ class CutPlan:
         self.matrices: dict[Precision, MatrixSource] = {
             name: find_matrices(config, self.source, name, method) for name in self.precisions
         }
-        self.quantized: dict[tuple[Part, Precision], RangePlan] = {}
-        for name, matrices in self.matrices.items():
-            halves = plan_quantized(
-                self.config,
-                self.model,
-                page_bytes,
-                name,
-                group=matrices.group,
-                has_input_scale=matrices.has_input_scale,
-            )
-            self.quantized |= {(part, name): plan for part, plan in zip(PARTS, halves, strict=True)}
+        self.quantized = plan_variants(self.config, self.model, page_bytes, self.matrices)
         self.turns: dict[Precision, int] = {"full": self._num_turns("full", cache_bytes)}
         self.turns |= {name: self._num_turns(name, cache_bytes) for name in self.precisions}
         self.config = config.part(0, max(self.turns.values()))

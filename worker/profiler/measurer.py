@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.deployments import LinkSample, Measure, Profile
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
+from worker.deploy.loader import dtype_of
 from worker.deploy.model_host import ModelHost
 from worker.memory import PagePool
 from worker.model import ModelConfig, ModelError, read_config
@@ -113,7 +112,7 @@ class Measurer:
             return CutPlan(
                 config,
                 command.precisions,
-                dtype=_dtype(settings.dtype, self.pool.backend.device) or config.dtype,
+                dtype=dtype_of(settings.dtype, self.pool.backend.device) or config.dtype,
                 page_bytes=self.pool.page_bytes,
                 max_tp=settings.max_tp,
                 load_format=settings.load_format,
@@ -184,14 +183,6 @@ class Measurer:
                 f"{command.path} is not the checkpoint that was registered ({digest}, not"
                 f" {command.digest}): it has changed; register it again"
             )
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """Return the dtype to serve in; None: the checkpoint's."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def measurer_of(model_host: ModelHost) -> Measurer:

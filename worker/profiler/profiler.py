@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from bus.deployments import LatencySample, LinkSample, MemorySample, Profile
 from worker.deploy.kv_sharing import fair_pages, gift, next_lender
@@ -55,7 +55,7 @@ class Profiler:
         self.links: list[LinkSample] = []
         self.peak_bytes = 0
         self._pool, self._max_pages, self._clock = pool, max_pages, clock
-        self._page_source = page_source or FreePages(pool)
+        self._page_source = page_source or PageSource(pool)
         self._probe = probe
         self._device = pool.backend.device
 
@@ -216,42 +216,32 @@ class NotEnoughPages(Exception):
     """A fingerprint takes more pages than it may have."""
 
 
-class PageSource(Protocol):
-    """A source of pages for a fingerprint."""
-
-    def available(self) -> int:
-        """Return the pages that could be had."""
-
-    def make(self, num_pages: int) -> Generator[bool, None, None]:
-        """Make so many pages free, a few at a time. Raises NotEnoughPages."""
-
-    def return_lent_pages(self) -> None:
-        """Return what was lent."""
-
-
-class FreePages:
-    """The free pages of the pool."""
+class PageSource:
+    """The pages that a fingerprint may take: the free ones of the pool."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
 
     def available(self) -> int:
+        """Return how many pages there are."""
         return self._pool.num_free
 
     def make(self, num_pages: int) -> Generator[bool, None, None]:
+        """Make so many pages free, a few at a time. Raises NotEnoughPages."""
         yield True
 
     def return_lent_pages(self) -> None:
-        """Do nothing: no page was lent."""
+        """Return what was lent: nothing."""
 
 
-class LentPages:
+class LentPages(PageSource):
     """Free pages of a worker that serves, and pages of idle KV, which its models get back.
 
     The worker's reserve for swaps stays.
     """
 
     def __init__(self, model_host: ModelHost) -> None:
+        super().__init__(model_host.pool)
         self._host = model_host
 
     def available(self) -> int:

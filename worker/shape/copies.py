@@ -48,14 +48,7 @@ class HostCopy:
         self._image, self._spans = image, list(spans)
         self._pages = CheckedPages(what, target, image.numel(), sums, _ADVICE)
         self._chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _CUDA_CHUNK_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        return sum(end - begin for begin, end in self._spans)
-
-    @property
-    def read_bytes(self) -> int:
-        return self.nbytes
+        self.nbytes = self.read_bytes = sum(end - begin for begin, end in spans)
 
     def __call__(self, may_go_on: Callable[[], bool]) -> None:
         """Copy chunk by chunk, in any thread; ask after each, and return at once on False."""
@@ -84,15 +77,8 @@ class SourceCopy:
         """Copy `spans`, whole mapped pages, of the half that `plan` lays out in full precision."""
         self._what, self._plan, self._source = what, plan, source
         self._target, self._spans, self._device = target, spans, device
-
-    @property
-    def nbytes(self) -> int:
-        return sum(end - begin for begin, end in self._spans)
-
-    @property
-    def read_bytes(self) -> int:
-        """The bytes of the whole half, however few are copied."""
-        return self._plan.nbytes
+        self.nbytes = sum(end - begin for begin, end in spans)
+        self.read_bytes = plan.nbytes  # the whole half, however few bytes are copied
 
     def __call__(self, may_go_on: Callable[[], bool]) -> None:
         """Copy; ask after each tensor, some tens of MiB, then as `HostCopy` does.

@@ -8,15 +8,18 @@ Full precision is copied out of the loaded ranges. A quantised half is arranged 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
+from bus.messages import PARTS, Part
 from bus.precisions import BITS, ENTRIES, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
+from worker.model.layout import ModelPlan, RangePlan
+from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import (
     INPUTS,
     QuantizedMatrix,
@@ -135,6 +138,24 @@ def find_matrices(
                 f" {BITS[precision]}`, or leave the method empty"
             )
     return RoundedMatrices(config, precision)
+
+
+def plan_variants(
+    config: ModelConfig, plan: ModelPlan, page_bytes: int, matrices: Mapping[Precision, MatrixSource]
+) -> dict[tuple[Part, Precision], RangePlan]:
+    """Lay out the halves of any layer in each precision below full; the layers are alike."""
+    made: dict[tuple[Part, Precision], RangePlan] = {}
+    for precision, source in matrices.items():
+        halves = plan_quantized(
+            config,
+            plan,
+            page_bytes,
+            precision,
+            group=source.group,
+            has_input_scale=source.has_input_scale,
+        )
+        made |= {(part, precision): half for part, half in zip(PARTS, halves, strict=True)}
+    return made
 
 
 def write_half(target: Tensors, matrices: MatrixSource, layer: int, full: Tensors) -> None:

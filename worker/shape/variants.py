@@ -16,15 +16,13 @@ from bus.messages import PARTS, Part
 from bus.precisions import PRECISIONS, QUANTIZED, Precision
 from worker.memory import PagePool
 from worker.model.layer import LayerHalf
-from worker.model.layout import RangePlan
 from worker.model.model import Model
-from worker.model.quantized_layout import plan_quantized
 from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import Tensors, tensors_in
 from worker.shape.checks import CheckedPages, check_outputs, expected_outputs, num_outputs, num_rows, row_sums
 from worker.shape.copies import HostCopy, lay_out
-from worker.shape.host_images import MatrixSource, find_matrices, write_half
+from worker.shape.host_images import MatrixSource, find_matrices, plan_variants, write_half
 from worker.shape.host_store import HostStore, Images
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, build_half, checked_pages, variant_name
 from worker.shape.shared_file import OnProgress
@@ -62,7 +60,8 @@ class LayerVariants:
             }
         self._matrices = matrices
         self._opened: HostStore[ImageKey] | None = None
-        self.ranges = VariantRanges(model, pool, self._lay_out())
+        plans = plan_variants(model.config, model.plan, pool.page_bytes, matrices)
+        self.ranges = VariantRanges(model, pool, plans)
         try:
             if self._is_filled:
                 self.open(host_dir, progress)
@@ -153,24 +152,6 @@ class LayerVariants:
             for part in PARTS:
                 for precision in self.precisions:
                     yield layer, part, precision
-
-    def _lay_out(self) -> dict[tuple[Part, Precision], RangePlan]:
-        """Return the layouts below full; the layers are alike."""
-        model = self._model
-        pairs: dict[Precision, tuple[RangePlan, RangePlan]] = {
-            name: plan_quantized(
-                model.config,
-                model.plan,
-                self._pool.page_bytes,
-                name,
-                group=matrices.group,
-                has_input_scale=matrices.has_input_scale,
-            )
-            for name, matrices in self._matrices.items()
-        }
-        return {
-            (part, name): plan for name, pair in pairs.items() for part, plan in zip(PARTS, pair, strict=True)
-        }
 
     def _shard(self, layer: int) -> Shard:
         return self._model.layers[layer].shard
