@@ -52,8 +52,8 @@ from worker.profiler.device_memory import cache_bytes
 from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.profiler.links import measure_links
+from worker.profiler.measurer import with_shapes
 from worker.profiler.profiler import Profiler
-from worker.profiler.stored import with_shapes
 
 INTENTS = [
     Intent(prompt_tokens=tokens, output_tokens=outputs, batch_size=size)

@@ -18,7 +18,7 @@ from worker.model.quantized_sets import find_set, set_path
 from worker.model.sources import CheckpointWeights
 from worker.offline.calibration import read_calibration
 from worker.offline.layerwise import LayerwiseModel
-from worker.offline.quantizer import Maker
+from worker.offline.quantizer import Quantizer
 from worker.shape.host_images import find_matrices
 
 MODELS = ROOT / "models"
@@ -63,8 +63,8 @@ def make_missing_sets(folder: Path, methods: Sequence[str], precisions: Sequence
     if "awq" in methods and missing:
         config = read_config(folder)
         calibration = read_calibration(config, None, CALIBRATION_WINDOWS)
-        maker = Maker(config, CheckpointWeights(folder), calibration, CPU)
-        maker.make(maker.targets(["awq"], [BITS[p] for p in missing]))
+        quantizer = Quantizer(config, CheckpointWeights(folder), calibration, CPU)
+        quantizer.make(quantizer.targets(["awq"], [BITS[p] for p in missing]))
     assert all(set_path(folder, p, "awq").is_file() for p in precisions if "awq" in methods)
 
 

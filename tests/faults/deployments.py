@@ -21,7 +21,7 @@ from tests.faults.load import PROMPT
 from tests.faults.morphs import NUM_LAYERS, QUICK_NUMBERS
 from tests.support.known_truths import BITS, Truth, profile_of
 from tests.support.paths import DEMO_MODEL
-from worker.profiler.stored import profile_path, program_version, write_stored
+from worker.profiler.measurer import profile_path, program_version, write_stored
 
 NUM_TOKENS: Final = 24
 OF_DEMO_MODELS: Final = [

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3, over packed tokens and a paged cache.
+"""The decoder of every model family (`bus.families`), over packed tokens and a paged cache.
 
 Serving, profiles and the offline tools all run it: it is the only forward pass of a model.
 

@@ -1,11 +1,144 @@
-"""`python -m worker.offline COMMAND MODEL`: `instar quantize` and `instar profile`."""
+"""`python -m worker.offline COMMAND MODEL`: the command lines of `instar quantize` and `instar profile`.
+
+Standard library only, up to `main`: help must not wait for torch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
-from worker.offline.options import COMMANDS, make_parser
+from bus.precisions import BITS, DEFAULT_SWAP, QUANTIZED
+
+_WIDTHS = tuple(BITS.values())
+_ALL_BITS = ", ".join(map(str, _WIDTHS[:-1])) + f" and {_WIDTHS[-1]}"
+
+QUANTIZE_TEXT = f"""\
+Quantise the layers of a model to {_ALL_BITS} bits, into MODEL/instar, for workers to swap to. An interrupted
+run continues where it stopped. Run this where the worker runs; a GPU is used if there is one.
+
+  instar quantize models/demo                          AWQ, {_ALL_BITS} bits
+  instar quantize models/demo --method both --bits 4   AWQ and round-to-nearest, 4 bits
+  instar quantize DIR --calibration text.txt           calibrate with text like what will be served
+  instar quantize DIR --from DIR-AWQ                   convert a ready AWQ or GPTQ checkpoint of the model
+"""
+
+PROFILE_TEXT = """\
+Measure what a model loses with each of its layers in fewer bits, and so the order of swaps. Writes
+MODEL/instar/profile-PRECISION.json, which workers follow and `max_loss` of a deployment is compared with
+(register the model again for that). Runs on a GPU if there is one.
+
+  instar profile models/demo
+  instar profile DIR --precision int3 --calibration text.txt
+  instar profile DIR --weights 0,0,1 --metric l2    rank by the distance of the whole model's output alone
+"""
+
+
+class OfflineParser(argparse.ArgumentParser):
+    """A parser that answers a mistake in two lines, as `instar` does, not with the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what there is.\n")
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineCommand:
+    """A command: its help, the function that adds its options, and what an interrupted run leaves."""
+
+    text: str
+    add_options: Callable[[OfflineParser], None]
+    after_interrupt: str
+
+
+def make_parser(name: str) -> OfflineParser:
+    """Return the parser of one of `COMMANDS`."""
+    command = COMMANDS[name]
+    parser = OfflineParser(
+        allow_abbrev=False,
+        prog=f"instar {name}",
+        description=command.text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="model folder, full precision")
+    command.add_options(parser)
+    add = parser.add_argument
+    add("--calibration", type=Path, metavar="FILE", help="text [the sources of Python's standard library]")
+    add("--window-tokens", type=_positive, default=0, metavar="N", help="[2048, or the model's context]")
+    add("--device", default="", metavar="NAME", help="cpu, cuda, ... [a GPU if there is one]")
+    return parser
+
+
+def _add_quantize_options(parser: OfflineParser) -> None:
+    add = parser.add_argument
+    add(
+        "--method",
+        choices=("awq", "rtn", "both"),
+        default="awq",
+        help="awq: activation-aware scales; rtn: round-to-nearest [awq]",
+    )
+    add("--bits", type=_bits, default=list(_WIDTHS), metavar="LIST", help=f"of {_ALL_BITS} [all]")
+    add(
+        "--group",
+        type=int,
+        choices=(32, 64, 128),
+        default=0,
+        help="inputs that share a scale [the precision's own, 64]",
+    )
+    add("--from", dest="ready", type=Path, metavar="DIR", help="a ready AWQ or GPTQ checkpoint of this model")
+    add("--again", action="store_true", help="also make sets that exist already")
+    add("--windows", type=_positive, default=16, metavar="N", help="of calibration text [16]")
+
+
+def _add_profile_options(parser: OfflineParser) -> None:
+    add = parser.add_argument
+    add("--precision", choices=QUANTIZED, default=DEFAULT_SWAP, help=f"of swapped layers [{DEFAULT_SWAP}]")
+    add("--method", choices=("awq", "gptq", "rtn"), default="", help="[the best set there is, else rtn]")
+    add(
+        "--weights",
+        type=_weights,
+        default=(0.25, 0.25, 0.5),
+        metavar="A,B,C",
+        help="of a layer's own change, its swap's change to it, and to the output [0.25,0.25,0.5]",
+    )
+    add("--metric", choices=("cosine", "l2"), default="cosine", help="[cosine]")
+    add("--windows", type=_positive, default=8, metavar="N", help="of calibration text [8]")
+
+
+def _bits(text: str) -> list[int]:
+    found = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    if not found or not set(found) <= set(_WIDTHS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {_ALL_BITS}, such as 8,4")
+    return sorted(set(found), reverse=True)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _weights(text: str) -> tuple[float, float, float]:
+    try:
+        first, second, third = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers, such as 0.25,0.25,0.5") from None
+    if not (min(first, second, third) >= 0 and 0 < first + second + third < float("inf")):
+        raise argparse.ArgumentTypeError(f"{text!r}: weights must be 0 or more, and not all zero")
+    return first, second, third
+
+
+COMMANDS = {
+    "quantize": OfflineCommand(
+        QUANTIZE_TEXT, _add_quantize_options, "run the same command again to continue"
+    ),
+    "profile": OfflineCommand(PROFILE_TEXT, _add_profile_options, "nothing was written"),
+}
+
 
 FAILED, INTERRUPTED = 2, 130
 

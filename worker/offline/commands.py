@@ -19,7 +19,7 @@ from worker.offline.calibration import read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights
 from worker.offline.layerwise import LayerwiseModel
 from worker.offline.progress import ProgressLine, say
-from worker.offline.quantizer import Maker
+from worker.offline.quantizer import Quantizer
 from worker.offline.ready_checkpoint import convert_checkpoint
 from worker.shape.host_images import find_matrices
 from worker.shape.layer_order import OrderProfile, profile_path, read_profile, write_profile
@@ -39,13 +39,13 @@ def quantize(args: argparse.Namespace) -> None:
         calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
         windows, tokens = calibration.tokens.shape
         say(f"calibration: {windows} windows of {tokens} tokens of {calibration.source}")
-    maker = Maker(config, checkpoint, calibration, device_of(args.device))
-    targets = maker.targets(methods, args.bits, args.group)
+    quantizer = Quantizer(config, checkpoint, calibration, device_of(args.device))
+    targets = quantizer.targets(methods, args.bits, args.group)
     for target in [] if args.again else [t for t in targets if t.is_made]:
         say(f"{target.path}: exists already, made with the same options (--again makes it again)")
         targets.remove(target)
     if targets:
-        maker.make(targets)
+        quantizer.make(targets)
 
 
 def device_of(name: str) -> torch.device:

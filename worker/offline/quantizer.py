@@ -82,7 +82,7 @@ class SetTarget:
             return None
 
 
-class Maker:
+class Quantizer:
     """Quantises one model. `calibration` may be None if no method needs it."""
 
     def __init__(

@@ -6,34 +6,31 @@ Reads and writes files: not for the engine's thread.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
+import torch
+
 from bus.checkpoints import BadCheckpoint, folder_digest
-from bus.deployments import LinkSample, Measure, Profile
+from bus.deployments import Configuration, LinkSample, Measure, MemorySample, Profile
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
 from worker.deploy.loader import dtype_of
 from worker.deploy.model_host import ModelHost
 from worker.memory import PagePool
 from worker.model import ModelConfig, ModelError, read_config
+from worker.model.quantized_sets import FOLDER, writing_whole
 from worker.profiler.device_memory import cache_bytes
 from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.profiler.links import kinds_with, measure_links
 from worker.profiler.profiler import LentPages, PageSource, Profiler
-from worker.profiler.stored import (
-    is_of,
-    kind_of,
-    points_in,
-    profile_path,
-    program_version,
-    read_stored,
-    with_shapes,
-    write_stored,
-)
 from worker.shape.layer_order import losses
 
 log = logging.getLogger("worker")
@@ -204,3 +201,80 @@ def _points(command: Measure) -> list[Point]:
         raise CannotMeasure("prompts and batches must have at least one token and one request")
     tokens, sizes = sorted(set(command.prompt_tokens)), sorted(set(command.batch_sizes))
     return [Point(*one) for one in itertools.product(dict.fromkeys(command.precisions), tokens, sizes)]
+
+
+def program_version() -> str:
+    try:
+        return version("instar")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def kind_of(device: torch.device | str) -> str:
+    """Return the kind of a device, "cpu" or a GPU's name. Devices of one kind measure alike."""
+    device = torch.device(device)
+    return str(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+
+
+def profile_path(folder: Path, device: str, program: str) -> Path:
+    """Return the path of a profile, beside the model's sets and orders. device: its kind."""
+    plain = re.sub(r"[^A-Za-z0-9.]+", "-", f"{device}-{program}")
+    return folder / FOLDER / f"fingerprint-{plain}.json"
+
+
+def read_stored(path: Path) -> Profile | None:
+    """Read a profile; None if there is none that can be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except (OSError, ValueError):
+        return None
+
+
+def write_stored(path: Path, profile: Profile) -> None:
+    """Write a profile whole or not at all. Raises OSError."""
+    with writing_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(asdict(profile), indent=1) + "\n")
+
+
+def is_of(profile: Profile, digest: str, device: str, program: str) -> bool:
+    """Return True if the profile is of this checkpoint, kind of device and program."""
+    return (profile.digest, profile.device, profile.version) == (digest, device, program)
+
+
+def points_in(profile: Profile) -> set[Point]:
+    """Return the points that a profile holds."""
+    return {
+        Point(one.configuration.precision, one.prompt_tokens, one.batch_size, one.configuration.tp)
+        for one in profile.latency
+    }
+
+
+STAGES = 2
+
+
+def with_shapes(profile: Profile, plan: CutPlan) -> Profile:
+    """Add the memory of every degree, and of two stages, computed from the layout (iServe §5.2).
+
+    Samples whose activations were measured stay as they are.
+    """
+    measured = [one for one in profile.memory if one.activation_bytes is not None]
+    known = {(one.num_layers, one.configuration) for one in measured}
+    others = [one for one in _laid_out(plan) if (one.num_layers, one.configuration) not in known]
+    return replace(profile, memory=[*measured, *others], degrees=plan.degrees)
+
+
+def _laid_out(plan: CutPlan) -> Iterator[MemorySample]:
+    for precision in plan.all_precisions:
+        for depth in plan.depths:
+            for tp in plan.degrees[1:]:
+                yield MemorySample(
+                    num_layers=depth,
+                    configuration=Configuration(tp=tp, precision=precision),
+                    weight_bytes=plan.weight_bytes(depth, precision, tp),
+                )
+            if depth >= STAGES:  # stages repeat nothing: only the first has the ends
+                yield MemorySample(
+                    num_layers=depth,
+                    configuration=Configuration(pp=STAGES, precision=precision),
+                    weight_bytes=plan.weight_bytes(depth, precision),
+                )

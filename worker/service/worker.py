@@ -16,9 +16,8 @@ from bus.precisions import PRECISIONS
 from bus.service import run_until
 from bus.settings import Settings
 from worker.engine.engine import StepResult
-from worker.profiler.measurer import measurer_of
+from worker.profiler.measurer import kind_of, measurer_of
 from worker.profiler.runner import ProfileRunner
-from worker.profiler.stored import kind_of
 from worker.service.engine_thread import EngineThread, Snapshot
 from worker.service.groups import meet_neighbours
 from worker.service.instances import GATEWAYS_LOOK_S, Instances, InstanceUpdates

@@ -110,8 +110,8 @@ def load_order(folder: str | Path, name: str = "") -> tuple[list[int], OrderName
             f'worker.layer_order = "profile", and {folder} has none: make one with `instar profile {folder}`'
         )
     if path is not None and name in ("", "profile"):
-        fingerprint = checkpoint_digest(config, CheckpointWeights(folder))
-        return read_profile(path, model=fingerprint, num_layers=config.num_layers).sequence, "profile"
+        digest = checkpoint_digest(config, CheckpointWeights(folder))
+        return read_profile(path, model=digest, num_layers=config.num_layers).sequence, "profile"
     return plain_order(config, name), _plain_name(name)
 
 

@@ -120,7 +120,7 @@ def _make(
 
     try:
         os.ftruncate(fd, 0)  # drop what a killed process left
-        _take_room(fd, path.parent, size)
+        _allocate(fd, path.parent, size)
         on_progress(0, total)
         write(fd, on_progress)
         os.fsync(fd)
@@ -130,21 +130,21 @@ def _make(
         raise
 
 
-def _take_room(fd: int, folder: Path, size: int) -> None:
+def _allocate(fd: int, folder: Path, size: int) -> None:
     """Allocate the file's blocks now. Raises FolderFull.
 
     A page that cannot be had while it is written would end the process by a signal.
     """
-    free = room(folder)
+    free = writable_bytes(folder)
     if free < size:
         raise FolderFull(free)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        raise FolderFull(room(folder)) from error
+        raise FolderFull(writable_bytes(folder)) from error
 
 
-def room(folder: Path) -> int:
+def writable_bytes(folder: Path) -> int:
     """Return the bytes that can be written to a folder.
 
     The free bytes of its file system, limited by the machine's free memory if the file system is in memory.

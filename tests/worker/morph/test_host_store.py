@@ -231,7 +231,7 @@ def test_who_waited_for_a_maker_that_failed_makes_it(tmp_path: Path) -> None:
 def test_too_little_room_names_both_numbers_and_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_file, "room", lambda folder: 3 << 20)
+    monkeypatch.setattr(shared_file, "writable_bytes", lambda folder: 3 << 20)
     maker = Maker()
     with pytest.raises(ModelError, match=r"take 9\.0 MiB .* 3\.0 MiB are free; .*variants, or .*host_dir"):
         HostStore(tmp_path, "key", {"large": 9 << 20}, maker)
@@ -257,7 +257,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 def test_room_of_memory_is_no_more_than_the_machine_has() -> None:
     found = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
-    assert found and 0 < shared_file.room(Path("/dev/shm")) <= int(found[1]) * 1024
+    assert found and 0 < shared_file.writable_bytes(Path("/dev/shm")) <= int(found[1]) * 1024
 
 
 def wait_for_maker(folder: Path) -> None:

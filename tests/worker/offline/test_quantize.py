@@ -67,8 +67,8 @@ def quantize(folder: Path, text: Path, *more: str) -> int:
 
 
 def opened(folder: Path, precision: str = "int4", method: str = "awq") -> QuantizedSet:
-    fingerprint = checkpoint_digest(read_config(folder), CheckpointWeights(folder))
-    return QuantizedSet(set_path(folder, precision, method), model=fingerprint)
+    digest = checkpoint_digest(read_config(folder), CheckpointWeights(folder))
+    return QuantizedSet(set_path(folder, precision, method), model=digest)
 
 
 # --------------------------------------------------------------------------- layer by layer
@@ -271,15 +271,15 @@ def test_a_set_that_lacks_a_layer_says_which(made: Path) -> None:
         opened(made, method="rtn").matrix("model.layers.1.mlp.down_proj", (64, 300))
 
 
-def test_the_fingerprint_is_the_contents_and_not_the_files(folder: Path, tmp_path: Path) -> None:
-    def fingerprint(of: Path) -> str:
+def test_the_digest_is_of_the_contents_and_not_the_files(folder: Path, tmp_path: Path) -> None:
+    def digest(of: Path) -> str:
         return checkpoint_digest(read_config(of), CheckpointWeights(of))
 
     other = tmp_path / "sharded"
     make_oracle("llama", vocab_size=400).save_pretrained(other, max_shard_size="60KB")
-    assert fingerprint(folder) == fingerprint(other)
+    assert digest(folder) == digest(other)
     make_oracle("llama", vocab_size=400, rope_theta=5e5).save_pretrained(other, max_shard_size="60KB")
-    assert fingerprint(folder) != fingerprint(other)
+    assert digest(folder) != digest(other)
 
 
 # --------------------------------------------------------------------------- calibration text

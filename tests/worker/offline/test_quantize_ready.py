@@ -141,8 +141,8 @@ def dense_layer(ready: Ready, layer: int) -> Named:
 
 
 def taken(full: Path, method: str) -> QuantizedSet:
-    fingerprint = checkpoint_digest(read_config(full), CheckpointWeights(full))
-    return QuantizedSet(set_path(full, "int4", method), model=fingerprint)
+    digest = checkpoint_digest(read_config(full), CheckpointWeights(full))
+    return QuantizedSet(set_path(full, "int4", method), model=digest)
 
 
 def take(full: Path, ready: Path, *more: str) -> int:

@@ -25,8 +25,8 @@ from worker.model.sources import CheckpointWeights
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import CutPlan, load_cut
 from worker.profiler.grid import Grid, Point, is_settled
+from worker.profiler.measurer import with_shapes
 from worker.profiler.profiler import NotEnoughPages, Profiler
-from worker.profiler.stored import with_shapes
 from worker.shape.host_images import at_once
 
 

@@ -21,10 +21,9 @@ from tests.support.model_folders import make_pool
 from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Transport
 from worker.memory import PagePool
-from worker.profiler.measurer import CannotMeasure, Measurer
+from worker.profiler.measurer import CannotMeasure, Measurer, profile_path, program_version
 from worker.profiler.profiler import ProfileSteps
 from worker.profiler.runner import ProfileProgress, ProfileRunner
-from worker.profiler.stored import profile_path, program_version
 
 
 class FakeProfiler:
