@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -67,8 +68,10 @@ class KVCache:
     @allocator.setter
     def allocator(self, allocator: BlockAllocator) -> None:
         """Replace the allocator. Only the one in force may discard: an old one is out of date."""
+        # By a weak reference: in a cycle, the addresses of a dropped cache would wait for the collector.
+        discard = weakref.WeakMethod(self._discard_unused)
         self._allocator.on_empty = None
-        allocator.on_empty = self._discard_unused
+        allocator.on_empty = lambda: (call := discard()) and call()
         self._allocator = allocator
 
     @property
