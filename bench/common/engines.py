@@ -16,12 +16,11 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
+from bench.common.loading import LoadFormat, load_model
 from bus.messages import SamplingParams
 from worker.engine.build import MIB, Shape, fill_caches, make_cache, make_instance, make_pool
 from worker.engine.engine import Engine
 from worker.engine.sequence import Request
-from worker.model import load_model
-from worker.model.model import LoadFormat
 
 CPU = torch.device("cpu")
 INSTANCE = "bench"

@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from bench.common.engines import CPU, silence
+from bench.common.loading import LoadFormat, load_model
 from bench.common.processes import END, Children
 from bus.messages import PARTS
 from bus.precisions import BITS, Precision
@@ -31,9 +32,7 @@ from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Transport
 from worker.engine.build import MIB, Shape, compile_kernels, fill_caches, make_cache, make_pool
 from worker.engine.core import EngineCore
-from worker.model import load_model
 from worker.model.layer import Attention, FeedForward, Layer
-from worker.model.model import LoadFormat
 from worker.model.shard import Shard
 from worker.model.weights import tensors_of
 from worker.pipeline.build import start_leading

@@ -34,6 +34,7 @@ import torch
 
 from bench.common.dummy_model import config_folder
 from bench.common.engines import CPU, silence
+from bench.common.loading import LoadFormat
 from bench.common.results import DEMO, conclude, parser, say
 from bench.engine.stage_processes import Staging
 from bench.estimate.group import Group
@@ -47,7 +48,6 @@ from worker.engine.build import MIB, Shape, make_pool
 from worker.engine.sequence import Limits
 from worker.memory import PagePool
 from worker.model import ModelConfig, read_config
-from worker.model.model import LoadFormat
 from worker.profiler.device_memory import cache_bytes
 from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import MAX_ROUNDS, ROUNDS, Grid, Point

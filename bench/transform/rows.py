@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from bench.common.engines import take_turns_by_layer
+from bench.common.loading import load_model
 from bench.transform.ranks import Timed, through_sockets, timed
 from worker.distributed.all_gather import all_gather
 from worker.distributed.communicator import Communicator
 from worker.memory import CpuBackend, PagePool
-from worker.model import load_model
 from worker.model.shard import Shard
 from worker.morph.reshard import Resharder, make_resharder
 from worker.morph.verbs import NoVariants

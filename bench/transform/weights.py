@@ -23,8 +23,9 @@ import torch
 
 from bench.common.dummy_model import saved_model
 from bench.common.engines import take_turns, timed
+from bench.common.loading import load_model
 from worker.memory import CpuBackend, PagePool
-from worker.model import Model, load_model
+from worker.model import Model
 from worker.model.config import ModelConfig
 from worker.model.layer import build_feed_forward
 from worker.model.layout import RangePlan, pad_ffn

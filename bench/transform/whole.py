@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from bench.common.engines import take_turns
+from bench.common.loading import load_model
 from bench.transform.ranks import Timed, timed
 from worker.distributed.communicator import Communicator
 from worker.distributed.kv_exchange import exchange
 from worker.memory import CpuBackend, KVCache, PagePool, VirtualRange
-from worker.model import load_model
 from worker.model.shard import Shard
 from worker.morph.reshard import make_resharder
 from worker.morph.verbs import NoVariants

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
 from bus.messages import MorphReport, Resize, SamplingParams, Swap, Transform
 from bus.precisions import Precision
@@ -25,7 +26,6 @@ from worker.engine.core import Output
 from worker.engine.engine import Engine, StepResult
 from worker.engine.sequence import Limits, Request
 from worker.memory import CpuBackend, PagePool
-from worker.model import load_model
 from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
 from worker.morph.resizer import KVResizer

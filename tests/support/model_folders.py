@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from bench.common.loading import load_model
 from kernels import AttentionPlan
 from worker.memory import CpuBackend, KVCache, PagePool
-from worker.model import Model, load_model
+from worker.model import Model
 
 
 def make_pool(megabytes: int = 8, page_bytes: int = 4096) -> PagePool:

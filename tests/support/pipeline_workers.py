@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bench.common.loading import load_model
 from bus.messages import PageCounts, SamplingParams, TokenLogprobs
 from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer
@@ -20,7 +21,7 @@ from worker.engine.core import EngineCore, Output
 from worker.engine.engine import Engine, StepResult
 from worker.engine.sequence import Limits, Request
 from worker.memory import CpuBackend, KVCache, PagePool
-from worker.model import Model, load_model
+from worker.model import Model
 from worker.model.shard import ALONE, Shard
 from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder

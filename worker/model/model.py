@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
 
 import torch
 
 from bus.messages import LayerShape
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool
-from worker.model.config import ModelConfig, ModelError, read_config
+from worker.model.config import ModelConfig
 from worker.model.layer import Attention, Layer, LayerHalf, build_layer
-from worker.model.layout import ModelPlan, plan_model
+from worker.model.layout import ModelPlan
 from worker.model.shard import ALONE, ReduceGroup, Shard
-from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
+from worker.model.sources import WeightSource
 from worker.model.transformer import Ends, Segment, Transformer
 from worker.model.weights import (
     LayerWeights,
     LoadedRange,
     ModelWeights,
-    OnProgress,
     WeightBytes,
-    load_weights,
     reserve_weights,
 )
 
-LoadFormat = Literal["safetensors", "dummy"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -140,40 +135,6 @@ class Model:
         """Free all pages; variants must have freed theirs. The model cannot run any more."""
         del self._transformer
         self._weights.release()
-
-
-def load_model(
-    path: str | Path,
-    pool: PagePool,
-    *,
-    dtype: torch.dtype | None = None,
-    load_format: LoadFormat = "safetensors",
-    max_tp: int = 1,
-    seed: int = 0,
-    progress: OnProgress | None = None,
-    layers: tuple[int, int] | None = None,
-) -> Model:
-    """Load a Hugging Face folder into the pool, on the pool's device.
-
-    dtype: to serve in; None: the checkpoint's. load_format "dummy" needs only a config.json and draws the
-    weights from `seed`. max_tp: the largest tensor-parallel degree to lay the weights out for. progress is
-    called with the bytes done and the bytes in all after every tensor. layers: [first, end) of a stage; the
-    first stage also has embedding and head.
-
-    Raises ModelError, before a page is mapped if possible. A load that fails frees all its pages.
-    """
-    config = read_config(Path(path))
-    if layers is not None:
-        config = config.part(*layers)
-    dtype = dtype or config.dtype
-    if dtype not in DTYPES:
-        raise ModelError(
-            f"{config.folder}: dtype {dtype} is not supported; these are: {', '.join(map(str, DTYPES))}"
-        )
-    plan = plan_model(config, dtype, pool.page_bytes, max_tp)
-    source: WeightSource = RandomWeights(seed) if load_format == "dummy" else CheckpointWeights(config.folder)
-    weights = load_weights(config, plan, pool, source, progress)
-    return Model(config, plan, weights, source)
 
 
 def _ends(weights: ModelWeights) -> Ends | None:

@@ -11,7 +11,6 @@ from worker.memory import PagePool, VirtualRange
 from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import ModelPlan, RangePlan
 from worker.model.shard import ALONE, Shard
-from worker.model.sources import WeightSource
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 Tensors = dict[str, torch.Tensor]  # by the names of the layout, padding included
@@ -94,38 +93,6 @@ def reserve_weights(owner: str, plan: ModelPlan, pool: PagePool, shard: Shard = 
         for memory in made:
             memory.release()
         raise
-
-
-def load_weights(
-    config: ModelConfig,
-    plan: ModelPlan,
-    pool: PagePool,
-    source: WeightSource,
-    progress: OnProgress | None = None,
-) -> ModelWeights:
-    """Map and fill every range, tensor by tensor, straight into place.
-
-    Everything that can be known is checked before a page is mapped. Raises ModelError, and MappingFailed from
-    the system; then nothing stays mapped.
-    """
-    source.check([tensor for part in plan.ranges() for tensor in part.sources])
-    weights = reserve_weights(config.folder.name, plan, pool)
-    done = 0
-    try:
-        check_budget(config, plan, pool, weights.size.mapped // pool.page_bytes)
-        for loaded, part in zip(weights.ranges(), plan.ranges(), strict=True):
-            loaded.memory.map(0, loaded.memory.num_pages)  # padding needs no filling: a new page is zeros
-            view_mapped(loaded, part)
-            for tensor in part.sources:
-                target = tensor.target(loaded.tensors)
-                source.fill(target, tensor)
-                done += target.numel() * target.itemsize
-                if progress:
-                    progress(done, plan.weight_bytes)
-    except BaseException:
-        weights.release()
-        raise
-    return weights
 
 
 def view_mapped(loaded: LoadedRange, plan: RangePlan) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.loading import load_model
 from bench.common.oracles import FAMILIES, make_oracle
 from tests.support.engine_toys import Client, request, run
 from tests.support.paths import DEMO_MODEL
@@ -21,7 +22,7 @@ from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
 from worker.memory import PagePool
-from worker.model import Model, ModelError, load_model
+from worker.model import Model, ModelError
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 NUM_NEW = 24

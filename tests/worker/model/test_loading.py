@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.common.loading import load_model
 from bench.common.oracles import FAMILIES, TINY, make_oracle
 from tests.support.model_folders import Runner, make_pool
 from worker.memory import MappingFailed, PagePool
-from worker.model import ModelError, load_model, read_config
+from worker.model import ModelError, read_config
 from worker.model.layout import Padded, degrees, pad_ffn, plan_model
 from worker.model.sources import DUMMY_STD
 
@@ -165,7 +166,7 @@ def test_loading_needs_no_second_copy_of_the_weights(tmp_path: Path) -> None:
 import re, torch
 from pathlib import Path
 from worker.memory import CpuBackend, PagePool
-from worker.model import load_model
+from bench.common.loading import load_model
 def kib(field):
     return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 small = PagePool(CpuBackend(), 300 << 20)

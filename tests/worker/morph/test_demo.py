@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.loading import load_model
 from bus.messages import LayerShape, MorphReport, Resize, Swap
 from bus.precisions import Precision
 from tests.support.engine_toys import Client, request, run
@@ -23,7 +24,6 @@ from worker.engine.build import fill_caches, make_cache, make_instance, make_poo
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
 from worker.memory import VirtualRange
-from worker.model import load_model
 from worker.morph.manager import MorphManager
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.common.loading import load_model
 from bench.common.oracles import FAMILIES, make_oracle
 from tests.support.model_folders import Runner
-from worker.model import ModelError, load_model
+from worker.model import ModelError
 
 LAYERS = 4
 SPLITS = ([0, 1, 4], [0, 3, 4], [0, 1, 3, 4], [0, 1, 2, 3, 4])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
 from bus.deployments import LinkSample, MemorySample
 from bus.messages import PARTS
@@ -19,7 +20,7 @@ from bus.precisions import PRECISIONS, QUANTIZED, Precision
 from tests.support.model_folders import Runner, make_pool
 from tests.support.variant_models import Morphing
 from worker.memory import PagePool
-from worker.model import load_model, read_config
+from worker.model import read_config
 from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights
 from worker.profiler.device_memory import peak_memory
