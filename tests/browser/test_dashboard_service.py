@@ -128,7 +128,7 @@ def test_a_worker_that_is_drained_by_hand_leaves_the_picture(service: Service, o
     page.get_by_role("tab", name="By hand").click()
     page.get_by_label("Worker", exact=True).select_option("w1")
     page.get_by_role("button", name="Drain", exact=True).click()
-    page.get_by_role("button", name="Yes, w1 is to leave").click()
+    page.get_by_role("button", name="Yes, drain w1").click()
     wait_for_text(page, ".outcomes", "w1 finishes what it runs")
     page.locator(".device").filter(has_text="w1").wait_for(state="detached", timeout=30_000)
     wait_for_text(page, ".device", "w0")
