@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import httpx
 import psutil
@@ -136,6 +136,7 @@ class Service:
     append_only: bool = False
     redis_args: tuple[str, ...] = ()
     processes: dict[str, Process] = field(default_factory=dict)
+    start_s: ClassVar[float] = 180.0  # within which workers must serve
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="instar-test-"))
@@ -251,11 +252,11 @@ class Service:
             return {w["id"] for w in self.state(gateway)["workers"] if w["state"] == "serving"}
         return set()
 
-    def wait_ready(self, within_s: float = 180.0) -> None:
+    def wait_ready(self, within_s: float = 0.0) -> None:
         wanted = {name for name in self.processes if name.startswith("w")}
         for index in range(self.num_gateways):
             try:
-                self._wait_serving(wanted, index, within_s)
+                self._wait_serving(wanted, index, within_s or self.start_s)
             except AssertionError as problem:
                 raise AssertionError(f"{problem}\n{self.logs()}") from None
 

@@ -64,6 +64,8 @@ class Sample:
 class MorphService(Service):
     """A service with one instance that takes orders."""
 
+    start_s = 600.0  # the first start compiles kernels
+
     def __init__(self, budget_mb: int = BUDGET_MB) -> None:
         own = {"WORKER__MEMORY_MB": str(budget_mb), "WORKER__PAGE_KIB": "16", "WORKER__MAX_TP": "1"}
         super().__init__(settings=STEADY | own | {"WORKER__MAX_MODEL_LEN": "512"})

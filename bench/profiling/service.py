@@ -31,6 +31,7 @@ REST_S: Final = 1.0  # between a window and the next
 class ProfileService(Service):
     """A service on which the model in a folder is profiled, one profile at a time. Nothing morphs."""
 
+    start_s = 600.0  # the first start compiles kernels
     _order: Measure | None = None
     _ordered_ms = 0
 

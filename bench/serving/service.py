@@ -27,7 +27,6 @@ SETTINGS: Final = STEADY | {
 }
 ORDER_TRIES: Final = 40  # half a second apart
 LAST_REPORTS: Final = 400  # those of some seconds
-START_S: Final = 600.0  # the first start compiles kernels
 POLICY_S: Final = 3.0  # until an idle gateway has read a policy
 
 
@@ -64,6 +63,7 @@ class ServingService(Service):
     """A service that changes from one way to another: `use` a way, then load `url()`."""
 
     pick = ""
+    start_s = 600.0  # the first start compiles kernels
 
     def __init__(self, model: Path, num_workers: int, memory_mb: int) -> None:
         settings = SETTINGS | {"WORKER__MEMORY_MB": str(memory_mb)}
@@ -79,9 +79,6 @@ class ServingService(Service):
             INSTAR_GATEWAY__ID=f"g{index}",
             BENCH_PICK=self.pick,
         )
-
-    def wait_ready(self, within_s: float = START_S) -> None:
-        super().wait_ready(within_s)
 
     def use(self, way: Way) -> None:
         """Start a new gateway, monitor and controller, and make the way's first shape. No request may run."""
