@@ -9,7 +9,7 @@ from functools import partial
 
 from bus.messages import Deploy, Morph, Retire
 from worker.deploy.kv_sharing import Move, next_move
-from worker.deploy.load import CardOf, LoadRun
+from worker.deploy.load import LoadRun
 from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
 from worker.deploy.stage_load import PipelineLoadRun, StageLoadRun
 from worker.deploy.unload import UnloadRun
@@ -84,10 +84,10 @@ log = logging.getLogger(__name__)
 
 
 class ModelDeployments:
-    """Loads and unloads over one host. card_of: returns the card of a loaded model."""
+    """Loads and unloads over one host."""
 
-    def __init__(self, host: ModelHost, card_of: CardOf, *, clock: Clock = time.monotonic) -> None:
-        self.host, self._card_of, self._clock = host, card_of, clock
+    def __init__(self, host: ModelHost, *, clock: Clock = time.monotonic) -> None:
+        self.host, self._clock = host, clock
         self._wake: Callable[[], None] = lambda: None
         self._is_busy: Callable[[], bool] = lambda: False
         self._copier = Copier(lambda: self._wake(), lambda: LOAD_SHARE if self._is_busy() else 1.0)
@@ -114,12 +114,12 @@ class ModelDeployments:
         host.on_going = partial(retire, wait_s=GOING_WAIT_S)
 
     def deploy(self, command: Deploy, peers: Peers) -> LoadRun:
-        copier, card_of, clock = self._copier, self._card_of, self._clock
+        copier, clock = self._copier, self._clock
         if len(command.stages) < 2:
-            return LoadRun(command, self.host, copier, card_of, clock=clock)
+            return LoadRun(command, self.host, copier, clock=clock)
         if self.host.worker != leader_of(command):
-            return StageLoadRun(command, self.host, copier, card_of, clock=clock)
-        return PipelineLoadRun(command, self.host, copier, card_of, peers, clock=clock)
+            return StageLoadRun(command, self.host, copier, clock=clock)
+        return PipelineLoadRun(command, self.host, copier, peers, clock=clock)
 
     def retire(self, command: Retire) -> UnloadRun:
         self.shares.forget(command.instance)

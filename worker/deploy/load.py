@@ -24,19 +24,19 @@ from contextlib import ExitStack
 from bus.messages import Deploy, InstanceCard, MorphOutcome, Number
 from worker.deploy.kv_sharing import KVHolder, Move, fair_pages, next_lender
 from worker.deploy.loader import GivenUp, MayGoOn, ModelLoader
-from worker.deploy.model_host import PAGES_AT_ONCE, Claim, HostedModel, ModelHost, holder_of
+from worker.deploy.model_host import PAGES_AT_ONCE, Claim, HostedModel, ModelHost, holder_of, max_blocks
 from worker.engine.build import MIB, cache_text, canary_steps
 from worker.memory import OutOfBlocks
 from worker.model import ModelError
 from worker.morph.outcome import NotApplied
 from worker.morph.run import Clock, Patience
 from worker.morph.target import Target
+from worker.morph.verbs import layer_pages
 from worker.shape.copier import Copier, Copy
 
 log = logging.getLogger("worker")
 
 Steps = Generator[bool, None, None]
-CardOf = Callable[[ModelLoader, Target], InstanceCard]
 
 
 class Work:
@@ -65,12 +65,11 @@ class LoadRun:
         command: Deploy,
         host: ModelHost,
         copier: Copier,
-        card_of: CardOf,
         *,
         clock: Clock = time.monotonic,
     ) -> None:
         """loader: a thread of its own, so that swaps need not wait for a load."""
-        self._command, self._host, self._copier, self._card_of = command, host, copier, card_of
+        self._command, self._host, self._copier = command, host, copier
         self._patience = Patience(command.wait_s, clock)
         self._loader = ModelLoader(command, host)
         self._stage = ""
@@ -120,8 +119,34 @@ class LoadRun:
     def _serve(self) -> Steps:
         target = yield from self._open()
         loader = self._loader
-        self._host.add(HostedModel(self._card_of(loader, target), target, loader.model))
+        self._host.add(HostedModel(self._card(target), target, loader.model))
         log.info("%s: %s", self._command.model, cache_text(target.resizer.cache, loader.limits))
+
+    def _card(self, target: Target) -> InstanceCard:
+        """Return the instance's card, as long as the worker joins no group with it."""
+        command, loader, host = self._command, self._loader, self._host
+        model, num_layers = loader.model, loader.config.num_layers
+        return InstanceCard(
+            id=target.instance.id,
+            model=command.model,
+            model_path=str(loader.folder),
+            max_model_len=target.instance.limits.max_model_len,
+            vocab_size=loader.config.vocab_size,
+            num_layers=num_layers,
+            dtype=str(model.dtype).removeprefix("torch."),
+            block_tokens=host.settings.block_tokens,
+            workers=[host.worker],
+            variants=list(target.variants.precisions),
+            order=target.order,
+            order_name=loader.order_name,
+            min_blocks=target.resizer.min_blocks,
+            max_blocks=max_blocks(target, 1),
+            kv_heads=loader.config.num_kv_heads,
+            layer_pages=layer_pages(target.variants, num_layers),
+            attention_pages=layer_pages(target.variants, num_layers, ["attention"]),
+            deployed=command.id,
+            precision=command.precision,
+        )
 
     def _came(self) -> None:
         host = self._host

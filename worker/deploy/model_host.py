@@ -224,6 +224,19 @@ def holder_of(resident: HostedModel, *, is_keen: bool = False) -> KVHolder:
     )
 
 
+def max_blocks(target: Target, degree: int) -> int:
+    """Return the KV blocks that no order can exceed: the memory less the least that the layers take, in their
+    fewest bits and with the FFN divided among `degree` workers."""
+    cache, variants = target.resizer.cache, target.variants
+    pages = cache.pool.num_pages
+    for layer in range(cache.num_layers):
+        attention, ffn = (
+            min(variants.pages(layer, part, precision) for precision in variants.precisions) for part in PARTS
+        )
+        pages -= attention + ffn // degree
+    return cache.blocks_in(max(0, pages) // cache.num_layers)
+
+
 def _reserve_of(target: Target) -> int:
     return reserve_pages(target.variants, len(target.instance.shape))
 

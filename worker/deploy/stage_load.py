@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from bus.messages import Deploy, InstanceCard, Part
 from bus.precisions import Precision
-from worker.deploy.load import CardOf, LoadRun, Steps
+from worker.deploy.load import LoadRun, Steps
 from worker.deploy.model_host import ModelHost
 from worker.distributed.messages import Peer
 from worker.engine.build import canary_steps
@@ -46,12 +46,11 @@ class StageLoadRun(LoadRun):
         command: Deploy,
         host: ModelHost,
         copier: Copier,
-        card_of: CardOf,
         *,
         clock: Clock = time.monotonic,
     ) -> None:
         """Raises NotApplied."""
-        super().__init__(command, host, copier, card_of, clock=clock)
+        super().__init__(command, host, copier, clock=clock)
         _refuse_second_group(command, host)
 
     def _serve(self) -> Steps:
@@ -99,13 +98,12 @@ class PipelineLoadRun(LoadRun):
         command: Deploy,
         host: ModelHost,
         copier: Copier,
-        card_of: CardOf,
         peers: Mapping[str, Peer],
         *,
         clock: Clock = time.monotonic,
     ) -> None:
         """peers: by worker, where the stages are reached. Raises NotApplied where one is missing."""
-        super().__init__(command, host, copier, lambda *of: self._card(card_of(*of)), clock=clock)
+        super().__init__(command, host, copier, clock=clock)
         self._beside = [_seat(command, 0, worker, peers) for worker in command.stages[0].workers[1:]]
         self._behind = [_behind(command, number, peers) for number in range(1, len(command.stages))]
         _refuse_second_group(command, host)
@@ -150,10 +148,10 @@ class PipelineLoadRun(LoadRun):
         kept = KeptVariants(loader.variants, command.precision, cache.num_layers)
         return Target(instance, kept, resizer, loader.order)
 
-    def _card(self, card: InstanceCard) -> InstanceCard:
+    def _card(self, target: Target) -> InstanceCard:
         stages = self._command.stages
         return replace(
-            card,
+            super()._card(target),
             tp=len(stages[0].workers),
             pp=len(stages),
             stages=list(stages),

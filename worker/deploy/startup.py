@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bus.messages import Deploy, MorphOutcome
 from worker.deploy.kv_sharing import KVHolder
-from worker.deploy.load import CardOf, LoadRun, Steps
+from worker.deploy.load import LoadRun, Steps
 from worker.deploy.model_host import ModelHost
 from worker.model.weights import check_budget
 from worker.morph.outcome import NotApplied
@@ -21,9 +21,7 @@ from worker.shape.copier import Copier
 WAIT_S = 0.1  # at most, between two looks at what the loading thread does
 
 
-def serve_models(
-    folders: Mapping[str, Path], host: ModelHost, card_of: CardOf, progress: Callable[[str], None]
-) -> None:
+def serve_models(folders: Mapping[str, Path], host: ModelHost, progress: Callable[[str], None]) -> None:
     """Load and serve the models in `folders`, by name. progress: called often, with what is done now; what it
     raises ends the loading. Raises NotApplied for what cannot work, and keeps no page then."""
     woken = threading.Event()
@@ -41,7 +39,7 @@ def serve_models(
                 stages=[],
                 blocks=1,
             )
-            runs.append(StartUpRun(command, host, copier, card_of, runs))
+            runs.append(StartUpRun(command, host, copier, runs))
         back = undo.enter_context(ExitStack())
         for run in runs:
             back.callback(run.release)
@@ -70,11 +68,10 @@ class StartUpRun(LoadRun):
         command: Deploy,
         host: ModelHost,
         copier: Copier,
-        card_of: CardOf,
         together: list[StartUpRun],
     ) -> None:
         """together: all models that are loaded together with this one."""
-        super().__init__(command, host, copier, card_of)
+        super().__init__(command, host, copier)
         self.model = command.model
         self._together = together
 

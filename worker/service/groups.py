@@ -10,146 +10,38 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-
-import torch
 
 from bus.client import Bus, BusUnavailable
-from bus.messages import PARTS, InstanceCard, WorkerCard
-from bus.settings import WorkerSettings
-from worker.deploy.deployments import ModelDeployments
-from worker.deploy.loader import ModelLoader
-from worker.deploy.model_host import HostedModel, ModelHost
+from bus.messages import InstanceCard, WorkerCard
+from worker.deploy.model_host import HostedModel, ModelHost, max_blocks
 from worker.distributed.messages import Peer
-from worker.distributed.transport import Transport
-from worker.memory import PagePool
-from worker.model import Model
 from worker.model.layout import degrees
 from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
-from worker.morph.target import Target
-from worker.morph.verbs import layer_pages
 from worker.parallel.group_morphs import GroupMorphs
 from worker.parallel.grouping import Grouping
 from worker.parallel.local_instance import LocalInstance
 from worker.service.engine_thread import EngineThread
 from worker.shape.copier import Copier
 
-
-def card_of_loaded(loader: ModelLoader, target: Target) -> InstanceCard:
-    """Return the card of a model that was loaded."""
-    host = loader.host
-    card = card_of(
-        target,
-        loader.command.model,
-        loader.folder,
-        loader.model,
-        loader.order_name,
-        host.settings,
-        host.worker,
-        None,
-    )
-    return replace(card, deployed=loader.command.id, precision=loader.command.precision)
-
-
-def card_of(
-    target: Target,
-    name: str,
-    path: Path,
-    model: Model,
-    order_name: str,
-    settings: WorkerSettings,
-    worker: str,
-    grouping: Grouping | None,
-) -> InstanceCard:
-    """Return the card of an instance. grouping: None if the worker joins no group."""
-    possible = degrees(model.config, settings.max_tp) if grouping else [1]
-    return InstanceCard(
-        id=target.instance.id,
-        model=name,
-        model_path=str(path),
-        max_model_len=target.instance.limits.max_model_len,
-        vocab_size=model.config.vocab_size,
-        num_layers=model.config.num_layers,
-        dtype=str(model.dtype).removeprefix("torch."),
-        block_tokens=settings.block_tokens,
-        workers=[worker],
-        variants=list(target.variants.precisions),
-        order=target.order,
-        order_name=order_name,
-        min_blocks=target.resizer.min_blocks,
-        max_blocks=max_blocks(target, max(possible)),
-        kv_heads=model.config.num_kv_heads,
-        degrees=possible,
-        tokens_at={tp: grouping.local.tokens_at(tp) for tp in possible} if grouping else {},
-        layer_pages=layer_pages(target.variants, model.config.num_layers),
-        attention_pages=layer_pages(target.variants, model.config.num_layers, ["attention"]),
-    )
-
-
-def max_blocks(target: Target, degree: int) -> int:
-    """KV blocks that no order can exceed: the memory less the least that the layers take, in their fewest
-    bits and with the FFN divided among `degree` workers."""
-    cache, variants = target.resizer.cache, target.variants
-    pages = cache.pool.num_pages
-    for layer in range(cache.num_layers):
-        attention, ffn = (
-            min(variants.pages(layer, part, precision) for precision in variants.precisions) for part in PARTS
-        )
-        pages -= attention + ffn // degree
-    return cache.blocks_in(max(0, pages) // cache.num_layers)
-
-
-# Of an exchange: as large as keeps the cost of its calls small, and no larger.
+# Bytes of one stage of an exchange: as many as keep the cost of its calls small.
 CPU_STAGE_BYTES, CUDA_STAGE_BYTES = 1 << 23, 1 << 25
 
 
-def make_executor(
-    worker: str,
-    host: ModelHost,
-    settings: WorkerSettings,
-    device: torch.device,
-) -> MorphManager:
-    """Return the manager of morphs. On a CPU copying takes cores and memory from the steps: both kinds of
-    work share the allowance."""
-    share = settings.morph_share
-    of_each = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
-    return MorphManager(
-        worker,
-        {},
-        step_share=of_each[0],
-        copy_share=of_each[1],
-        deployments=ModelDeployments(host, card_of_loaded),
-    )
-
-
-def grouping_for(
-    name: str,
-    target: Target,
-    model: Model,
-    pool: PagePool,
-    settings: WorkerSettings,
-    worker: str,
-    transport: Transport | None,
-) -> Grouping | None:
-    """Return how a worker's only model joins groups; None if it cannot."""
-    if not transport or len(degrees(model.config, settings.max_tp)) < 2:
+def grouping_of(host: ModelHost, only: HostedModel) -> Grouping | None:
+    """Return how the worker's only model joins groups; None if it cannot."""
+    if not host.transport or len(degrees(only.model.config, host.settings.max_tp)) < 2:
         return None
-    device = pool.backend.device
+    device = host.pool.backend.device
     local = LocalInstance(
-        name=name,
-        target=target,
-        model=model,
-        weights=make_resharder(model, pool, target.variants),
+        name=only.card.model,
+        target=only.target,
+        model=only.model,
+        weights=make_resharder(only.model, host.pool, only.target.variants),
         copier=Copier(lambda: grouping.post(lambda: None)),
         stage_bytes=CPU_STAGE_BYTES if device.type == "cpu" else CUDA_STAGE_BYTES,
     )
-    grouping = Grouping(
-        worker,
-        local,
-        transport,
-        device=str(device),
-    )
+    grouping = Grouping(host.worker, local, host.transport, device=str(device))
     return grouping
 
 
@@ -175,7 +67,7 @@ class GroupMembership:
             return
         if before:
             before.close()
-        self.grouping = grouping = self._make(only) if only else None
+        self.grouping = grouping = grouping_of(self._host, only) if only else None
         if before or grouping:
             self._use(grouping)
         models = self._host.models
@@ -193,18 +85,6 @@ class GroupMembership:
         models = list(host.models.values())
         return models[0] if len(models) == 1 and models[0].card.pp == 1 else None
 
-    def _make(self, only: HostedModel) -> Grouping | None:
-        host = self._host
-        return grouping_for(
-            only.card.model,
-            only.target,
-            only.model,
-            host.pool,
-            host.settings,
-            host.worker,
-            host.transport,
-        )
-
     def _use(self, grouping: Grouping | None) -> None:
         if grouping:
             grouping.on_regrouped = lambda members, why: self.on_regrouped(members, why)
@@ -216,7 +96,8 @@ class GroupMembership:
 def _card_in(resident: HostedModel, grouping: Grouping | None, max_tp: int) -> InstanceCard:
     possible = degrees(resident.model.config, max_tp) if grouping else [1]
     tokens = {tp: grouping.local.tokens_at(tp) for tp in possible} if grouping else {}
-    return replace(resident.card, degrees=possible, tokens_at=tokens)
+    most = max_blocks(resident.target, max(possible))
+    return replace(resident.card, degrees=possible, tokens_at=tokens, max_blocks=most)
 
 
 FIRST_LOOK_S, LOOK_S = 2.0, 15.0  # others may still load
@@ -239,7 +120,7 @@ async def meet_neighbours(bus: Bus, own: Callable[[], WorkerCard], thread: Engin
 
 
 async def peers_of(bus: Bus, own: WorkerCard) -> dict[str, WorkerCard]:
-    """Cards of the live workers of this host that serve and join groups, itself among them."""
+    """Return the cards of live workers of this host that serve and may join groups, `own` among them."""
     cards = [member.card for member in await bus.members() if member.card and member.lease_epoch]
     there = [card for card in cards if card.host == own.host and card.link and card.state == "serving"]
     return {card.id: card for card in there}
@@ -250,8 +131,8 @@ def as_peer(card: WorkerCard) -> Peer:
 
 
 def led_groups(own: WorkerCard, cards: Iterable[WorkerCard]) -> Iterator[tuple[str, ...]]:
-    """Aligned ones: of the host's workers of a model, in the order of their names, the first two, the next
-    two, the first four, ... of which this one comes first."""
+    """Yield the aligned groups that `own` would lead: of the host's workers of a model, in the order of their
+    names, the first two, the next two, the first four and so on."""
     [instance] = own.instances
     alike = [
         card.id
@@ -266,5 +147,5 @@ def led_groups(own: WorkerCard, cards: Iterable[WorkerCard]) -> Iterator[tuple[s
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """w2 before w10."""
+    """Return a key that sorts w2 before w10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]

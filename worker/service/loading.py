@@ -43,7 +43,7 @@ class Loaded:
     morphs: MorphManager
     model_host: ModelHost | None = None  # None: no model comes or goes
     group_membership: GroupMembership | None = None
-    own_cards: list[InstanceCard] = field(default_factory=list)  # of a toy without a site
+    own_cards: list[InstanceCard] = field(default_factory=list)  # without a model host
 
     @property
     def cards(self) -> list[InstanceCard]:

@@ -10,6 +10,7 @@ import torch
 import kernels
 from bus.precisions import BITS, PRECISIONS
 from bus.settings import WorkerSettings
+from worker.deploy.deployments import ModelDeployments
 from worker.deploy.loader import dtype_of
 from worker.deploy.model_host import ModelHost
 from worker.deploy.startup import serve_models
@@ -22,9 +23,10 @@ from worker.engine.build import (
 from worker.engine.engine import Engine
 from worker.memory import MappingFailed, OutOfPages
 from worker.model import ModelError
+from worker.morph.manager import MorphManager
 from worker.morph.outcome import NotApplied
 from worker.pipeline.stage_host import StageHost
-from worker.service.groups import GroupMembership, card_of_loaded, make_executor
+from worker.service.groups import GroupMembership
 from worker.service.loading import CannotServe, Loaded, Progress
 
 log = logging.getLogger("worker")
@@ -45,8 +47,8 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
     engine = Engine(device)
     model_host = ModelHost(worker, pool, engine, settings)
-    morphs = make_executor(worker, model_host, settings, device)
-    serve_models(folders, model_host, card_of_loaded, progress)
+    morphs = _morph_manager(worker, model_host, settings, device)
+    serve_models(folders, model_host, progress)
     if not folders:
         progress("compiling kernels")
         compile_ahead(device, settings)
@@ -60,6 +62,25 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     group_membership.look()
     model_host.on_changed = group_membership.look
     return Loaded(engine, pool.counts, str(device), pool.page_bytes, morphs, model_host, group_membership)
+
+
+def _morph_manager(
+    worker: str,
+    host: ModelHost,
+    settings: WorkerSettings,
+    device: torch.device,
+) -> MorphManager:
+    """Return the manager of morphs. On a CPU copying takes cores and memory from the steps: both kinds of
+    work share the allowance."""
+    share = settings.morph_share
+    of_each = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
+    return MorphManager(
+        worker,
+        {},
+        step_share=of_each[0],
+        copy_share=of_each[1],
+        deployments=ModelDeployments(host),
+    )
 
 
 def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:

@@ -169,6 +169,8 @@ async def test_a_worker_may_join_groups_with_its_only_model(
         assert (await bench.ended("e")).state == "applied"
         both = await bench.card()
         assert [one.degrees for one in both.instances] == [[1], [1]]
+        (second,) = [one for one in both.instances if one.id == card.instances[0].id]
+        assert second.max_blocks < card.instances[0].max_blocks, "alone its FFN is not divided"
         await bench.order(Retire, "r", wait_s=0.0)
         assert (await bench.ended("r")).state == "applied"
         (left,) = (await bench.card()).instances
