@@ -1,7 +1,7 @@
 """Attention of up to FEW rows: decodes.
 
-The score of a token is a dot product. Reading the cache takes the time, so the next block is fetched while
-this one is worked on.
+The score of a token is a dot product. Reading the cache takes most of the time, so each block is prefetched
+while the one before it is computed.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.

@@ -1,6 +1,6 @@
 """Attention of up to ROWS rows of a prefill chunk.
 
-Lanes are rows: the queries are transposed once, and scores and output are tiles of matrix products.
+A lane is a row: the queries are transposed once, and scores and output are tiles of matrix products.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.

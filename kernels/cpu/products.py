@@ -1,10 +1,11 @@
 """Products with weights [N, K] for some dozens of tokens, where MKL leaves a quarter of the cores idle.
 
-MKL packs the weights and then has too few tokens to use them on. Here lanes are tokens: x is transposed once
-per thread, and the weights are read once, where they lie, each element broadcast. On one core with 64 tokens
-that makes 141 GFLOP/s of a measured 176, MKL 116. Fewer tokens are a matter of memory bandwidth, which MKL's
-vector products reach; more repay the packing; weights [K, N] MKL multiplies at 155 (bench/LOG.md has what was
-tried). float32 only: for short floats torch has instructions of their own.
+MKL packs the weights, and some dozens of tokens are too few to repay it. Here a lane is a token: x is
+transposed once per thread, and the weights are read once, in place, each element broadcast. On one core with
+64 tokens this reaches 141 GFLOP/s of a measured peak of 176, MKL 116. With fewer tokens the limit is memory
+bandwidth, which MKL's vector products reach; more tokens repay the packing. Weights [K, N] stay with MKL,
+which multiplies them at 155 GFLOP/s (bench/LOG.md). float32 only: torch has special instructions for short
+floats.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
@@ -22,7 +23,7 @@ from kernels.cpu.team import Kernel, next_item
 from kernels.cpu.tile import tile, transpose
 
 F32 = np.float32
-TOKENS = range(12, 97)  # where this is faster than MKL
+TOKENS = range(12, 97)  # numbers of tokens for which this is faster than MKL
 ITEM_OUTPUTS = 48  # of one work item: whole tiles of any height below, and whole vectors
 
 

@@ -2,10 +2,10 @@
 
 Short floats are converted first, since torch's products of them are no faster (bench/LOG.md).
 
-Up to FEW tokens the time goes into reading and decoding weights: ROWS outputs at a time, their codes decoded
-in registers, dotted with every token, and thrown away. With more it goes into multiplying: a piece of
-ITEM_OUTPUTS outputs by PIECE_TILES tiles is decoded into a core's cache and multiplied there with
-BLOCK_TOKENS tokens, as `kernels.cpu.products` does. Neither keeps an unpacked weight.
+With up to FEW tokens most time goes into reading and decoding weights: the codes of ROWS outputs at a time
+are decoded in registers and multiplied by every token. With more tokens most time goes into multiplying: a
+piece of ITEM_OUTPUTS outputs by PIECE_TILES tiles is decoded into a core's cache and multiplied there by
+BLOCK_TOKENS tokens, as in `kernels.cpu.products`. Neither keeps an unpacked weight.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.

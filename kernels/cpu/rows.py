@@ -1,8 +1,8 @@
 """Norms, rotary embedding, SwiGLU and the cache's writes on the CPU: one pass over each row.
 
-Torch makes four to eight passes of the same, each with its launch and its buffer. A work item is a few rows;
-what is too small for two threads runs on the calling one. Rows that are not whole vectors of 16 elements (32
-for `rotary`), and mixed dtypes, take the reference.
+Torch makes four to eight passes, each with a launch and a buffer. A work item is a few rows; a call too small
+for two threads runs on the calling thread. Rows that are not whole vectors of 16 elements (32 for `rotary`)
+and mixed dtypes run on the reference.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
@@ -32,7 +32,7 @@ from kernels.cpu.simd import (
 from kernels.cpu.team import Kernel, next_item
 
 F32 = np.float32
-ITEM_ELEMENTS = 16384  # of work behind one item: some 4 us, twice what waking a team costs
+ITEM_ELEMENTS = 16384  # of one work item: some 4 us, twice the cost of waking a team
 
 
 def _rows_per_item(row_elements: int) -> int:

@@ -1,10 +1,9 @@
 """Sixteen float32 lanes inside numba, which has no vectors, no bfloat16 and no float16 arithmetic.
 
-Each intrinsic writes LLVM IR on `<16 x float>`; LLVM makes AVX-512 of it, or several narrower instructions
-on processors without. Memory is addressed in bytes through plain integers, so tensors of any strides and
-dtypes share one signature. The `kind` of an element is a numpy scalar class, or a pointer to one, which is
-how a kernel learns the dtype it is compiled for. Numba has no type for the short floats; two integers of
-their size stand for them:
+Each intrinsic writes LLVM IR on `<16 x float>`, which LLVM turns into AVX-512 or into several narrower
+instructions. Memory is addressed in bytes by plain integers, so tensors of any strides and dtypes share one
+signature. The `kind` of an element is a numpy scalar class, or a pointer to one: it is the dtype that a
+kernel is compiled for. Numba has no type for short floats; integers of their size stand for them:
 
 ==========  ==========  ==================================================
 kind        memory      becomes float32 by

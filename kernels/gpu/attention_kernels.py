@@ -2,7 +2,7 @@
 
 A program owns one KV head and a tile of rows; row r is query r // GROUP of the tile and head r % GROUP of the
 KV head's group, so heads that share keys load them once. Two kernels run side by side in a mixed step, each
-leaving the other's sequences alone:
+on its own sequences:
 
 =======  =========================  =========================================================================
 chunks   grid (tiles, Hkv)          sequences with more than one new token. Tiles are numbered without asking
@@ -12,8 +12,8 @@ decodes  grid (S, Hkv, splits)      sequences with one. A long context is split 
                                     results a third kernel joins (Flash-Decoding, Dao et al. 2023)
 =======  =========================  =========================================================================
 
-Scores carry log2(e), so that the softmax is made of 2^x. Strides count elements. What changes from step to
-step is not specialised: where it became 1 or a multiple of 16, the compiler would run in mid-service.
+Scores are scaled by log2(e), so the softmax uses 2^x. Strides count elements. Arguments that change from step
+to step are not specialised: if one became 1 or a multiple of 16, Triton would compile again while serving.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: Triton infers their types from the call.
@@ -26,7 +26,7 @@ import triton.language as tl
 
 @triton.jit
 def _scaled_queries(source, columns, inside, scale, OPERAND: tl.constexpr):
-    """OPERAND [rows, columns] from the rows at `source`, zero outside."""
+    """Load OPERAND [rows, columns] from the rows at `source`, zero outside, times `scale`."""
     q = tl.load(source[:, None] + columns[None, :], mask=inside, other=0.0)
     return (q.to(tl.float32) * scale).to(OPERAND)
 

@@ -1,8 +1,8 @@
 """Products with quantised weights for GPUs (W8A16, W4A16, W3A16).
 
-Up to FUSED_TOKENS the time goes into reading weights: they are decoded on the way into the tensor cores,
-which multiply in x's dtype and add in float32. With more it goes into multiplying, which cuBLAS does, for
-outputs decoded into a scratch of SCRATCH_BYTES.
+With up to FUSED_TOKENS most time goes into reading weights: they are decoded on the way into the tensor
+cores, which multiply in x's dtype and add in float32. With more tokens most time goes into multiplying:
+weights are decoded into a scratch of SCRATCH_BYTES, and cuBLAS multiplies.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ bits  PARTS  WIDTH  planes
 3     4      16     2, 1
 ====  =====  =====  =======
 
-Rows are outputs of a unit. Strides count elements. What changes from step to step is not specialised.
+Rows are outputs of a unit. Strides count elements. Arguments that change from step to step are not
+specialised.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: Triton infers their types from the call.

@@ -1,7 +1,7 @@
 """Norms, rotary embedding, SwiGLU and the cache's writes for GPUs: one pass over each row.
 
-All sizes that a compiled kernel depends on are powers of two made from the model's dimensions, so a model
-compiles each kernel once per dtype, whatever the batch. Strides count elements.
+All sizes that a kernel is compiled for are powers of two made from the model's dimensions, so each kernel is
+compiled once per model and dtype, for any batch. Strides count elements.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: Triton infers their types from the call.

@@ -108,7 +108,7 @@ def test_a_step_of_256_tokens_costs_less_than_a_millisecond_each_way() -> None:
 
 
 def fastest(work: Any, times: int = 20) -> float:
-    """The shortest of several runs, in seconds: the others were disturbed."""
+    """Return the shortest of several runs, in seconds: the others were disturbed."""
     shortest = float("inf")
     for _ in range(times):
         began = time.perf_counter()

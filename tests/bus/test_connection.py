@@ -20,7 +20,7 @@ TURNS = range(12)  # of the event loop: connecting, its handshake and a PING tak
 
 @contextlib.contextmanager
 def nothing_left_open() -> Iterator[None]:
-    """What is forgotten open says so when it is collected, and not as an error: it is in a finalizer."""
+    """Fail on connections that are left open: they only warn, from a finalizer, when they are collected."""
     gc.collect()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -30,7 +30,7 @@ Starter = Callable[..., RedisProcess]
 
 @asynccontextmanager
 async def bus_at(url: str) -> AsyncIterator[tuple[Bus, list[Restart]]]:
-    """A bus, and the restarts that it told so far."""
+    """Start a bus and collect the restarts that it reports."""
     restarts: list[Restart] = []
     bus = connect(settings_of(url), source="test")
     bus.on_restart(restarts.append)

@@ -26,7 +26,7 @@ from tests.support.redis_process import RedisProcess
 
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
-    """Logging as it was, whatever `set_up` did."""
+    """Restore logging after `set_up` changed it."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
