@@ -76,8 +76,10 @@ class MorphRecord:
     @property
     def pause_s(self) -> float | None:
         """Seconds between steps that its worker's engine spent on it, in all; None: not reported."""
-        told = [self.numbers[name] for name in ("boundary_seconds", "moving_seconds") if name in self.numbers]
-        return sum(told) if told else None
+        known = [
+            self.numbers[name] for name in ("boundary_seconds", "moving_seconds") if name in self.numbers
+        ]
+        return sum(known) if known else None
 
     async def wait(self, within_s: float) -> None:
         """Wait until the morph has ended, for `within_s` at most."""

@@ -1,4 +1,4 @@
-"""What this gateway measured itself, per model: plain numbers, cheap enough for every token.
+"""The numbers that this gateway measures, by model: plain counters, cheap enough for every token.
 
 Intervals are differences of this process's monotonic clock. To add a metric, add a field here with its name
 and help: `gateway.operations.metrics` writes every field that has them.

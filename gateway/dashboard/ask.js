@@ -18,14 +18,14 @@ export function startAsk() {
   view.floor = field("Minimum precision", select([["", "any"], ...tables.precisions.slice(0, -1).map(({ name, label }) => [name, label])]));
   view.go = h("button.primary", { type: "submit" }, "Send");
   view.stop = h("button.quiet", { type: "button", hidden: true, onclick: () => view.abort?.abort() }, "Stop");
-  view.told = notice();
+  view.outcome = notice();
   view.output = h("div.output", { tabIndex: 0, role: "region", "aria-label": "Answer", hidden: true });
   view.numbers = h("p.fine.ask-numbers");
   view.legend = h("ul.legend.shapes", { "aria-label": "Shapes that made this text" });
   const form = h("form.ask", { noValidate: true, "aria-label": "Ask" },
     h("div.fields", {}, view.model.element, view.kind.element), view.prompt.element,
     h("div.fields.three", {}, view.length.element, view.heat.element, view.floor.element),
-    h("div.row", {}, view.go, view.stop), view.told.element);
+    h("div.row", {}, view.go, view.stop), view.outcome.element);
   form.addEventListener("submit", send);
   view.prompt.input.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
@@ -45,7 +45,7 @@ async function send(event) {
   view.output.replaceChildren();
   view.output.hidden = false;
   children(view.legend, []);
-  view.told.show("", "");
+  view.outcome.show("", "");
   for (const one of [view.model, view.prompt, view.length, view.heat, view.floor]) one.clear();
   view.stop.hidden = false;
   view.go.disabled = true;
@@ -145,7 +145,7 @@ function drawShapes(spans) {
 
 function refuse(error) {
   if (error.name === "AbortError") {
-    view.told.show("", "Stopped.");
+    view.outcome.show("", "Stopped.");
     return;
   }
   const fields = {
@@ -155,5 +155,5 @@ function refuse(error) {
   const message = error instanceof Refused ? error.message : "the gateway does not answer";
   const at = error instanceof Refused && fields[error.param];
   if (at) at.fail(message);
-  else view.told.show("bad", message);
+  else view.outcome.show("bad", message);
 }

@@ -19,23 +19,23 @@ export function startDeployments() {
   const minimise = field("For", select(Object.entries(WANTED)));
   const limit = field("Latency at most", number({ min: 0 }), "seconds; then the least cost");
   const go = h("button.primary", { type: "submit" }, "Deploy");
-  const told = notice();
+  const outcome = notice();
   const form = h("form.deploy", { noValidate: true, "aria-label": "Deploy" },
-    h("div.fields.three", {}, model.element, minimise.element, limit.element), h("div.row", {}, go), told.element);
+    h("div.fields.three", {}, model.element, minimise.element, limit.element), h("div.row", {}, go), outcome.element);
   const byParam = { model, minimise, max_latency_s: limit };
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     Object.values(byParam).forEach((one) => one.clear());
-    told.show("", "");
+    outcome.show("", "");
     go.disabled = true;
     const intent = limit.input.value ? { max_latency_s: limit.input.valueAsNumber } : { minimise: minimise.input.value };
     try {
       const made = await call("POST", "/admin/deployments", { model: model.input.value, intent });
-      told.show("good", `${made.model} is being deployed as ${made.id}.`);
+      outcome.show("good", `${made.model} is being deployed as ${made.id}.`);
     } catch (error) {
       const at = error instanceof Refused && byParam[error.param?.split(".").at(-1)];
       if (at) at.fail(error.message);
-      else told.show("bad", inWords(error));
+      else outcome.show("bad", inWords(error));
       say(inWords(error));
     } finally {
       go.disabled = false;
@@ -131,10 +131,10 @@ function where({ configuration, stages }) {
 function facts({ expected, instance, kv }, state) {
   if (!expected) return [];
   const now = state.metrics.instances.find(({ id }) => id === instance);
-  const told = (name, value, seen) => [name, `${seconds(value)} expected${seen ? `, ${seconds(seen)} now (P95)` : ""}`];
+  const expectation = (name, value, seen) => [name, `${seconds(value)} expected${seen ? `, ${seconds(seen)} now (P95)` : ""}`];
   return [
-    told("TTFT", expected.ttft_s.value, now?.ttft_p95),
-    told("TPOT", expected.tpot_s.value, now?.tpot_p95),
+    expectation("TTFT", expected.ttft_s.value, now?.ttft_p95),
+    expectation("TPOT", expected.tpot_s.value, now?.tpot_p95),
     ["Request", `${seconds(expected.latency_s.value)} expected`],
     ["Memory", `${bytes(expected.memory_bytes.value)} expected`],
     ...(kv ? [["KV cache", `${bytes(kv.bytes)}, ${kv.tokens} tokens`]] : []),
@@ -143,8 +143,8 @@ function facts({ expected, instance, kv }, state) {
 
 function fact(row, index, name, value) {
   row.pairs[index] ??= h("div", {}, h("dt"), h("dd"));
-  const [term, told] = row.pairs[index].children;
+  const [term, description] = row.pairs[index].children;
   text(term, name);
-  text(told, value);
+  text(description, value);
   return row.pairs[index];
 }

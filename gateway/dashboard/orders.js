@@ -175,24 +175,24 @@ function drainForm() {
 /** `make()`: {path, body}, or null to ask again. `onRefused(error)`: the gateway refused the order. */
 function order(title, hint, fields, make, byParam, onRefused = () => {}) {
   const go = h("button.primary", { type: "submit" }, title);
-  const told = notice();
+  const outcome = notice();
   const list = h("ol.outcomes", { "aria-label": `Outcomes: ${title}`, "aria-live": "polite" });
   view.lists.set(title, list);
   const element = h("form.order", { noValidate: true, "aria-label": title },
     h("h3", {}, title, h("span.fine", {}, hint)),
-    h("div.fields", {}, ...fields.map((one) => one.element)), h("div.row", {}, go), told.element, list);
+    h("div.fields", {}, ...fields.map((one) => one.element)), h("div.row", {}, go), outcome.element, list);
   element.addEventListener("submit", async (event) => {
     event.preventDefault();
     const made = make();
     fields.forEach((one) => one.clear());
-    told.show("", "");
+    outcome.show("", "");
     if (!made) return;
     go.disabled = true;
     try {
       await send(title, made);
       markChosen("", []);
     } catch (error) {
-      refuse(error, byParam, told);
+      refuse(error, byParam, outcome);
       onRefused(error);
     } finally {
       go.disabled = false;
@@ -201,11 +201,11 @@ function order(title, hint, fields, make, byParam, onRefused = () => {}) {
   return { element, go };
 }
 
-function refuse(error, byParam, told) {
+function refuse(error, byParam, outcome) {
   const message = error instanceof Refused ? error.message : "the gateway does not answer; the order may not have arrived";
   const at = error instanceof Refused && byParam[error.param?.split(".")[0]];
   if (at) at.fail(message);
-  else told.show("bad", message);
+  else outcome.show("bad", message);
   say(message);
 }
 

@@ -8,7 +8,7 @@ import { tables } from "./tables.js";
 const view = { policy: null, fields: new Map(), modes: null, isBusy: false };
 
 export function startPolicy() {
-  view.told = notice();
+  view.outcome = notice();
   const { choices } = tables.policy.find(({ name }) => name === "mode");
   view.modes = h("fieldset.modes", {}, h("legend", {}, "Mode"), ...Object.entries(choices).map(([name, means]) =>
     h("label", {}, h("input", { type: "radio", name: "mode", value: name }), h("b", {}, name), h("span.fine", {}, means))));
@@ -19,7 +19,7 @@ export function startPolicy() {
   view.undo = h("button.quiet", { type: "button", disabled: true, onclick: () => fill() }, "Undo");
   view.revision = h("span.fine");
   const form = h("form.policy", { noValidate: true, "aria-label": "Policy" }, view.modes, ...sets,
-    h("div.row.sticky", {}, view.save, view.undo, view.revision), view.told.element);
+    h("div.row.sticky", {}, view.save, view.undo, view.revision), view.outcome.element);
   form.addEventListener("submit", save);
   form.addEventListener("input", mark);
   $("panel-policy").append(form);
@@ -80,7 +80,7 @@ async function save(event) {
   try {
     view.policy = await call("PUT", "/admin/policy", { revision: view.policy.revision, ...changes() });
     fill();
-    told("good", `Saved as revision ${view.policy.revision}.`);
+    announce("good", `Saved as revision ${view.policy.revision}.`);
   } catch (error) {
     refuse(error);
   } finally {
@@ -91,16 +91,16 @@ async function save(event) {
 
 async function refuse(error) {
   if (!(error instanceof Refused)) {
-    told("bad", "The gateway does not answer; nothing may have been saved.");
+    announce("bad", "The gateway does not answer; nothing may have been saved.");
     return;
   }
   const at = view.fields.get(error.param);
   if (at) {
     at.fail(error.message);
     at.input.focus();
-    told("", "");
+    announce("", "");
     say(error.message);
-  } else told("bad", error.message);
+  } else announce("bad", error.message);
   if (error.status === 409) {
     const edited = changes();
     view.policy = await call("GET", "/admin/policy").catch(() => view.policy);
@@ -108,6 +108,6 @@ async function refuse(error) {
   }
 }
 
-function told(tone, message) {
-  view.told.show(tone, message);
+function announce(tone, message) {
+  view.outcome.show(tone, message);
 }

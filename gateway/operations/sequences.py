@@ -26,7 +26,7 @@ POLL_S: Final = 0.05  # between two looks at the cards of a group that has just 
 async def send(
     gateway: Gateway, place: orders.MorphTarget, command: Morph, why: str = "ordered by hand"
 ) -> MorphRecord:
-    """Send an order and the event that tells of it, both or neither. Raises ApiError 503."""
+    """Send an order and the event of its decision, both or neither. Raises ApiError 503."""
     bus, worker = gateway.bus, place.worker.id
     decided = f"{why}: {in_words(command)}"
     entry = gateway.morphs.ordered(command, worker, decided)
@@ -167,7 +167,7 @@ class Sequences:
         return entry.state, entry.reason
 
     async def _publish(self, report: MorphReport) -> None:
-        """Tell every gateway, this one included, as soon as Redis takes it."""
+        """Publish to every gateway, this one included, as soon as Redis takes it."""
         bus = self._gateway.bus
         while True:
             try:
