@@ -17,9 +17,6 @@ WORKER_ONLY = ("torch", "triton", "numba", "safetensors")
 SERVICES = ("gateway", "monitor", "controller")
 PRODUCT = ("bus", "gateway", "monitor", "controller", "worker", "kernels", "instar")
 
-# Names that more than one class of the product still has. Rename a class, delete its line; add none.
-DUPLICATE_CLASSES: set[str] = set()
-
 
 def modules_of(package: str) -> list[str]:
     names = [module_name(path) for path in sorted((ROOT / package).rglob("*.py"))]
@@ -102,8 +99,7 @@ def test_a_class_name_stands_for_one_class_in_the_product() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     duplicates = {name: found for name, found in places.items() if len(found) > 1}
-    new = {name: found for name, found in duplicates.items() if name not in DUPLICATE_CLASSES}
-    assert new == {}, "rename one of each"
+    assert duplicates == {}
 
 
 def test_no_modules_of_the_product_import_each_other() -> None:
