@@ -195,8 +195,42 @@ def test_settings_of_the_documentation_exist(document: Path) -> None:
 
 def test_every_package_has_its_sentence_in_the_structure_page() -> None:
     text = (ROOT / "docs" / "structure.md").read_text()
-    for package in ("gateway", "monitor", "controller", "worker", "kernels", "bus", "instar", "bench"):
-        assert f"`{package}/`" in text
+    for package in (*PRODUCT, "bench"):
+        assert f"| `{package}/` |" in text
+    folders = {path.parent.relative_to(ROOT) for path in product_files()}
+    missing = [str(one) for one in folders if len(one.parts) == 2 and f"| `{one}/` |" not in text]
+    assert sorted(missing) == []
+
+
+def test_every_name_of_the_structure_page_exists() -> None:
+    """References are written `path:Class.method`; a bare path in backticks is a file or a folder."""
+    text = (ROOT / "docs" / "structure.md").read_text()
+    references = set(re.findall(r"`([\w/]+\.py):([\w.]+)`", text))
+    paths = set(re.findall(r"`([\w/]+(?:/|\.py))`", text))
+    assert len(references) > 50  # the pattern finds them
+    assert sorted(path for path in paths if not (ROOT / path).exists()) == []
+    missing = [f"{path}:{name}" for path, name in references if not _defines(ROOT / path, name)]
+    assert sorted(missing) == []
+
+
+def _defines(path: Path, name: str) -> bool:
+    """Return whether a module defines a function, a class, or a member in the class's own body."""
+    if not path.exists():
+        return False
+    body = ast.parse(path.read_text()).body
+    for part in name.split("."):
+        named = [node for node in body if _name_of(node) == part]
+        if not named:
+            return False
+        body = getattr(named[0], "body", [])
+    return True
+
+
+def _name_of(node: ast.stmt) -> str:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name
+    target = node.target if isinstance(node, ast.AnnAssign) else None
+    return target.id if isinstance(target, ast.Name) else ""
 
 
 def _code_of(document: Path) -> str:
