@@ -33,8 +33,8 @@ class KVSharing:
         self.num_moves = 0
 
     def move_some(self, but: Container[str]) -> bool:
-        """A unit of work, if somebody misses blocks and others can give. but: instances whose KV is being
-        resized by order."""
+        """Move some pages if a model misses blocks and others can give. Returns whether it did. but:
+        instances whose KV is being resized by order."""
         models = self._host.models
         if len(models) < 2:
             return False

@@ -4,7 +4,7 @@
 
     read, plan    loading thread    the folder, but for its weights
     room          engine            other models' idle KV shrinks, a few pages between two steps
-    pages         engine            mapped, still nobody's
+    pages         engine            mapped; no step reads them yet
     contents      loading thread    host images first, if this host has none; at a bounded share of the time
     check         engine            products of a known input, half by half
     KV            engine            what is free and what idle models can give, a fair share at most
@@ -82,7 +82,7 @@ class LoadRun:
 
     @property
     def progress(self) -> str:
-        return self._loader.told if self._stage == "images" else self._stage
+        return self._loader.images_progress if self._stage == "images" else self._stage
 
     def numbers(self) -> dict[str, Number]:
         cache = self._loader.cache
@@ -101,8 +101,8 @@ class LoadRun:
         with ExitStack() as undo:
             host.busy_with = self._command.id
             undo.callback(self._over)
-            if host.hooks:
-                host.hooks.on_loading(name)
+            if host.listener:
+                host.listener.on_loading(name)
             back = undo.enter_context(ExitStack())
             back.callback(self._return_lent_pages)
             back.callback(host.claim, self._command.instance, None)
@@ -150,8 +150,8 @@ class LoadRun:
 
     def _came(self) -> None:
         host = self._host
-        if host.hooks:
-            host.hooks.on_loaded(host.models[self._command.instance].card)
+        if host.listener:
+            host.listener.on_loaded(host.models[self._command.instance].card)
 
     # ----------------------------------------------------------------------------- its weights
 
@@ -276,7 +276,7 @@ class LoadRun:
                 self._lend(move)
                 yield True
             else:
-                yield from self._wait(self._no_room("deferred", "and nobody can give so much now"))
+                yield from self._wait(self._no_room("deferred", "and no model can give so much now"))
 
     def _claim(self) -> None:
         """Claim the pages that are not mapped yet, and a reserve for swaps."""
@@ -332,8 +332,8 @@ class LoadRun:
 
     def _over(self) -> None:
         self._host.busy_with = ""
-        if self._host.hooks:
-            self._host.hooks.on_loading("")
+        if self._host.listener:
+            self._host.listener.on_loading("")
 
 
 def _least(resident: HostedModel) -> int:

@@ -67,7 +67,7 @@ class ModelLoader:
     def __init__(self, command: Deploy, host: ModelHost) -> None:
         self.command, self.host = command, host
         self.settings, self.pool = host.settings, host.pool
-        self.told = ""  # how far the images are
+        self.images_progress = ""  # how far the images are
         self.shard = own_shard(command, host.worker)
         self.variants: Variants = NoVariants()
         self.cache: KVCache | None = None
@@ -125,7 +125,9 @@ class ModelLoader:
         """The host's images of all variants, if no worker of the host has made them yet."""
 
         def tell(done: int, total: int) -> None:
-            self.told = f"variants in host memory: {10 * done // total * 10} % of {total / MIB:.0f} MiB"
+            self.images_progress = (
+                f"variants in host memory: {10 * done // total * 10} % of {total / MIB:.0f} MiB"
+            )
             if not may_go_on():
                 raise GivenUp
 

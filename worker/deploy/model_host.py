@@ -87,7 +87,7 @@ class ModelHost:
     def __init__(self, worker: str, pool: PagePool, engine: Engine, settings: WorkerSettings) -> None:
         self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
         self.models: dict[str, HostedModel] = {}
-        self.hooks: HostListener | None = None
+        self.listener: HostListener | None = None
         self.transport: Transport | None = None  # None: no other worker reaches it
         self.stages: StageHost | None = None  # of instances that others lead; None: it takes part in none
         # An instance whose stages elsewhere are gone, and why: it is to leave.
@@ -120,9 +120,9 @@ class ModelHost:
 
     def begin_unload(self, instance: str) -> None:
         """Let the instance take nothing new."""
-        self._leaving[instance] = self.hooks is None
-        if self.hooks:
-            self.hooks.on_unloading(instance)
+        self._leaving[instance] = self.listener is None
+        if self.listener:
+            self.listener.on_unloading(instance)
 
     def mark_drained(self, instance: str) -> None:
         """Note that no request comes to the instance any more."""
@@ -137,8 +137,8 @@ class ModelHost:
         self._leaving.pop(instance, None)
         if is_gone:
             self.on_changed()
-        if self.hooks:
-            (self.hooks.on_unloaded if is_gone else self.hooks.on_unload_aborted)(instance)
+        if self.listener:
+            (self.listener.on_unloaded if is_gone else self.listener.on_unload_aborted)(instance)
 
     # ----------------------------------------------------------------------------- pages
 
@@ -180,14 +180,14 @@ class ModelHost:
 
     def who_has_what(self) -> str:
         """Describe how the pages are spread, for messages."""
-        told = []
+        parts = []
         for resident in self.models.values():
             needed = resident.kv_pages - resident.idle_pages
-            told.append(
+            parts.append(
                 f"{resident.card.id} has {resident.weight_pages} of weights and {resident.kv_pages} of KV"
                 f" ({needed} of them needed)"
             )
-        return "; ".join(told) or "no other model is here"
+        return "; ".join(parts) or "no other model is here"
 
     def kv_beside(self, instance: str, missing: int) -> str:
         """Describe the KV of other models, for the reason of an order that misses `missing` pages: how much
@@ -195,15 +195,15 @@ class ModelHost:
         others = [one for name, one in self.models.items() if name != instance and one.kv_pages]
         if not others:
             return ""
-        told = ", ".join(
+        parts = ", ".join(
             f"{one.card.id} has {one.kv_pages} pages of KV, {one.idle_pages} idle" for one in others
         )
         most = max(others, key=lambda one: one.idle_pages)
         if not most.idle_pages:
-            return f". {told}"
+            return f". {parts}"
         shrink = f"`instar morph resize {most.card.id} {most.target.resizer.blocks_without(missing)}`"
         return (
-            f". {told}; an order calls none of it back, only requests that miss blocks do: shrink it first, "
+            f". {parts}; an order calls none of it back, only requests that miss blocks do: shrink it first, "
             f"{shrink}"
         )
 

@@ -104,7 +104,7 @@ class PipelineLoadRun(LoadRun):
     ) -> None:
         """peers: by worker, where the stages are reached. Raises NotApplied where one is missing."""
         super().__init__(command, host, copier, clock=clock)
-        self._beside = [_seat(command, 0, worker, peers) for worker in command.stages[0].workers[1:]]
+        self._beside = [_peer(command, 0, worker, peers) for worker in command.stages[0].workers[1:]]
         self._behind = [_behind(command, number, peers) for number in range(1, len(command.stages))]
         _refuse_second_group(command, host)
 
@@ -163,13 +163,13 @@ class PipelineLoadRun(LoadRun):
 
 def _behind(command: Deploy, number: int, peers: Mapping[str, Peer]) -> RemoteStage:
     stage = command.stages[number]
-    first, *others = [_seat(command, number, worker, peers) for worker in stage.workers or [""]]
+    first, *others = [_peer(command, number, worker, peers) for worker in stage.workers or [""]]
     return RemoteStage(
         first.worker, first.epoch, first.address, first.key, stage.first, stage.end, tuple(others)
     )
 
 
-def _seat(command: Deploy, number: int, worker: str, peers: Mapping[str, Peer]) -> Peer:
+def _peer(command: Deploy, number: int, worker: str, peers: Mapping[str, Peer]) -> Peer:
     peer = peers.get(worker)
     if peer is None:
         why = f"stage {number} at {worker} cannot be reached: it is not there, or has no worker.group_host"

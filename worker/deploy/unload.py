@@ -21,7 +21,7 @@ from worker.morph.run import Clock, Patience
 
 Steps = Generator[bool, None, None]
 
-TURN_S = 0.05  # between two looks whether another that comes or goes is through: its end wakes nobody
+TURN_S = 0.05  # between two looks whether another load or unload has ended, which wakes no one
 HURRY_S = 5.0  # for the service to have read what was sent; then it is taken for read
 
 
@@ -79,8 +79,8 @@ class UnloadRun:
                 break
             yield False
         self._patience.get_on()
-        if not host.is_drained(name) and host.hooks:
-            host.hooks.on_unload_urgent(name)
+        if not host.is_drained(name) and host.listener:
+            host.listener.on_unload_urgent(name)
         while not host.is_drained(name) and self._hurry.wait():
             yield False
         self._num_sent_away = host.engine.send_away(name, f"{name} is retired")

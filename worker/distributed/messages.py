@@ -134,7 +134,7 @@ class FinishMerge(Action, frozen=True, kw_only=True, tag=True):
 
     blocks: int
     pages: list[int]  # by rank
-    is_probed: bool = False  # all measure how fast they send each other, since nothing has told it yet
+    is_probed: bool = False  # members measure the bandwidth between them, which is not known yet
 
 
 class Announce(Action, frozen=True, kw_only=True, tag=True):

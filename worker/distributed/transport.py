@@ -283,8 +283,8 @@ def connect(
     is_pinned: bool = False,
     on_idle: Callable[[], None] = lambda: None,
 ) -> Link:
-    """Return a link to the listener at `address` ("host:port"), at once. Where nobody listens, or the key is
-    wrong, the link is lost."""
+    """Return a link to the listener at `address` ("host:port"), at once. If no worker listens there, or the
+    key is wrong, the link is lost."""
     host, _, port = address.rpartition(":")
 
     def dial() -> socket.socket:
@@ -305,7 +305,7 @@ def connect(
 
 class _Listener:
     """Accepts connections that show the key. A connection without it is closed after HANDSHAKE_S, earlier
-    where more than MAX_HANDSHAKES wait: then the oldest goes first, so that strangers keep nobody out."""
+    where more than MAX_HANDSHAKES wait: then the oldest goes first, so that strangers keep no worker out."""
 
     def __init__(self, host: str, on_accepted: Callable[[Callable[[], socket.socket]], object]) -> None:
         """on_accepted: called with what completes the handshake and returns the connection. Raises OSError
@@ -385,7 +385,7 @@ class Endpoint(Generic[M]):
         self._is_closed = False
 
     def connect(self, address: str, key: bytes) -> Link:
-        """Return a link to another worker, at once. Where nobody listens, or the key is wrong, it is lost."""
+        """Return a link to another worker, at once. It is lost if no worker listens, or the key is wrong."""
         link = self._transport.connect(address, key, self.take, self.lose)
         self._own(link)
         return link
@@ -421,8 +421,8 @@ class Endpoint(Generic[M]):
 
 
 class Transport:
-    """One worker's listener and its links. `address` and `key` are for the card: whoever can read it may
-    connect."""
+    """One worker's listener and its links. `address` and `key` are for the card: a worker that can read it
+    may connect."""
 
     def __init__(self, host: str, timeout_s: float, *, is_pinned: bool = False) -> None:
         """timeout_s: a link on which nothing is received for this long is lost. is_pinned: payloads go on to

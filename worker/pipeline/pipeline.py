@@ -1,4 +1,4 @@
-"""The leader's end of a pipeline: connections to the stages behind it, and what is on its way."""
+"""The leader's end of a pipeline: links to the other workers, and the batches in flight."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from worker.model import ModelConfig
 
 
 class PipelineLost(ExecutorLost):
-    """A stage is gone, or does not answer: nothing that is on its way will come back."""
+    """A stage is gone or does not answer: no batch in flight will come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +49,28 @@ class RemoteStage:
     others: tuple[Peer, ...] = ()
 
     @property
-    def seats(self) -> list[Peer]:
+    def peers(self) -> list[Peer]:
         """The workers of the stage in the order of their ranks."""
         return [Peer(self.worker, self.epoch, self.address, self.key), *self.others]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StageRank:
     """Rank `rank` of a stage, which has layers [first, end)."""
 
     stage: int
     rank: int
     first: int
     end: int
-    seat: Peer
+    peer: Peer
 
 
 class Pipeline:
-    """The engine's thread owns it; connections put what comes into its mail and `wake` it.
+    """The leader's links to the other workers of a pipeline, and the batches in flight.
 
-    `join`, then, when `is_joined`, `start`, then, when `is_started`, `send` and `take_done`: what is sent
-    first comes back first. After PipelineLost there is only `close`.
+    The engine's thread owns it; threads of links put messages into the mailbox and `wake` it. `join`, then,
+    when `is_joined`, `start`, then, when `is_started`, `send` and `take_done`: batches come back in the order
+    in which they were sent. After PipelineLost only `close` may be called.
     """
 
     def __init__(
@@ -85,15 +86,15 @@ class Pipeline:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """beside: ranks 1, 2, ... of the leader's own stage; every other stage has as many. timeout_s: for a
-        connection that is silent, and for a step to come back."""
+        silent link, and for a batch to come back."""
         if any(len(each.others) != len(beside) for each in behind):
             raise ValueError(f"{pipeline}: its stages have different numbers of ranks")
         self.beside, self.tp = list(beside), 1 + len(beside)
         self.id, self.leader, self.behind, self.timeout_s = pipeline, leader, list(behind), timeout_s
         self._wake, self._is_gpu, self._clock = wake, is_gpu, clock
         self._mail: SimpleQueue[tuple[Link, Message | str, torch.Tensor]] = SimpleQueue()
-        # By place, the leader's own stage first, the ranks of a stage in their order.
-        self._places: list[_Place] = []
+        # In the order of stages and ranks, without the leader; links, answers and starts likewise.
+        self._stage_ranks: list[_StageRank] = []
         self._links: list[Link] = []
         self._joined: dict[int, PipelineJoined] = {}
         self._started: set[int] = set()
@@ -101,7 +102,7 @@ class Pipeline:
         self._done: deque[torch.Tensor] = deque()
         self._next_step = 0
         self._lost = ""
-        self.going = ""  # who is to leave, and would let what runs end first
+        self.going = ""  # a worker that drains, and why
 
     @property
     def num_stages(self) -> int:
@@ -110,19 +111,21 @@ class Pipeline:
     # ----------------------------------------------------------------------------- coming together
 
     def join(self, config: ModelConfig, dtype: torch.dtype, block_tokens: int, digest: str = "") -> None:
-        """Ask them all, each for its layers of this model. A stage that is still being loaded answers when it
-        is there."""
+        """Ask all workers, each for its layers of this model. A stage that is still being loaded answers when
+        it is ready."""
         own = (config.first_layer, config.first_layer + config.num_layers)
-        self._places = [_Place(0, rank, *own, seat) for rank, seat in enumerate(self.beside, start=1)]
-        self._places += [
-            _Place(stage, rank, each.first, each.end, seat)
-            for stage, each in enumerate(self.behind, start=1)
-            for rank, seat in enumerate(each.seats)
+        self._stage_ranks = [
+            _StageRank(0, rank, *own, peer) for rank, peer in enumerate(self.beside, start=1)
         ]
-        for place in self._places:
+        self._stage_ranks += [
+            _StageRank(stage, rank, each.first, each.end, peer)
+            for stage, each in enumerate(self.behind, start=1)
+            for rank, peer in enumerate(each.peers)
+        ]
+        for place in self._stage_ranks:
             link = connect(
-                place.seat.address,
-                place.seat.key,
+                place.peer.address,
+                place.peer.key,
                 self._take,
                 self._lose,
                 timeout_s=self.timeout_s,
@@ -137,7 +140,7 @@ class Pipeline:
                     stage=place.stage,
                     rank=place.rank,
                     tp=self.tp,
-                    epoch=place.seat.epoch,
+                    epoch=place.peer.epoch,
                     first=place.first,
                     end=place.end,
                     hidden_size=config.hidden_size,
@@ -149,17 +152,18 @@ class Pipeline:
                 )
             )
 
-    def _next_peers(self, place: _Place) -> list[Peer]:
-        """The leader has its own connections to the second stage."""
+    def _next_peers(self, place: _StageRank) -> list[Peer]:
+        """Return the ranks of the next stage, for the first rank of a stage. The leader has its own links to
+        the second stage."""
         if place.rank or not 0 < place.stage < len(self.behind):
             return []
-        return self.behind[place.stage].seats
+        return self.behind[place.stage].peers
 
     @property
     def is_joined(self) -> bool:
         """True once all workers stand by. Raises PipelineLost."""
         self._read()
-        return len(self._joined) == len(self._places)
+        return len(self._joined) == len(self._stage_ranks)
 
     @property
     def num_blocks_possible(self) -> int:
@@ -172,9 +176,10 @@ class Pipeline:
         return [layer for at in self._firsts for layer in self._joined[at].shape]
 
     def start(self, blocks: int, rendezvous: str = "", store: str = "") -> None:
-        """Let all have so many blocks, and the ranks of each stage meet; those of the leader's in `store`."""
+        """Let all workers have this many blocks, and the ranks of each stage meet; those of the leader's
+        stage in `store`."""
         stores = [store, *(self._joined[at].store for at in self._firsts)]
-        for place, link in zip(self._places, self._links, strict=True):
+        for place, link in zip(self._stage_ranks, self._links, strict=True):
             link.send(
                 StartPipeline(
                     pipeline=self.id, blocks=blocks, rendezvous=rendezvous, store=stores[place.stage]
@@ -185,12 +190,12 @@ class Pipeline:
     def is_started(self) -> bool:
         """True once all workers have their blocks. Raises PipelineLost."""
         self._read()
-        return len(self._started) == len(self._places)
+        return len(self._started) == len(self._stage_ranks)
 
     @property
     def _firsts(self) -> list[int]:
         """Places of the first ranks of the stages behind, in their order."""
-        return [at for at, place in enumerate(self._places) if place.stage and not place.rank]
+        return [at for at, place in enumerate(self._stage_ranks) if place.stage and not place.rank]
 
     # ----------------------------------------------------------------------------- steps
 
@@ -200,11 +205,11 @@ class Pipeline:
 
     @property
     def has_news(self) -> bool:
-        """`take_done` has something to give, or to raise."""
+        """True if `take_done` has something to return, or to raise."""
         return bool(self._done or self._lost) or not self._mail.empty() or self._is_overdue
 
     def share(self, work: ModelInput, residual: torch.Tensor) -> None:
-        """A step begins: the embedded rows [T, H] go to the other ranks of this stage. Then comes `send`."""
+        """Begin a step: send the embedded rows [T, H] to the other ranks of this stage. `send` follows."""
         if self.beside:
             # On a CPU a payload is the tensor's own memory, and the leader's layers add to it meanwhile.
             self._send_to(0, self._step_message(work), to_host(residual.clone()))
@@ -219,19 +224,19 @@ class Pipeline:
         return RunStage(pipeline=self.id, step=self._next_step, work=pack(work, has_token_ids=False))
 
     def move(self, moved: Mapping[int, int]) -> None:
-        """KV blocks (from -> to), behind all steps that were sent."""
+        """Move KV blocks (from -> to) in every stage, behind all steps that were sent."""
         move = MoveBlocks(pipeline=self.id, sources=list(moved), targets=list(moved.values()))
         for stage in (0, 1):
             self._send_to(stage, move)
 
     def _send_to(self, stage: int, message: Message, payload: Payload | None = None) -> None:
-        for place, link in zip(self._places, self._links, strict=True):
+        for place, link in zip(self._stage_ranks, self._links, strict=True):
             if place.stage == stage:
                 link.send(message, payload)
 
     def take_done(self) -> torch.Tensor | None:
-        """uint8 in host memory: the residual [R, H] of the step that was sent first of those on their way;
-        None: it is not there yet. Raises PipelineLost."""
+        """Return the residual [R, H] of the batch that was sent first, uint8 in host memory; None if it is
+        not back yet. Raises PipelineLost."""
         self._read()
         if self._is_overdue:
             self._lost = f"a step did not come back within {self.timeout_s:g} s"
@@ -254,16 +259,16 @@ class Pipeline:
     def _read(self) -> None:
         while not self._lost:
             try:
-                link, message, behind = self._mail.get_nowait()
+                link, message, payload = self._mail.get_nowait()
             except Empty:
                 return
-            self._lost = self._note(link, message, behind)
+            self._lost = self._note(link, message, payload)
         raise PipelineLost(self._lost)
 
-    def _note(self, link: Link, message: Message | str, behind: torch.Tensor) -> str:
-        """Why it is lost; empty: it goes on."""
+    def _note(self, link: Link, message: Message | str, payload: torch.Tensor) -> str:
+        """Handle a message. Returns why the pipeline is lost, or ""."""
         at = self._links.index(link)
-        where = self._name(self._places[at])
+        where = self._name(self._stage_ranks[at])
         match message:
             case str():
                 return f"{where} is gone: {message}"
@@ -282,19 +287,19 @@ class Pipeline:
                 expected = self._sent[len(self._done)][0] if len(self._sent) > len(self._done) else None
                 if message.step != expected:
                     return f"{where} answers step {message.step}, {expected} is the next"
-                self._done.append(behind)
+                self._done.append(payload)
             case _:
                 return f"{where} says {type(message).__name__}"
         return ""
 
-    def _name(self, place: _Place) -> str:
+    def _name(self, place: _StageRank) -> str:
         rank = f"rank {place.rank} of " if self.tp > 1 else ""
-        return f"{rank}stage {place.stage} at {place.seat.worker}"
+        return f"{rank}stage {place.stage} at {place.peer.worker}"
 
     # ----------------------------------------------------------------------------- threads of connections
 
-    def _take(self, link: Link, message: Message, behind: torch.Tensor) -> None:
-        self._mail.put((link, message, behind))
+    def _take(self, link: Link, message: Message, payload: torch.Tensor) -> None:
+        self._mail.put((link, message, payload))
         self._wake()
 
     def _lose(self, link: Link, reason: str) -> None:

@@ -50,7 +50,7 @@ OnCards = Callable[[list[InstanceCard]], None]
 
 
 class GroupMembership:
-    """`look` in the engine's thread, or before that starts, whenever a model came or has gone."""
+    """`update` in the engine's thread, or before that starts, whenever a model came or has gone."""
 
     def __init__(self, host: ModelHost, morphs: MorphManager) -> None:
         self._host, self._morphs = host, morphs
@@ -59,7 +59,7 @@ class GroupMembership:
         self.on_regrouped: OnRegrouped = lambda members, why: None
         self.on_cards: OnCards = lambda cards: None
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Let the worker join groups if it has one model alone, and none otherwise."""
         only = self._only()
         before = self.grouping

@@ -22,13 +22,13 @@ from bus.messages import WorkerCard
 log = logging.getLogger(__name__)
 
 RETRY_S, FULL_RETRY_S = 0.2, 1.0
-# Compilers hold the interpreter's lock for seconds at a time. Nobody waits for a worker that only loads.
+# Compilers hold the interpreter's lock for seconds at a time. No request waits for a worker that loads.
 LEASES_WHILE_LOADING = 10
 
 
 class Membership:
     """`join`, which takes the epoch, then `run` for as long as the worker lives, then `leave`.
-    `on_fenced(epoch)` is called in the event loop, before anybody can learn of the new epoch."""
+    `on_fenced(epoch)` is called in the event loop, before others can learn of the new epoch."""
 
     def __init__(self, bus: Bus, card: WorkerCard, lease_s: float) -> None:
         self._bus, self._card, self._lease_s = bus, card, lease_s

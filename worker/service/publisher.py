@@ -24,7 +24,7 @@ from worker.service.ledger import Ledger, Ticket
 
 log = logging.getLogger(__name__)
 
-MAX_PARCELS_AT_ONCE = 64  # of one MULTI: Redis serves nobody else while it runs
+MAX_PARCELS_AT_ONCE = 64  # of one MULTI: Redis serves no other client while it runs
 FULL_RETRY_S = 0.2  # Redis at maxmemory: gateways trim as they read
 
 

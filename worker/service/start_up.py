@@ -59,8 +59,8 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         ProbeResponder(model_host.transport, device)
         engine.parts = model_host.stages = StageHost(model_host.transport)
     group_membership = GroupMembership(model_host, morphs)
-    group_membership.look()
-    model_host.on_changed = group_membership.look
+    group_membership.update()
+    model_host.on_changed = group_membership.update
     return Loaded(engine, pool.counts, str(device), pool.page_bytes, morphs, model_host, group_membership)
 
 

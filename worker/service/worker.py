@@ -127,7 +127,7 @@ class Serving:
             on_error=self._die,
         )
         if loaded.model_host:
-            loaded.model_host.hooks = InstanceUpdates(self._loop, self._instances)
+            loaded.model_host.listener = InstanceUpdates(self._loop, self._instances)
         if group_membership := loaded.group_membership:
             group_membership.use = self._thread.use_grouping
             group_membership.on_regrouped = self._regrouped_in_thread
@@ -216,7 +216,7 @@ class Serving:
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
         await run_until(stop, self._intake.is_listening.wait())
-        if stop.is_set():  # nobody was told to send anything
+        if stop.is_set():  # no gateway has seen a card to send to
             return
         await self._announce()
         waits = [asyncio.create_task(event.wait()) for event in (stop, self._draining)]
@@ -237,7 +237,7 @@ class Serving:
             async with asyncio.timeout(self._settings.drain_timeout_s):
                 await self._part()  # first, since a group whose leader drains takes nothing new
                 await self._end_stages()
-                if self._bus.up:  # else nobody can send anything either
+                if self._bus.up:  # else no gateway can send anything either
                     await asyncio.sleep(GATEWAYS_LOOK_S)
                 while len(self._ledger) or await self._instances.backlog():  # noqa: ASYNC110 one wait a life
                     await asyncio.sleep(DRAIN_CHECK_S)
