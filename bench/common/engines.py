@@ -17,10 +17,10 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 import torch
 
 from bench.common.loading import LoadFormat, load_model
-from bus.messages import SamplingParams
+from bus.messages import SamplingParams, Submit
 from worker.engine.build import MIB, Shape, fill_caches, make_cache, make_instance, make_pool
 from worker.engine.engine import Engine
-from worker.engine.sequence import Request
+from worker.engine.sequence import own_request
 
 CPU = torch.device("cpu")
 INSTANCE = "bench"
@@ -54,10 +54,10 @@ def load_engine(
     return engine
 
 
-def greedy(name: str, prompt: list[int], num_out: int) -> Request:
+def greedy(name: str, prompt: list[int], num_out: int) -> Submit:
     """Return a request for `num_out` greedy tokens."""
     sampling = SamplingParams(max_tokens=num_out, seed=0, temperature=0.0)
-    return Request(id=name, prompt_token_ids=prompt, sampling=sampling)
+    return own_request(name, prompt, sampling)
 
 
 def run_prompts(engine: Engine, prompts: Sequence[list[int]], num_out: int) -> tuple[float, list[list[int]]]:
@@ -69,7 +69,7 @@ def run_prompts(engine: Engine, prompts: Sequence[list[int]], num_out: int) -> t
     while engine.has_work:
         for result in engine.step():
             for output in result.outputs:
-                outputs[int(output.request.id)] += output.delta.token_ids
+                outputs[int(output.request.request_id)] += output.delta.token_ids
     return time.perf_counter() - began, outputs
 
 

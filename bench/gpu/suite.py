@@ -229,7 +229,9 @@ def _decode(engine: Any, num_seqs: int, context: int, bandwidth: float) -> dict[
         engine.submit(INSTANCE, greedy(str(s), prompt, TIMED_STEPS + 2 * warm + num_seqs))
     begun: set[str] = set()
     while len(begun) < num_seqs:
-        begun |= {o.request.id for result in engine.step() for o in result.outputs if o.delta.token_ids}
+        begun |= {
+            o.request.request_id for result in engine.step() for o in result.outputs if o.delta.token_ids
+        }
     for _ in range(warm):
         engine.step()
 

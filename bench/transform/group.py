@@ -22,7 +22,7 @@ from bus.messages import Morph, MorphReport, SamplingParams, Transform
 from bus.settings import WorkerSettings
 from worker.distributed.messages import Peer
 from worker.engine.engine import StepResult
-from worker.engine.sequence import Request
+from worker.engine.sequence import own_request
 from worker.service.engine_thread import EngineThread
 from worker.service.start_up import load
 
@@ -213,7 +213,10 @@ class Worker:
         return self._ends.pop(command.id)
 
     def _submit(self, name: str, prompt: list[int], sampling: SamplingParams) -> None:
-        self.thread.submit(self._instance.id, Request(id=name, prompt_token_ids=prompt, sampling=sampling))
+        self.thread.submit(
+            self._instance.id,
+            own_request(name, prompt, sampling),
+        )
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         ends_at = time.monotonic() + WAIT_S

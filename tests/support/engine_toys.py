@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from bus.messages import Delta, LayerShape, RejectReason, SamplingParams
+from bus.messages import Delta, LayerShape, RejectReason, SamplingParams, Submit
 from kernels.plan import AttentionPlan
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
-from worker.engine.sequence import Limits, Request
+from worker.engine.sequence import Limits
 
 VOCAB = 97
 
@@ -117,10 +117,13 @@ def request(
     sent: list[int] | None = None,
     min_precision: Any = "",
     **sampling: Any,
-) -> Request:
+) -> Submit:
     params = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, "temperature": 0.0, **sampling})
-    return Request(
-        id=name,
+    return Submit(
+        attempt=1,
+        gateway="",
+        epoch=0,
+        request_id=name,
         prompt_token_ids=prompt,
         sampling=params,
         sent_token_ids=sent or [],
@@ -143,7 +146,7 @@ class Client:
             for output in result.outputs:
                 self._take(output.request, output.delta)
 
-    def _take(self, request: Request, delta: Delta) -> None:
+    def _take(self, request: Submit, delta: Delta) -> None:
         name = delta.request_id
         self.deltas.append(delta)
         assert name not in self.ends, f"{name} goes on after its end"

@@ -24,7 +24,7 @@ from worker.distributed.transport import Transport
 from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
 from worker.engine.core import Output
 from worker.engine.engine import Engine, StepResult
-from worker.engine.sequence import Limits, Request
+from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, PagePool
 from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
@@ -140,7 +140,10 @@ class GroupWorker(ThreadedWorker):
     def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
         self.tokens[name] = []
-        self.thread.submit(self.instance.id, Request(id=name, prompt_token_ids=prompt, sampling=sampling))
+        self.thread.submit(
+            self.instance.id,
+            own_request(name, prompt, sampling),
+        )
 
     def wait_degree(self, tp: int) -> None:
         self.wait(lambda: self.instance.tp == tp, f"degree {tp}")

@@ -19,7 +19,7 @@ from worker.distributed.transport import Transport
 from worker.engine.build import fill_caches, make_cache
 from worker.engine.core import EngineCore, Output
 from worker.engine.engine import Engine, StepResult
-from worker.engine.sequence import Limits, Request
+from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model
 from worker.model.shard import ALONE, Shard
@@ -74,7 +74,10 @@ class StageWorker(ThreadedWorker):
     def submit(self, instance: str, name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
         params = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, **sampling})
         self.tokens[name] = []
-        self.thread.submit(instance, Request(id=name, prompt_token_ids=prompt, sampling=params))
+        self.thread.submit(
+            instance,
+            own_request(name, prompt, params),
+        )
 
     def is_empty(self) -> bool:
         return bool(self.call(lambda: self.pool.num_free == self.pool.num_pages))
@@ -86,7 +89,7 @@ class StageWorker(ThreadedWorker):
         self.transport.close()
 
     def take(self, result: StepResult, output: Output) -> None:
-        delta, known = output.delta, self.logprobs.setdefault(output.request.id, [])
+        delta, known = output.delta, self.logprobs.setdefault(output.request.request_id, [])
         known += delta.prompt_logprobs or []
         known += delta.logprobs or []
 

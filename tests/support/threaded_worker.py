@@ -66,7 +66,7 @@ class ThreadedWorker:
         with self._changed:
             for result in results:
                 for output in result.outputs:
-                    delta, name = output.delta, output.request.id
+                    delta, name = output.delta, output.request.request_id
                     assert name not in self.ends, f"{name} goes on after its end"
                     if delta.error is None:
                         assert delta.index == len(self.tokens[name]), f"{name}: a token is lost or repeated"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bus.messages import FinishReason, SamplingParams
-from worker.engine.sequence import Limits, Request, Sequence
+from bus.messages import FinishReason, SamplingParams, Submit
+from worker.engine.sequence import Limits, Sequence
 
 FINITE = 1e9
 # The gateway checks what clients send; this keeps anything else on the bus from failing a whole batch.
@@ -20,7 +20,7 @@ RANGES = (
 )
 
 
-def refusal(request: Request, limits: Limits, vocab_size: int) -> str | None:
+def refusal(request: Submit, limits: Limits, vocab_size: int) -> str | None:
     """Return why this request cannot run here at all, or None.
 
     One bad token id would fail the whole batch of its step.

@@ -11,7 +11,7 @@ import torch
 import kernels
 from bus.messages import SamplingParams
 from worker.engine.core import EngineCore
-from worker.engine.sequence import Limits, Request
+from worker.engine.sequence import Limits, own_request
 from worker.engine.stats import Stats
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
@@ -192,7 +192,7 @@ def canary_steps(instance: EngineCore) -> Iterator[None]:
     longest = min(instance.limits.max_model_len - 3, instance.limits.max_num_batched_tokens + 1, 64)
     prompt = [i * 7 % instance.vocab_size for i in range(max(1, longest))]
     sampling = SamplingParams(max_tokens=3, seed=0, temperature=0.0, logprobs=0)
-    instance.submit(Request(id="canary", prompt_token_ids=prompt, sampling=sampling))
+    instance.submit(own_request("canary", prompt, sampling))
     logprobs: list[float] = []
     while instance.has_work:
         for output in instance.step():

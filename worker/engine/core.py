@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from bus.messages import Delta, FinishReason, RejectReason, TokenLogprobs, layers_below_full
+from bus.messages import Delta, FinishReason, RejectReason, Submit, TokenLogprobs, layers_below_full
 from bus.precisions import Precision
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
@@ -20,7 +20,7 @@ from worker.engine.input_batch import InputBatch, ScheduledBatch
 from worker.engine.logprobs import token_logprobs
 from worker.engine.sampler import Sampled, Sampler
 from worker.engine.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
-from worker.engine.sequence import BlockPool, Limits, Request, Sequence
+from worker.engine.sequence import BlockPool, Limits, Sequence
 from worker.engine.shape import below_floor, shape_id
 from worker.engine.stats import Stats
 
@@ -41,7 +41,7 @@ class Cache(Protocol):
 class Output:
     """What one step made for one request."""
 
-    request: Request
+    request: Submit
     delta: Delta
 
 
@@ -181,13 +181,13 @@ class EngineCore:
 
     # ----------------------------------------------------------------------------- requests
 
-    def submit(self, request: Request, arrived: float | None = None) -> None:
+    def submit(self, request: Submit, arrived: float | None = None) -> None:
         """Queue a request. `arrived`: the clock when the worker got it, if not now.
 
         Raises ValueError for an id that runs already; any other problem becomes an `error` Delta.
         """
-        if request.id in self._sequences:
-            raise ValueError(f"request {request.id} is already running")
+        if request.request_id in self._sequences:
+            raise ValueError(f"request {request.request_id} is already running")
         seq = Sequence(request, self._clock() if arrived is None else arrived)
         self._may_schedule = True
         if self.lost:
@@ -201,7 +201,7 @@ class EngineCore:
         else:
             if request.sampling.prompt_logprobs is not None and not request.sent_token_ids:
                 seq.prompt_logprobs.append(None)
-            self._sequences[request.id] = seq
+            self._sequences[request.request_id] = seq
             self.scheduler.add(seq)
 
     def cancel(self, request_ids: Iterable[str]) -> int:
@@ -317,7 +317,7 @@ class EngineCore:
 
     # ----------------------------------------------------------------------------- parts of the step
 
-    def _below_floor(self, request: Request) -> str | None:
+    def _below_floor(self, request: Submit) -> str | None:
         return below_floor(self.shape, request.min_precision) if request.min_precision else None
 
     def _settle(self, scheduled: SchedulerOutput) -> None:
@@ -326,7 +326,7 @@ class EngineCore:
             self.batch.release(seq)
         for seq, error in scheduled.rejected:
             self.batch.release(seq)
-            del self._sequences[seq.request.id]
+            del self._sequences[seq.request.request_id]
             self._outputs.append(self._end(seq, "error", error, RejectReason.KV_CAPACITY))
         for seq in scheduled.admitted:
             row = self.batch.admit(seq)
@@ -408,12 +408,12 @@ class EngineCore:
         seq.last_token_at = now
 
     def _is_here(self, seq: Sequence) -> bool:
-        return self._sequences.get(seq.request.id) is seq
+        return self._sequences.get(seq.request.request_id) is seq
 
     def _drop(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
         self.batch.release(seq)
-        del self._sequences[seq.request.id]
+        del self._sequences[seq.request.request_id]
 
     def _end(
         self,
@@ -441,7 +441,7 @@ class EngineCore:
         if seq.prompt_logprobs and (token_ids or finished) and finished != "error":
             prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
         return Delta(
-            request_id=seq.request.id,
+            request_id=seq.request.request_id,
             attempt=seq.request.attempt,
             index=index,
             token_ids=token_ids,

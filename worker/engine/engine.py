@@ -10,9 +10,8 @@ from typing import Protocol
 
 import torch
 
-from bus.messages import Delta, InstanceTelemetry, RejectReason
+from bus.messages import Delta, InstanceTelemetry, RejectReason, Submit
 from worker.engine.core import EngineCore, Output
-from worker.engine.sequence import Request
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +77,10 @@ def instance_telemetry(instance: EngineCore) -> InstanceTelemetry:
     )
 
 
-def _gone(instance_id: str, request: Request) -> StepResult:
+def _gone(instance_id: str, request: Submit) -> StepResult:
     """Make the error for a request whose instance is not here any more."""
     delta = Delta(
-        request_id=request.id,
+        request_id=request.request_id,
         attempt=request.attempt,
         index=len(request.sent_token_ids),
         token_ids=[],
@@ -142,7 +141,7 @@ class Engine:
             self._unsent.append(result_of(instance, outputs))
         return len(outputs)
 
-    def submit(self, instance_id: str, request: Request, arrived: float | None = None) -> None:
+    def submit(self, instance_id: str, request: Submit, arrived: float | None = None) -> None:
         """Queue a request; one for an instance that is gone ends at once.
 
         arrived: monotonic seconds when the worker got it, if not now. Raises ValueError for an id that

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-from bus.messages import SamplingParams, TokenLogprobs
-from bus.precisions import Precision
+from bus.messages import SamplingParams, Submit, TokenLogprobs
 
 
 class BlockPool(Protocol):
@@ -26,19 +25,6 @@ class BlockPool(Protocol):
     def allocate(self, n: int, /) -> list[int]: ...
 
     def free(self, blocks: Seq[int], /) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One continuation of one prompt. `sent_token_ids` are outputs that the client already has."""
-
-    id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    sent_token_ids: list[int] = field(default_factory=list)
-    attempt: int = 1
-    min_precision: Precision | Literal[""] = ""  # no layer may be below it while this runs; "": no floor
-    gateway: str = ""  # opaque to the engine: returned with the results
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +71,7 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, arrived: float = 0.0) -> None:
+    def __init__(self, request: Submit, arrived: float = 0.0) -> None:
         self.request = request
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.sent_token_ids]
         self.num_prompt = len(request.prompt_token_ids)
@@ -121,10 +107,17 @@ class Sequence:
         """Count `num_tokens` more as computed. The one place where the invariant is asserted."""
         self.num_computed_tokens += num_tokens
         assert 0 < self.num_computed_tokens <= len(self.token_ids), (
-            self.request.id,
+            self.request.request_id,
             self.num_computed_tokens,
         )
         assert self.num_computed_tokens <= len(self.block_ids) * block_tokens, (
-            self.request.id,
+            self.request.request_id,
             self.block_ids,
         )
+
+
+def own_request(name: str, prompt_token_ids: list[int], sampling: SamplingParams) -> Submit:
+    """Make a request of the worker's own: no gateway waits for it."""
+    return Submit(
+        request_id=name, attempt=1, gateway="", epoch=0, prompt_token_ids=prompt_token_ids, sampling=sampling
+    )

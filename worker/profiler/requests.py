@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from bus.deployments import Configuration, LatencySample, MemorySample
-from bus.messages import SamplingParams
+from bus.messages import SamplingParams, Submit
 from bus.precisions import Precision
 from worker.engine.core import EngineCore
-from worker.engine.sequence import Request
+from worker.engine.sequence import own_request
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import Fingerprint
 from worker.profiler.grid import Grid, Point, is_settled
@@ -153,11 +153,11 @@ class Requests:
         for _ in range(point.batch_size):
             self._instance.submit(self._request(point.prompt_tokens, output_tokens))
 
-    def _request(self, prompt_tokens: int, output_tokens: int) -> Request:
+    def _request(self, prompt_tokens: int, output_tokens: int) -> Submit:
         self._num_requests += 1
         prompt = [(self._num_requests * 31 + 7 * i) % self._instance.vocab_size for i in range(prompt_tokens)]
         sampling = SamplingParams(max_tokens=output_tokens, seed=0, temperature=0.0)
-        return Request(id=str(self._num_requests), prompt_token_ids=prompt, sampling=sampling)
+        return own_request(str(self._num_requests), prompt, sampling)
 
     def _wait_for_device(self) -> None:
         """Wait for a GPU; a CPU has nothing left to do."""

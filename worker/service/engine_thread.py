@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from bus.messages import InstanceTelemetry, Morph, MorphReport, PageCounts
+from bus.messages import InstanceTelemetry, Morph, MorphReport, PageCounts, Submit
 from worker.distributed.messages import Peer
 from worker.engine.engine import Engine, StepResult, instance_telemetry
-from worker.engine.sequence import Request
 from worker.morph.manager import MorphManager
 from worker.parallel.grouping import Grouping
 from worker.profiler.runner import ProfileRunner
@@ -77,7 +76,7 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, instance_id: str, request: Request) -> None:
+    def submit(self, instance_id: str, request: Submit) -> None:
         arrived = time.monotonic()
         self._inbox.put(lambda: self._engine.submit(instance_id, request, arrived))
 

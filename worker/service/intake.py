@@ -14,7 +14,6 @@ from bus.deployments import Measure
 from bus.messages import Cancel, CancelMorph, Command, Deploy, Drain, Resize, Retire, Submit, Swap, Transform
 from bus.names import consumer
 from worker.distributed.messages import Peer
-from worker.engine.sequence import Request
 from worker.service.engine_thread import EngineThread
 from worker.service.ledger import Ledger, Ticket, log_ids
 from worker.service.publisher import Outbox
@@ -96,7 +95,7 @@ class Intake:
             self._thread.cancel([submit.request_id])
             self._outbox.ack(self._bus.names.requests(verdict.replaced.instance), verdict.replaced.entry_id)
         log.debug("begun", extra=log_ids(submit.trace_id, submit.request_id) | {"attempt": submit.attempt})
-        self._thread.submit(instance, _request(submit))
+        self._thread.submit(instance, submit)
 
     # ----------------------------------------------------------------------------- commands
 
@@ -181,18 +180,6 @@ class Intake:
             log.debug("stopped", extra=ticket.log_ids | {"attempt": ticket.attempt})
             self._outbox.ack(self._bus.names.requests(ticket.instance), ticket.entry_id)
         self._thread.cancel([ticket.request_id for ticket in tickets])
-
-
-def _request(submit: Submit) -> Request:
-    return Request(
-        id=submit.request_id,
-        prompt_token_ids=submit.prompt_token_ids,
-        sampling=submit.sampling,
-        sent_token_ids=submit.sent_token_ids,
-        attempt=submit.attempt,
-        min_precision=submit.min_precision,
-        gateway=submit.gateway,
-    )
 
 
 CHECK_S = 1.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bus.messages import SamplingParams
 from tests.support.engine_toys import ToyBlocks
 from worker.engine.scheduler import Scheduler, SchedulerOutput
-from worker.engine.sequence import Limits, Request, Sequence
+from worker.engine.sequence import Limits, Sequence, own_request
 
 
 def make(capacity: int, num_seqs: int = 4, tokens: int = 16, block_tokens: int = 4) -> Scheduler:
@@ -18,7 +18,7 @@ def make(capacity: int, num_seqs: int = 4, tokens: int = 16, block_tokens: int =
 
 def sequence(name: str, prompt: int, max_tokens: int = 8) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens, seed=0)
-    return Sequence(Request(id=name, prompt_token_ids=list(range(prompt)), sampling=sampling))
+    return Sequence(own_request(name, list(range(prompt)), sampling))
 
 
 def step(scheduler: Scheduler) -> tuple[SchedulerOutput, list[Sequence]]:
@@ -37,7 +37,7 @@ def step(scheduler: Scheduler) -> tuple[SchedulerOutput, list[Sequence]]:
 
 
 def names(plan: SchedulerOutput) -> dict[str, int]:
-    return {chunk.seq.request.id: chunk.num_tokens for chunk in plan.chunks}
+    return {chunk.seq.request.request_id: chunk.num_tokens for chunk in plan.chunks}
 
 
 def test_planners_that_share_a_step_let_their_sequences_decode_in_turn() -> None:
@@ -74,7 +74,7 @@ def test_nobody_overtakes_a_head_that_does_not_fit() -> None:
         scheduler.add(seq)
     plan, _ = step(scheduler)
     assert names(plan) == {"first": 15}
-    assert [seq.request.id for seq in scheduler.waiting] == ["big", "small"]
+    assert [seq.request.request_id for seq in scheduler.waiting] == ["big", "small"]
 
 
 def test_the_youngest_is_preempted_and_recomputed_first_when_blocks_run_out() -> None:
@@ -85,8 +85,8 @@ def test_the_youngest_is_preempted_and_recomputed_first_when_blocks_run_out() ->
     seen: list[str] = []
     for _ in range(40):
         plan, done = step(scheduler)
-        seen += [seq.request.id for seq in done]
-        assert all(seq.request.id != "a" for seq in plan.preempted), "the oldest is never preempted"
+        seen += [seq.request.request_id for seq in done]
+        assert all(seq.request.request_id != "a" for seq in plan.preempted), "the oldest is never preempted"
     assert seen == ["a", "b", "c"]
     assert scheduler.num_preemptions > 0
 
@@ -98,7 +98,7 @@ def test_a_sequence_too_long_for_the_cache_even_alone_leaves_with_the_numbers() 
     assert "13 tokens need 4 KV blocks of 4 tokens and this instance has 3" in reason
     scheduler.add(sequence("grows", 11, max_tokens=100))
     rejected = [item for _ in range(5) for item in step(scheduler)[0].rejected]
-    assert [seq.request.id for seq, _ in rejected] == ["grows"]
+    assert [seq.request.request_id for seq, _ in rejected] == ["grows"]
     assert rejected[0][0].num_output == 2
     scheduler.check_integrity()
 
@@ -112,7 +112,7 @@ def test_more_sequences_than_batched_tokens_still_leave_no_decode_out() -> None:
     scheduler = make(capacity=100, num_seqs=8, tokens=3)
     for i in range(8):
         scheduler.add(sequence(str(i), 1, max_tokens=4))
-    finished = [seq.request.id for _ in range(30) for seq in step(scheduler)[1]]
+    finished = [seq.request.request_id for _ in range(30) for seq in step(scheduler)[1]]
     assert finished == [str(i) for i in range(8)]
 
 

@@ -200,7 +200,7 @@ class History:
 
         def watched(max_tokens: int | None = None, max_decodes: int | None = None) -> SchedulerOutput:
             made = schedule(max_tokens, max_decodes)
-            self.started += [seq.request.id for seq in made.admitted]
+            self.started += [seq.request.request_id for seq in made.admitted]
             return made
 
         self.rig.instance.scheduler.schedule = watched  # type: ignore[method-assign]

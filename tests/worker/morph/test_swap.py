@@ -55,7 +55,7 @@ def fill(rig: Rig, num_free: int = 0) -> Sequence:
 
 
 def release(rig: Rig, hog: Sequence) -> None:
-    rig.engine.cancel([hog.request.id])
+    rig.engine.cancel([hog.request.request_id])
 
 
 # ------------------------------------------------------------------------------------- the way down

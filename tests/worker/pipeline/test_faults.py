@@ -18,7 +18,7 @@ from bus.messages import RejectReason, SamplingParams
 from tests.support.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
 from worker.distributed.transport import Link
 from worker.engine.core import Output
-from worker.engine.sequence import Request
+from worker.engine.sequence import own_request
 from worker.model import ModelError
 from worker.pipeline.build import start_leading
 from worker.pipeline.pipeline import PipelineLost, RemoteStage
@@ -218,8 +218,8 @@ def test_each_that_comes_to_a_lost_pipeline_is_told_once(folder: Path) -> None:
         def come() -> list[str]:
             instance.lost = "stage 1 is gone"
             for name in "abc":
-                instance.submit(Request(id=name, prompt_token_ids=[1], sampling=params))
-            return [output.request.id for output in instance.take_outputs()]
+                instance.submit(own_request(name, [1], params))
+            return [output.request.request_id for output in instance.take_outputs()]
 
         assert line.leader.call(come) == ["a", "b", "c"]
 

@@ -15,7 +15,7 @@ from tests.support.group_workers import BLOCK_TOKENS, model_fixtures, resize, tr
 from tests.worker.tensor_parallel.test_workers import oracle, prompt
 from worker.distributed.messages import Announce, CountBlocks, MemberStatus, Prepare, Ready, Vote
 from worker.engine.engine import instance_telemetry
-from worker.engine.sequence import Request
+from worker.engine.sequence import own_request
 from worker.memory import OutOfBlocks, plan_moves_below
 from worker.morph import members
 from worker.morph.outcome import NotApplied
@@ -205,7 +205,8 @@ def test_nobody_takes_a_block_between_the_count_and_the_moves(
             if moves and not any(planned):
                 sampling = SamplingParams(max_tokens=20, seed=0, temperature=0.0)
                 leader.engine.submit(
-                    leader.instance.id, Request(id="new", prompt_token_ids=prompt(3, 30), sampling=sampling)
+                    leader.instance.id,
+                    own_request("new", prompt(3, 30), sampling),
                 )
             planned.append(moves)
             return moves
