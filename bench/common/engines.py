@@ -18,9 +18,12 @@ import torch
 
 from bench.common.loading import LoadFormat, load_model
 from bus.messages import SamplingParams, Submit
-from worker.engine.build import MIB, Shape, fill_caches, make_cache, make_instance, make_pool
+from worker.engine.build import MIB, Shape, compile_kernels, instance_of, make_cache, make_pool, useful_pages
+from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
-from worker.engine.sequence import own_request
+from worker.engine.sequence import Limits, own_request
+from worker.memory import KVCache, PagePool
+from worker.model import Model
 
 CPU = torch.device("cpu")
 INSTANCE = "bench"
@@ -48,7 +51,7 @@ def load_engine(
     model = load_model(folder, pool, dtype=dtype, load_format=load_format)
     limits = shape.limits(model)
     cache = make_cache(pool, model, limits, INSTANCE)
-    fill_caches(pool, [(cache, model, limits)])
+    fill_cache(pool, cache, model, limits)
     engine = Engine(device)
     engine.add_instance(make_instance(INSTANCE, model, cache, limits))
     return engine
@@ -124,3 +127,18 @@ def best_of(seconds: float, *runs: Callable[[], object]) -> list[float]:
         for i, run in enumerate(runs):
             best[i] = min(best[i], timed(run))
     return best
+
+
+def fill_cache(pool: PagePool, cache: KVCache, model: Model, limits: Limits, reserve_pages: int = 0) -> None:
+    """Give the pool's free pages, less a reserve for swaps, to the KV cache, as far as they are of use."""
+    pages = min(pool.num_free - reserve_pages, useful_pages(cache, model, limits))
+    cache.grow(pages // model.config.num_layers)
+    assert cache.num_blocks, f"no room for a KV cache: {pages} pages are left of {pool.num_pages}"
+
+
+def make_instance(
+    instance_id: str, model: Model, cache: KVCache, limits: Limits, *, bits: Sequence[int] = ()
+) -> EngineCore:
+    """Return an engine core with compiled kernels. bits: of the quantised variants of its layers."""
+    compile_kernels(model, limits, cache.pool.backend.device, bits=bits)
+    return instance_of(instance_id, model, cache, limits)

@@ -23,14 +23,14 @@ import kernels  # before torch: it settles how torch's threads wait
 import psutil
 import torch
 
-from bench.common.engines import CPU, silence
+from bench.common.engines import CPU, fill_cache, silence
 from bench.common.loading import LoadFormat, load_model
 from bench.common.processes import END, Children
 from bus.messages import PARTS
 from bus.precisions import BITS, Precision
 from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Transport
-from worker.engine.build import MIB, Shape, compile_kernels, fill_caches, make_cache, make_pool
+from worker.engine.build import MIB, Shape, compile_kernels, make_cache, make_pool
 from worker.engine.core import EngineCore
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.shard import Shard
@@ -95,7 +95,7 @@ class Stage:
         for precision in staging.precisions:
             self._layers[precision] = [self._make(i, precision) for i in range(len(self.model.layers))]
         self.cache = make_cache(self.pool, self.model, self.limits, "bench")
-        fill_caches(self.pool, [(self.cache, self.model, self.limits)])
+        fill_cache(self.pool, self.cache, self.model, self.limits)
         self._is_watched, self._peak_bytes = False, 0
 
     def _make(self, index: int, precision: Precision) -> Layer:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
 from bus.messages import MorphReport, Resize, SamplingParams, Swap, Transform
@@ -21,7 +22,7 @@ from bus.precisions import Precision
 from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
-from worker.engine.build import Shape, fill_caches, make_cache, make_instance, useful_pages
+from worker.engine.build import Shape, make_cache, useful_pages
 from worker.engine.core import Output
 from worker.engine.engine import Engine, StepResult
 from worker.engine.sequence import Limits, own_request
@@ -84,7 +85,7 @@ class GroupWorker(ThreadedWorker):
             block_tokens=BLOCK_TOKENS,
         ).limits(self.model)
         cache = make_cache(self.pool, self.model, limits, "model")
-        fill_caches(self.pool, [(cache, self.model, limits)])
+        fill_cache(self.pool, cache, self.model, limits)
         self.instance = make_instance(f"model@{name}", self.model, cache, limits)
         resizer = KVResizer(
             self.instance, cache, reserve_pages=0, useful_pages=useful_pages(cache, self.model, limits)

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from bench.common.engines import fill_cache
 from bench.common.loading import load_model
 from bus.messages import PageCounts, SamplingParams, TokenLogprobs
 from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
-from worker.engine.build import fill_caches, make_cache
+from worker.engine.build import make_cache
 from worker.engine.core import EngineCore, Output
 from worker.engine.engine import Engine, StepResult
 from worker.engine.sequence import Limits, own_request
@@ -114,7 +115,7 @@ def load(
         for layer in range(len(model.layers)):
             resharder.narrow(layer, shard)
     cache = make_cache(pool, model, limits, "m", shard=shard)
-    fill_caches(pool, [(cache, model, limits)])
+    fill_cache(pool, cache, model, limits)
     return model, cache
 
 

@@ -121,34 +121,6 @@ def fair_shares(free: int, useful: Seq[int]) -> list[int]:
     return shares
 
 
-def fill_caches(pool: PagePool, parts: Seq[tuple[KVCache, Model, Limits]], reserve_pages: int = 0) -> None:
-    """Give the pool's free pages, less a reserve for swaps, to KV caches by `fair_shares`.
-
-    Raises ModelError if one of them gets no block.
-    """
-    shares = fair_shares(max(0, pool.num_free - reserve_pages), [useful_pages(*part) for part in parts])
-    for (cache, model, limits), share in zip(parts, shares, strict=True):
-        cache.grow(share // model.config.num_layers)
-        if not cache.num_blocks:
-            needed = model.config.num_layers * cache.pages_for(1)
-            kept = f" ({reserve_pages} are kept for swaps)" if reserve_pages else ""
-            raise ModelError(
-                f"{model.config.folder}: no room for a KV cache: a block of {limits.block_tokens} tokens "
-                f"takes {needed} pages and {share} are left of {pool.num_pages}{kept}; raise memory_mb"
-            )
-
-
-def make_instance(
-    instance_id: str, model: Model, cache: KVCache, limits: Limits, *, bits: Seq[int] = ()
-) -> EngineCore:
-    """Make an engine core and compile its kernels.
-
-    `bits`: of the quantised variants that its layers may become.
-    """
-    compile_kernels(model, limits, cache.pool.backend.device, bits=bits)
-    return instance_of(instance_id, model, cache, limits)
-
-
 def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> EngineCore:
     """Make an engine core whose kernels are compiled."""
     return EngineCore(
@@ -176,12 +148,6 @@ def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits:
             device=device,
             bits=bits if tp == 1 else (),
         )
-
-
-def run_canary(instance: EngineCore) -> None:
-    """Run a first request through every part; see `canary_steps`."""
-    for _ in canary_steps(instance):
-        pass
 
 
 def canary_steps(instance: EngineCore) -> Iterator[None]:

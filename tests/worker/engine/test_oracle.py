@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import FAMILIES, make_oracle
 from tests.support.engine_toys import Client, request, run
 from tests.support.paths import DEMO_MODEL
-from worker.engine.build import fill_caches, make_cache, make_instance, make_pool, run_canary
+from worker.engine.build import canary_steps, make_cache, make_pool
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
@@ -60,7 +61,7 @@ class Case:
             }
         )
         self.cache = make_cache(self.pool, self.model, self.limits, "test")
-        fill_caches(self.pool, [(self.cache, self.model, self.limits)])
+        fill_cache(self.pool, self.cache, self.model, self.limits)
         if num_blocks:
             self.cache.allocator.truncate(num_blocks)
         self.instance: EngineCore = make_instance("m@w0", self.model, self.cache, self.limits)
@@ -182,11 +183,13 @@ def test_logprobs_and_prompt_logprobs_are_those_of_the_model(case: Case, saved: 
 @SOME
 def test_the_canary_finds_weights_that_are_not_numbers(saved: Saved) -> None:
     case = Case(saved.folder)
-    run_canary(case.instance)
+    for _ in canary_steps(case.instance):
+        pass
     assert case.instance.stats.generation_tokens == 0
     case.model.weights[1].attention.tensors["o"].fill_(float("nan"))
     with pytest.raises(ModelError, match="weights are damaged"):
-        run_canary(case.instance)
+        for _ in canary_steps(case.instance):
+            pass
     case.close()
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
 from bus.messages import LayerShape, MorphReport, Resize, Swap
 from bus.precisions import Precision
 from tests.support.engine_toys import Client, request, run
 from tests.support.paths import DEMO_MODEL
 from tests.worker.engine.test_oracle import DEVICE, generate
-from worker.engine.build import fill_caches, make_cache, make_instance, make_pool, useful_pages
+from worker.engine.build import make_cache, make_pool, useful_pages
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
 from worker.memory import VirtualRange
@@ -62,7 +63,7 @@ class Morphing:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024, block_tokens=16)
         self.cache = make_cache(self.pool, self.model, limits, "test")
         reserve = reserve_pages(self.variants, self.num_layers)
-        fill_caches(self.pool, [(self.cache, self.model, limits)], reserve)
+        fill_cache(self.pool, self.cache, self.model, limits, reserve)
         self.instance = make_instance("m@w0", self.model, self.cache, limits, bits=(8, 4, 3))
         self.engine = Engine(DEVICE)
         self.engine.add_instance(self.instance)
