@@ -13,7 +13,7 @@ from worker.deploy.load import LoadRun
 from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
 from worker.deploy.stage_load import PipelineLoadRun, StageLoadRun
 from worker.deploy.unload import UnloadRun
-from worker.morph.groups import Peers
+from worker.morph.interfaces import Peers
 from worker.morph.run import Clock
 from worker.morph.target import Target
 from worker.pipeline.split import leader_of

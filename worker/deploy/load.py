@@ -28,8 +28,7 @@ from worker.deploy.model_host import PAGES_AT_ONCE, Claim, HostedModel, ModelHos
 from worker.engine.build import MIB, cache_text, canary_steps
 from worker.memory import OutOfBlocks
 from worker.model import ModelError
-from worker.morph.outcome import NotApplied
-from worker.morph.run import Clock, Patience
+from worker.morph.run import Clock, NotApplied, Patience
 from worker.morph.target import Target
 from worker.morph.verbs import layer_pages
 from worker.shape.copier import Copier, Copy

@@ -29,8 +29,8 @@ from worker.model.layout import ModelPlan, RangePlan, plan_model
 from worker.model.model import DTYPES, reserve_model
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.weights import LoadedRange, view_mapped
-from worker.morph.outcome import NotApplied
 from worker.morph.resizer import KVResizer
+from worker.morph.run import NotApplied
 from worker.morph.target import Target
 from worker.morph.verbs import NoVariants, Variants, reserve_pages
 from worker.pipeline.split import check_degree, own_part, own_shard

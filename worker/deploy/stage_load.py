@@ -21,9 +21,8 @@ from worker.deploy.load import LoadRun, Steps
 from worker.deploy.model_host import ModelHost
 from worker.distributed.messages import Peer
 from worker.engine.build import canary_steps
-from worker.morph.outcome import NotApplied
 from worker.morph.resizer import KVResizer
-from worker.morph.run import Clock
+from worker.morph.run import Clock, NotApplied
 from worker.morph.target import Target
 from worker.morph.verbs import Variants
 from worker.pipeline.build import start_leading

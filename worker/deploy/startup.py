@@ -15,7 +15,7 @@ from worker.deploy.kv_sharing import KVHolder
 from worker.deploy.load import LoadRun, Steps
 from worker.deploy.model_host import ModelHost
 from worker.model.weights import check_budget
-from worker.morph.outcome import NotApplied
+from worker.morph.run import NotApplied
 from worker.shape.copier import Copier
 
 WAIT_S = 0.1  # at most, between two looks at what the loading thread does

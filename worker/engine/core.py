@@ -17,8 +17,8 @@ from bus.precisions import Precision
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
 from worker.engine.input_batch import InputBatch, ScheduledBatch
-from worker.engine.logprobs import token_logprobs
 from worker.engine.sampler import Sampled, Sampler
+from worker.engine.sampling import token_logprobs
 from worker.engine.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from worker.engine.sequence import BlockPool, Limits, Sequence
 from worker.engine.shape import below_floor, shape_id

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from bus.messages import SamplingParams, TokenLogprobs
-from worker.engine import filters, noise
-from worker.engine.logprobs import token_logprobs
+from worker.engine import sampling
+from worker.engine.sampling import token_logprobs
 
 Rows = npt.NDArray[np.int64]
 
@@ -133,19 +133,19 @@ class Sampler:
         scores = scores / self._tensor(self._temperature[rows]).unsqueeze(1)
         min_p = self._min_p[rows]
         if min_p.any():
-            threshold = filters.min_p_threshold(scores, self._tensor(min_p))
+            threshold = sampling.min_p_threshold(scores, self._tensor(min_p))
             scores = scores.masked_fill_(scores < threshold, -torch.inf)
-        return argmax(scores.add_(noise.gumbel(self._keys(rows, positions), self._vocabulary)))
+        return argmax(scores.add_(sampling.gumbel(self._keys(rows, positions), self._vocabulary)))
 
     def _draw_filtered(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
         scores = scores / self._tensor(self._temperature[rows]).unsqueeze(1)
-        values, ids = filters.candidates(
+        values, ids = sampling.candidates(
             scores,
             self._tensor(self._top_k[rows]),
             self._tensor(self._top_p[rows]),
             self._tensor(self._min_p[rows]),
         )
-        values += noise.gumbel(self._keys(rows, positions), ids.to(torch.int32))
+        values += sampling.gumbel(self._keys(rows, positions), ids.to(torch.int32))
         return ids.gather(1, argmax(values).unsqueeze(1)).squeeze(1)
 
     def _logprobs(self, logits: torch.Tensor, rows: Rows, token_ids: Rows) -> dict[int, TokenLogprobs]:
@@ -180,7 +180,7 @@ class Sampler:
         self._bias[row, : len(bias)] = torch.tensor(list(bias.values()), device=self.device)
 
     def _keys(self, rows: Rows, positions: Rows) -> torch.Tensor:
-        return self._tensor(noise.keys(self._seed[rows], positions))
+        return self._tensor(sampling.keys(self._seed[rows], positions))
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

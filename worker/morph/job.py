@@ -7,9 +7,8 @@ from collections.abc import Generator, Mapping
 
 from bus.messages import Morph, MorphOutcome, MorphReport, Number, Swap, Transform
 from bus.morphs import KIND_OF
-from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
-from worker.morph.run import Clock, Run
+from worker.morph.run import Clock, NotApplied, Run
 
 
 class Job:

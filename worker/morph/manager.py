@@ -25,13 +25,11 @@ from bus.messages import (
 )
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
-from worker.morph.deployments import Deployments
-from worker.morph.groups import Groups, Peers
+from worker.morph.interfaces import Deployments, Groups, Peers
 from worker.morph.job import Job
-from worker.morph.outcome import NotApplied
 from worker.morph.plan import plan_swap
 from worker.morph.resize import ResizeRun
-from worker.morph.run import Run
+from worker.morph.run import NotApplied, Run
 from worker.morph.swap import HalvesInProgress, SwapRun
 from worker.morph.target import Target
 from worker.shape.copier import Copier, Pace

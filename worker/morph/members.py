@@ -12,8 +12,8 @@ from bus.messages import Number
 from bus.precisions import Precision, is_below
 from worker.distributed.messages import Actions, GrowKV, KVPurpose, MemberStatus, ShrinkKV
 from worker.memory import OutOfBlocks, plan_moves_below
-from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
+from worker.morph.run import NotApplied
 from worker.morph.target import Target
 
 Steps = Generator[bool, None, None]  # as `run.Run.steps`

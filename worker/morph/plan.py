@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bus.messages import PARTS, LayerShape, Part, Swap
 from bus.precisions import Precision
 from worker.engine.shape import precision_of
-from worker.morph.outcome import NotApplied
+from worker.morph.run import NotApplied
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ import time
 from bus.messages import Number
 from worker.distributed.messages import GrowKV
 from worker.morph.members import Members, Steps
-from worker.morph.outcome import NotApplied
-from worker.morph.run import Clock, Patience
+from worker.morph.run import Clock, NotApplied, Patience
 from worker.morph.target import Target
 
 # Pages per layer that a worker maps or unmaps between two steps: so the calls' own cost is shared (8 layers,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Protocol
 
-from bus.messages import Number
+from bus.messages import MorphOutcome, Number
 
 Clock = Callable[[], float]  # monotonic seconds
 
@@ -73,3 +73,14 @@ class Patience:
         if self._since is not None:
             self.total_s += self._clock() - self._since
             self._since = None
+
+
+class NotApplied(Exception):
+    """Raised to end a morph, with what its MorphReport will say.
+
+    Whatever it had not finished is undone, and the old shape goes on serving.
+    """
+
+    def __init__(self, state: MorphOutcome, reason: str, **numbers: Number) -> None:
+        self.state, self.reason, self.numbers = state, reason, numbers
+        super().__init__(reason)

@@ -21,9 +21,8 @@ from bus.messages import Number
 from bus.precisions import Precision
 from worker.distributed.messages import DropHalf, InstallHalf, PrepareHalf
 from worker.morph.members import Members, Steps
-from worker.morph.outcome import NotApplied
 from worker.morph.plan import Half
-from worker.morph.run import Clock, Patience, halves_text
+from worker.morph.run import Clock, NotApplied, Patience, halves_text
 from worker.morph.target import Target
 from worker.shape.copier import Copy
 

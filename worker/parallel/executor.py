@@ -43,12 +43,11 @@ from worker.engine.executor import BlockCounter, Executor, FinishedBatch
 from worker.engine.input_batch import ModelInput, ScheduledBatch, empty_input, merge_inputs
 from worker.memory import OutOfBlocks
 from worker.morph.manager import FATAL
-from worker.parallel.canary import Canary
 from worker.parallel.coordinator import StepCoordinator, even_share
 from worker.parallel.formation import Formation
 from worker.parallel.local_instance import LocalInstance
 from worker.parallel.member import Member
-from worker.parallel.merged_step import MergedStep
+from worker.parallel.merged_step import Canary, MergedStep
 from worker.parallel.transition import begin_split, end_split, finish_merge, move_boundary
 
 log = logging.getLogger(__name__)

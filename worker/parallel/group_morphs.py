@@ -1,4 +1,4 @@
-"""The morphs of a group, as the morph manager of its leading worker runs them (`worker.morph.groups`)."""
+"""The morphs of a group, as the morph manager of its leading worker runs them (`worker.morph.interfaces`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 
 from bus.messages import Transform
-from worker.morph.groups import Peers
+from worker.morph.interfaces import Peers
 from worker.morph.run import Clock
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.grouping import Grouping

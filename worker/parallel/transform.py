@@ -14,13 +14,12 @@ import torch
 
 from bus.messages import Number, Transform
 from worker.distributed.messages import Announce, BeginSplit, EndSplit, FinishMerge, MoveBoundary, Peer
-from worker.morph.outcome import NotApplied
-from worker.morph.run import Clock, Patience
+from worker.morph.run import Clock, NotApplied, Patience
 from worker.parallel.block_share import SubgroupTooFull, plan_block_moves
-from worker.parallel.canary import compare_canaries
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
 from worker.parallel.grouping import Grouping
+from worker.parallel.merged_step import compare_canaries
 from worker.parallel.proposal import Proposal
 from worker.parallel.rows import RowChoice, choose_rows, row_costs
 

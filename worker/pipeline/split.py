@@ -8,7 +8,7 @@ from bus.messages import Deploy, Stage
 from worker.model.config import ModelConfig
 from worker.model.layout import degrees
 from worker.model.shard import Shard
-from worker.morph.outcome import NotApplied
+from worker.morph.run import NotApplied
 
 
 def own_part(config: ModelConfig, command: Deploy, worker: str) -> ModelConfig:

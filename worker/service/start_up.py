@@ -24,7 +24,7 @@ from worker.engine.engine import Engine
 from worker.memory import MappingFailed, OutOfPages
 from worker.model import ModelError
 from worker.morph.manager import MorphManager
-from worker.morph.outcome import NotApplied
+from worker.morph.run import NotApplied
 from worker.pipeline.stage_host import StageHost
 from worker.service.groups import GroupMembership
 from worker.service.loading import CannotServe, Loaded, Progress

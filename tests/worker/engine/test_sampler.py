@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bus.messages import SamplingParams
-from worker.engine import filters, noise
+from worker.engine import sampling
 from worker.engine.sampler import Sampler
 
 VOCAB = 64
@@ -108,7 +108,7 @@ def reference_probs(
 def test_candidates_of_a_large_vocabulary_equal_the_reference_within_and_beyond_the_window(
     scale: float,
 ) -> None:
-    vocab_size = 4 * filters.WINDOW
+    vocab_size = 4 * sampling.WINDOW
     cases: list[dict[str, Any]] = [
         {"top_k": 3},
         {"top_k": 600, "top_p": 0.5},
@@ -118,7 +118,7 @@ def test_candidates_of_a_large_vocabulary_equal_the_reference_within_and_beyond_
         {"top_p": 1e-9},
     ]
     logits = logits_of(len(cases), 5, vocab_size) * scale
-    values, chosen = filters.candidates(
+    values, chosen = sampling.candidates(
         logits,
         torch.tensor([case.get("top_k", 0) for case in cases]),
         torch.tensor([case.get("top_p", 1.0) for case in cases]),
@@ -165,8 +165,8 @@ def test_negative_and_huge_seeds_are_seeds() -> None:
 
 
 def test_noise_is_uniform_and_neighbours_are_not_correlated() -> None:
-    keys = torch.from_numpy(noise.keys(np.arange(64, dtype=np.uint64), np.zeros(64, np.int64)))
-    u = noise.uniform(keys, torch.arange(4096, dtype=torch.int32)).double()
+    keys = torch.from_numpy(sampling.keys(np.arange(64, dtype=np.uint64), np.zeros(64, np.int64)))
+    u = sampling.uniform(keys, torch.arange(4096, dtype=torch.int32)).double()
     assert u.min() > 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.003 and abs(u.var() - 1 / 12) < 0.001
     counts = torch.histc(u, bins=64, min=0, max=1)

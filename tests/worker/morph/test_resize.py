@@ -13,7 +13,7 @@ from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import Rig
 from worker.memory import MappingFailed
 from worker.morph import resize as resizing
-from worker.morph.outcome import NotApplied
+from worker.morph.run import NotApplied
 
 
 @pytest.fixture

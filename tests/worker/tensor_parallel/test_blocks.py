@@ -18,7 +18,7 @@ from worker.engine.engine import instance_telemetry
 from worker.engine.sequence import own_request
 from worker.memory import OutOfBlocks, plan_moves_below
 from worker.morph import members
-from worker.morph.outcome import NotApplied
+from worker.morph.run import NotApplied
 from worker.parallel.block_share import BlockShare, SubgroupTooFull, in_parts, loans, plan_block_moves
 from worker.parallel.coordinator import StepCoordinator
 from worker.parallel.formation import Formation

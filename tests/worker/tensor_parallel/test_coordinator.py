@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from bench.common.oracles import make_oracle
 from tests.support.group_workers import transform, workers
 from worker.engine.input_batch import ModelInput
-from worker.parallel.canary import TOKENS
 from worker.parallel.coordinator import SHORT_SHARE, TokenNeed, allowances, even_share
-from worker.parallel.merged_step import MergedStep
+from worker.parallel.merged_step import TOKENS, MergedStep
 
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 600))

@@ -17,7 +17,7 @@ from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import EndSplit, GroupMessage, Prepare, Step
 from worker.distributed.transport import Link
 from worker.model.shard import Shard
-from worker.morph.outcome import NotApplied
+from worker.morph.run import NotApplied
 from worker.parallel.grouping import Grouping
 from worker.parallel.proposal import Proposal
 from worker.parallel.transform import TransformRun
