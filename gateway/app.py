@@ -145,8 +145,11 @@ def guarded(app: App) -> App:
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Return the client's id; else the trace and span of its traceparent, by which a tracing client finds the
-    call in our log; else a new one."""
+    """Return the client's id.
+
+    Else the trace and span of its traceparent, by which a tracing client finds the call in our log; else a
+    new one.
+    """
     given = dict(headers)
     if _REQUEST_ID.fullmatch(own := given.get(b"x-request-id", b"")):
         return own

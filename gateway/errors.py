@@ -62,7 +62,7 @@ def unsupported(param: str, message: str) -> ApiError:
 def too_long(
     num_prompt_tokens: int, limit: int, num_output_tokens: int = 0, at_least: bool = False
 ) -> ApiError:
-    """The prompt, or the prompt with the tokens asked for, does not fit a context of `limit` tokens.
+    """Refuse a prompt that does not fit a context of `limit` tokens with the tokens asked for.
 
     One token of output must fit, so a prompt of `limit` tokens or more must become shorter.
     """
@@ -120,18 +120,18 @@ def bad_key(message: str) -> ApiError:
 
 
 def too_many(message: str, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
-    """The client is over its own limit."""
+    """Refuse a client that is over its own limit."""
     kind, code = "rate_limit_error", "rate_limit_exceeded"
     return ApiError(429, message, kind=kind, code=code, retry_after_s=retry_after_s, headers=headers)
 
 
 def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
-    """The server is full, for every client."""
+    """Refuse any client, since the server is full."""
     return ApiError(503, message, kind="overloaded", code="server_overloaded", retry_after_s=retry_after_s)
 
 
 def unavailable(message: str, retry_after_s: float = 1.0) -> ApiError:
-    """The server cannot serve this now: it drains, or has no worker or no bus."""
+    """Refuse what the server cannot serve now: it drains, or has no worker or no bus."""
     code = "service_unavailable"
     return ApiError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
 
@@ -173,6 +173,6 @@ def internal() -> ApiError:
 
 
 def from_status(status: int, headers: Mapping[str, str] | None = None, detail: str = "") -> ApiError:
-    """The framework refused the request for another reason."""
+    """Wrap a refusal of the framework."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return ApiError(status, detail or HTTPStatus(status).phrase, kind=kind, headers=headers)

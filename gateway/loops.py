@@ -32,8 +32,11 @@ SLICE = 32  # deltas, which take half a millisecond
 
 
 class Loops:
-    """The tasks. An error in one ends all: the supervisor then starts the process again, which is safer than
-    to serve without, for example, a lease."""
+    """The tasks.
+
+    An error in one ends all: the supervisor then starts the process again, which is safer than to serve
+    without, for example, a lease.
+    """
 
     def __init__(self, gateway: Gateway, feeds: Feeds) -> None:
         self._gateway = gateway
@@ -104,8 +107,10 @@ class Loops:
                         await self._bus.trim(stream, before=reader.position)
 
     async def _deliver(self, step: StepOutput) -> None:
-        """Deliver a step in slices: the event loop writes the tokens of the first streams to their sockets
-        while the last are decoded."""
+        """Deliver a step in slices.
+
+        The event loop writes the tokens of the first streams to their sockets while the last are decoded.
+        """
         for start in range(0, len(step.deltas), SLICE):
             if start:
                 await asyncio.sleep(0)

@@ -30,8 +30,10 @@ CHOICES: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class Distribution:
-    """Counts per bucket; `counts[-1]` is above every bound. A fraction of prometheus_client's cost per
-    observation, which matters once per token."""
+    """Counts per bucket; `counts[-1]` is above every bound.
+
+    A fraction of prometheus_client's cost per observation, which matters once per token.
+    """
 
     __slots__ = ("bounds", "counts", "total")
 

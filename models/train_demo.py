@@ -40,7 +40,7 @@ class Plan:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     args = _arguments(argv)
     torch.manual_seed(1)
     if args.eval_only:
@@ -87,7 +87,7 @@ def make_trainer(plan: Plan) -> Trainer:
 
 
 def make_tokenizer(plan: Plan) -> Tokenizer:
-    """The folder's tokenizer, trained first where it has none of this size."""
+    """Return the folder's tokenizer, trained first where it has none of this size."""
     path = plan.folder / "tokenizer.json"
     if path.exists():
         tokenizer = Tokenizer.from_file(str(path))
@@ -125,7 +125,7 @@ def report(score: Score, folder: Path) -> None:
 
 
 def full_plan(args: argparse.Namespace) -> Plan:
-    """The demo model."""
+    """Plan the demo model."""
     on_gpu = torch.cuda.is_available()
     settings = Settings(
         tokens_per_step=65536 if on_gpu else 4096,
@@ -139,7 +139,7 @@ def full_plan(args: argparse.Namespace) -> Plan:
 
 
 def smoke_plan(work: Path, corpus: Corpus) -> Plan:
-    """A tiny model on a few files for a second, in a folder of its own."""
+    """Plan a tiny model on a few files for a second, in a folder of its own."""
     shape = Shape(512, 32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=72, context_len=64)
     small = Corpus(_smallest(corpus.train, 40), _smallest(corpus.held_out, 4))
     settings = Settings(512, 32, cooldown_s=0, checkpoint_every_s=1e9, is_compiled=False, num_threads=1)

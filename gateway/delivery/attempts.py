@@ -27,8 +27,10 @@ OnEvent = Callable[[str, str, str, dict[str, float]], None]
 
 
 class Attempts:
-    """`on_event(kind, subject, reason, numbers)` publishes to the audit stream; `on_demand` is called when
-    a request begins to wait for a group."""
+    """`on_event(kind, subject, reason, numbers)` publishes to the audit stream.
+
+    `on_demand` is called when a request begins to wait for a group.
+    """
 
     def __init__(
         self,

@@ -107,8 +107,11 @@ class Candidates:
         return [self._candidate(ready, refused_by) for ready in self._cluster.ready(model)]
 
     def _candidate(self, ready: ReadyInstance, refused_by: frozenset[InstanceAddress]) -> Candidate:
-        """Return an instance with the load of all its members: each plans its own requests, and the KV cache
-        is one. In a pipeline only the leader has requests."""
+        """Return an instance with the load of all its members.
+
+        Each member schedules its own requests, and the KV cache is one. In a pipeline only the leader has
+        requests.
+        """
         cluster, card, leader = self._cluster, ready.card, self._member(ready)
         is_group = card.tp > 1 and card.pp == 1
         members = [self._member(one) for one in cluster.seats(ready)] if is_group else [leader]

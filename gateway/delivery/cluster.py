@@ -174,7 +174,7 @@ class Cluster:
         self._steps = {(m.id, m.epoch): self._stepped(m, now) for m in metrics.instances}
 
     def _updated(self, metrics: Metrics) -> Metrics:
-        """The same with the numbers of newer reports; those that the monitor has by now are dropped."""
+        """Merge the numbers of newer reports; drop those that the monitor has by now."""
         known = {(one.worker, one.epoch): one.at_ms for one in metrics.workers}
         self._newer = {
             key: newer for key, newer in self._newer.items() if key in known and known[key] < newer.at_ms

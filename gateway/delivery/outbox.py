@@ -50,8 +50,11 @@ def _ignore(_: RequestState) -> None:
 
 
 class RequestOutbox:
-    """The queue of writes. It reports each Submit that is not void by then: `on_sent` if Redis took it,
-    `on_full` if Redis has no memory for it, `on_unsendable` if it cannot be encoded."""
+    """The queue of writes.
+
+    It reports each Submit that is not void by then: `on_sent` if Redis took it, `on_full` if Redis has no
+    memory for it, `on_unsendable` if it cannot be encoded.
+    """
 
     def __init__(self, bus: Bus, gateway: str) -> None:
         self.on_sent: Callable[[RequestState], None] = _ignore

@@ -48,8 +48,10 @@ class Keys:
 
 
 def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool) -> None:
-    """Check a call of /admin. Without admin keys only this machine may make one, and no page of another site
-    that is open in a browser here. `loopback_only`: no other machine can connect.
+    """Check a call of /admin.
+
+    Without admin keys only this machine may make one, and no page of another site that is open in a browser
+    here. `loopback_only`: no other machine can connect.
 
     Raises ApiError 401 or 403.
     """

@@ -1,5 +1,7 @@
-"""The dashboard's files, read once at the start and served from memory, so that no path leads out of the
-folder."""
+"""Serve the dashboard's files, read once at the start, from memory.
+
+So no path leads out of the folder.
+"""
 
 from __future__ import annotations
 

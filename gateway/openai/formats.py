@@ -20,8 +20,11 @@ to_json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format. `text_field` wraps a choice's whole text, `chunk_before` and `chunk_after` that of a chunk;
-    `opening` is in the chunk before any text, `empty` in one without text."""
+    """One format.
+
+    `text_field` wraps a choice's whole text, `chunk_before` and `chunk_after` that of a chunk; `opening` is
+    in the chunk before any text, `empty` in one without text.
+    """
 
     id_prefix: str
     whole_object: str

@@ -15,8 +15,10 @@ log = logging.getLogger("gateway")
 
 
 class Models:
-    """Tokenizers by folder. One that failed to load is tried again at the next request: its folder may just
-    be being mounted."""
+    """Tokenizers by folder.
+
+    One that failed to load is tried again at the next request: its folder may just be being mounted.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -104,9 +104,11 @@ async def drain(worker: str, gateway: Here, force: bool = False) -> dict[str, An
 
 @router.post("/instances/transform")
 async def transform(request: Request, gateway: Here, sequences: Running, wait: bool = False) -> Response:
-    """Serve a model on these workers in groups of another degree, in as many steps as it takes. 404 for a
-    worker that is not there, 409 for one that loads or drains, 400 for workers and degrees that make no
-    group."""
+    """Serve a model on these workers in groups of another degree, in as many steps as it takes.
+
+    Answers 404 for a worker that is not there, 409 for one that loads or drains, 400 for workers and
+    degrees that make no group.
+    """
     body = orders.parse_order(TransformOrder, await body_of(request, gateway))
     model, steps = transforms.plan(gateway.cluster, body)
     if len(steps) == 1:
@@ -118,8 +120,11 @@ async def transform(request: Request, gateway: Here, sequences: Running, wait: b
 
 
 def _add_instance_order(kind: MorphEntry, order: Any) -> None:
-    """Add POST /admin/instances/{instance}/{kind}. It answers 404 for an instance that is not there, 400 for
-    an order that can never be carried out, 409 for an instance whose worker drains."""
+    """Add POST /admin/instances/{instance}/{kind}.
+
+    It answers 404 for an instance that is not there, 400 for an order that can never be carried out, 409
+    for an instance whose worker drains.
+    """
 
     async def handle(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
         body = orders.parse_order(order, await body_of(request, gateway))

@@ -45,8 +45,11 @@ class ModelBody(Body):
 
 @router.post("/models")
 async def register(request: Request, gateway: Here, wait: bool = False) -> Response:
-    """Register a model: 201 at once, with `?wait=true` when it is measured. 400 for a folder without a model,
-    409 for a name that is taken."""
+    """Register a model.
+
+    201 at once, with `?wait=true` when it is measured. 400 for a folder without a model, 409 for a name
+    that is taken.
+    """
     body = orders.parse(ModelBody, await body_of(request, gateway))
     name = body.name or Path(body.path).name
     if not name.isprintable() or " " in name or not name:
@@ -67,8 +70,10 @@ async def models(gateway: Here) -> Response:
 
 @router.get("/models/{name:path}/plan")
 async def plan(name: str, request: Request, gateway: Here) -> Response:
-    """Return the estimates of all configurations for the intent in the query; nothing is deployed. 409 while
-    the model is not measured."""
+    """Return the estimates of all configurations for the intent in the query.
+
+    Nothing is deployed. 409 while the model is not measured.
+    """
     order = PlanModel(id=new_id(), name=name, intent=intent_in_query(request.query_params))
     answer = await answers.ask(gateway, order, param="intent", code=NO_MODEL)
     assert answer.model is not None
@@ -123,8 +128,11 @@ class DeployBody(Body):
 
 @router.post("/deployments")
 async def deploy(request: Request, gateway: Here, wait: bool = False) -> Response:
-    """Deploy a model: 202; with `?wait=true` 200 when it serves or has failed. 404 for a model that is not
-    registered, 400 for a bad intent, 409 for an intent that no configuration meets."""
+    """Deploy a model.
+
+    202; with `?wait=true` 200 when it serves or has failed. 404 for a model that is not registered, 400 for
+    a bad intent, 409 for an intent that no configuration meets.
+    """
     body = orders.parse(DeployBody, await body_of(request, gateway))
     order = DeployModel(id=new_id(), name=body.model, intent=intent_of(body.intent))
     answer = await answers.ask(gateway, order, param="intent", code=NO_MODEL)

@@ -157,8 +157,10 @@ class EndedRequests:
             self._listeners.remove(listener)
 
     def _record(self, state: RequestState, status: str) -> dict[str, Any]:
-        """Return what is published. `at`: seconds since 1970, when it arrived. A call with n choices is n of
-        these, with one id."""
+        """Return what is published.
+
+        `at`: seconds since 1970, when it arrived. A call with n choices is n of these, with one id.
+        """
         seconds = self._clock() - state.request.arrived
         return {
             "at": round(time.time() - seconds, 6),

@@ -42,8 +42,10 @@ class _Named(Body):
 
 
 def intent_of(value: Any) -> Intent:
-    """Return the intent of an object with its fields, or of the name of what to minimise. Raises ApiError
-    400."""
+    """Return the intent of an object with its fields, or of the name of what to minimise.
+
+    Raises ApiError 400.
+    """
     if isinstance(value, str):
         if value not in OBJECTIVES:
             raise invalid(f"intent is {value[:100]!r}; {meant(value, OBJECTIVES)}", "intent")

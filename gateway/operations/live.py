@@ -75,8 +75,10 @@ class _Viewer:
 
 
 class Live:
-    """The feed. `run` goes beside the gateway's other loops, which call `changed`, `publish` and
-    `publish_morph`."""
+    """The feed.
+
+    `run` goes beside the gateway's other loops, which call `changed`, `publish` and `publish_morph`.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -173,8 +175,10 @@ class Live:
     # ------------------------------------------------------------------------------------- while watched
 
     async def run(self) -> None:
-        """Sleep while there is no viewer; never return. An error here must not end the serving: it ends the
-        viewers' streams."""
+        """Sleep while there is no viewer; never return.
+
+        An error here must not end the serving: it ends the viewers' streams.
+        """
         while True:
             await self._any.wait()
             try:

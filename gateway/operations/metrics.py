@@ -38,7 +38,7 @@ OUTCOMES: Final[tuple[MorphOutcome, ...]] = ("applied", "deferred", "stale", "co
 
 
 def exposition(gateway: Gateway) -> bytes:
-    """The whole page."""
+    """Render the whole page."""
     registry = CollectorRegistry()
     registry.register(_Page(gateway))
     ProcessCollector(registry=registry)
@@ -231,8 +231,11 @@ def _family(
 
 
 def _morphs(morphs: Morphs) -> Iterator[Metric]:
-    """The morphs of the whole cluster, as reported while this gateway listened: each gateway has the same.
-    All counters are there from 0 on, since `increase` misses the first event of one that begins with it."""
+    """Render the morphs of the whole cluster, as reported while this gateway listened.
+
+    Each gateway has the same. All counters are there from 0 on, since `increase` misses the first event of
+    one that begins with it.
+    """
     ended = CounterMetricFamily("instar_morphs", "Morphs that ended, by outcome.", labels=["kind", "outcome"])
     for kind, outcome in product(MORPH_KINDS, OUTCOMES):
         ended.add_metric([kind, outcome], morphs.outcomes[kind, outcome])

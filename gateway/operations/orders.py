@@ -58,8 +58,10 @@ class MorphTarget:
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """Validate a body. Raises ApiError 400: no JSON object, an unknown field, a value of the wrong type or
-    range."""
+    """Validate a body.
+
+    Raises ApiError 400: no JSON object, an unknown field, a value of the wrong type or range.
+    """
     fields = json_object(data)
     for name in fields:
         if name not in kind.model_fields:
@@ -173,8 +175,11 @@ def swap(place: MorphTarget, body: SwapOrder, morph_id: str) -> Swap:
 
 
 def resize(place: MorphTarget, body: ResizeOrder, morph_id: str) -> Resize:
-    """Build the command. Raises ApiError 400 for fewer blocks than the longest sequence takes and for more
-    than the memory could ever hold; whether the blocks can be had now is for the worker to say."""
+    """Build the command.
+
+    Raises ApiError 400 for fewer blocks than the longest sequence takes and for more than the memory could
+    ever hold; whether the blocks can be had now is for the worker to say.
+    """
     card = place.card
     if body.blocks < card.min_blocks:
         raise invalid(

@@ -54,8 +54,10 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
 
 
 def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard]]:
-    """Yield the instances, and members of a group that has parted whose cards were read before it did: the
-    leader's card names them no more."""
+    """Yield the instances, and members of a group that has parted whose cards were read before it did.
+
+    The leader's card names them no more.
+    """
     yield from cluster.instances()
     for worker in cluster.workers.values():
         for card in worker.instances:
@@ -129,8 +131,11 @@ def _metrics(gateway: Gateway) -> dict[str, Any]:
 
 
 def _gateway(gateway: Gateway) -> dict[str, Any]:
-    """`queued` counts all requests that no worker has begun, `unplaced` those of them that wait here and in
-    no worker's queue."""
+    """Describe this gateway's requests.
+
+    `queued` counts all requests that no worker has begun, `unplaced` those of them that wait here and in no
+    worker's queue.
+    """
     return {
         "id": gateway.id,
         "is_draining": gateway.is_draining,
@@ -190,8 +195,10 @@ def deployment_json(deployment: Deployment, gateway: Gateway) -> dict[str, Any]:
 
 
 def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
-    """Return the size of a deployment's KV cache now, of all its workers together; None if nothing serves it
-    or there is no fresh report of its shape."""
+    """Return the size of a deployment's KV cache now, of all its workers together.
+
+    None if nothing serves it or there is no fresh report of its shape.
+    """
     if not deployment.instance:
         return None
     cluster, leader = gateway.cluster, deployment.stages[0].workers[0]
@@ -252,8 +259,10 @@ def _morph(record: MorphRecord) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Layers [first, end) of an instance, which lie on a worker. `epoch` is that of the leader, which reports
-    them."""
+    """Layers [first, end) of an instance, which lie on a worker.
+
+    `epoch` is that of the leader, which reports them.
+    """
 
     card: InstanceCard
     epoch: int
@@ -298,8 +307,11 @@ def _held(gateway: Gateway, worker: WorkerCard) -> list[_Held]:
 
 
 def _weights(one: _Held, layers: list[LayerShape], degrees: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield the pages of layers. Each member of a group has all of the attention and its rows of the FFN; the
-    card of a pipeline has the pages of one rank."""
+    """Yield the pages of layers.
+
+    Each member of a group has all of the attention and its rows of the FFN; the card of a pipeline has the
+    pages of one rank.
+    """
     card = one.card
     for number, (layer, tp) in enumerate(zip(layers, degrees, strict=False)):
         for part in PARTS if one.first <= number < one.end else ():

@@ -32,8 +32,11 @@ PolicyBody = create_model("PolicyBody", __base__=Body, **_OPTIONAL)
 
 
 def changed(before: Policy, body: Body) -> Policy:
-    """Return the next revision. Raises ApiError: 409 if `before` is not the revision that the body names, 400
-    if thresholds are out of order or the body is empty."""
+    """Return the next revision.
+
+    Raises ApiError: 409 if `before` is not the revision that the body names, 400 if thresholds are out of
+    order or the body is empty.
+    """
     given = body.model_dump(exclude_none=True)
     revision = given.pop("revision", before.revision)
     if revision != before.revision:
@@ -52,8 +55,10 @@ def changed(before: Policy, body: Body) -> Policy:
 
 
 async def write(bus: Bus, body: Body) -> tuple[Policy, Policy]:
-    """Store the changed policy and return (before, after). Raises ApiError 400 and 409, BusUnavailable,
-    BusFull."""
+    """Store the changed policy and return (before, after).
+
+    Raises ApiError 400 and 409, BusUnavailable, BusFull.
+    """
     for _ in range(TRIES):
         before = await bus.read_policy()
         after = changed(before, body)

@@ -66,7 +66,7 @@ def plan_steps(
 
 
 def _largest_part(group: Members, named: set[str], tp: int, degrees: Collection[int]) -> int:
-    """The highest degree at most `tp` at which no part of the group has both named workers and others."""
+    """Return the highest degree up to `tp` that splits named workers from the others."""
     for degree in range(min(tp, len(group)), 1, -1):
         is_possible = len(group) % degree == 0 and (degree == len(group) or degree in degrees)
         if is_possible and not any(_is_mixed(one, named) for one in parted(group, degree)):
@@ -79,7 +79,7 @@ def _is_mixed(group: Members, named: set[str]) -> bool:
 
 
 def _joins(groups: Iterable[Members], wanted: Sequence[str], tp: int) -> list[DegreeStep] | None:
-    """The steps that make groups of degree `tp`; None where the sizes do not fit together."""
+    """Return the steps that make groups of degree `tp`; None where the sizes do not fit together."""
     waiting = sorted(groups, key=lambda group: (len(group), min(map(wanted.index, group))))
     steps: list[DegreeStep] = []
     while waiting and (size := len(waiting[0])) < tp:

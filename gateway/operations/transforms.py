@@ -39,8 +39,11 @@ def plan(cluster: Cluster, body: TransformOrder) -> tuple[str, list[DegreeStep]]
 def command(
     cluster: Cluster, model: str, step: DegreeStep, body: TransformOrder, morph_id: str
 ) -> tuple[MorphTarget, Transform]:
-    """Return the order of one step and the worker it goes to, the first. Raises ApiError 404 and 409 where
-    a worker is gone, or serves the model no longer, since the steps were planned."""
+    """Return the order of one step and the worker it goes to, the first.
+
+    Raises ApiError 404 and 409 where a worker is gone, or serves the model no longer, since the steps were
+    planned.
+    """
     places = [place_of(cluster, name, model) for name in step.workers]
     leader = places[0]
     return leader, Transform(
@@ -128,8 +131,10 @@ def _card(worker: WorkerCard, model: str) -> InstanceCard:
 
 
 def _groups(cluster: Cluster, named: dict[str, MorphTarget]) -> list[tuple[str, ...]]:
-    """Return the groups that the named workers are in, in the order of the body. Raises ApiError 409 if the
-    cards of one group differ."""
+    """Return the groups that the named workers are in, in the order of the body.
+
+    Raises ApiError 409 if the cards of one group differ.
+    """
     groups: dict[tuple[str, ...], None] = {}
     for worker, place in named.items():
         names = _group(place)

@@ -46,7 +46,10 @@ class Batches:
         self._chunks = self._chunks_of_epoch()
 
     def next(self, num_rows: int, row_len: int) -> Tensor:
-        """The next batch, int64 [num_rows, row_len + 1]; rows overlap by the one token that is predicted."""
+        """Return the next batch, int64 [num_rows, row_len + 1].
+
+        Rows overlap by the one token that is predicted.
+        """
         if not self._queue or self._queue[0].shape != (num_rows, row_len + 1):
             chunks = self._take(num_rows)
             self._queue = [chunks[:, i : i + row_len + 1] for i in range(0, self.chunk_len, row_len)]

@@ -23,7 +23,7 @@ REQUESTS = (
 
 
 def chat_examples(files: list[SourceFile], max_bytes: int) -> list[str]:
-    """Rendered conversations from `files`, in an order fixed by their content, at most `max_bytes` in all."""
+    """Render conversations from `files`, in an order fixed by their content, at most `max_bytes` in all."""
     rendered = (_rendered(node, text) for text, node in _documented_functions(files))
     chosen, used = [], 0
     for example in sorted(rendered, key=_digest):
@@ -59,7 +59,7 @@ def _source(text: str, node: ast.FunctionDef) -> str:
 
 
 def _parsed(text: str) -> ast.Module | None:
-    """The syntax tree, or None: the library's own tests hold files that do not parse."""
+    """Parse a file; None for one that does not parse, as some of the library's own tests do not."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)

@@ -52,7 +52,7 @@ class Corpus:
 
 
 def stdlib_root() -> Path:
-    """The folder that holds this Python's own .py files."""
+    """Return the folder that holds this Python's own .py files."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -107,7 +107,7 @@ def _distinct_lines(text: str) -> set[str]:
 
 
 def _decoded(path: Path) -> str:
-    """The file's text, or an empty string where it is not UTF-8 (the library tests odd encodings)."""
+    """Return the file's text, or an empty string where it is not UTF-8 (the library tests odd encodings)."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:

@@ -70,7 +70,7 @@ def model_bits(model: Llama, tokenizer: Tokenizer, texts: list[str]) -> tuple[fl
 
 
 def _nats(model: Llama, tokens: Tensor) -> float:
-    """tokens [n] -> nats for tokens[1:].
+    """Tokens [n] -> nats for tokens[1:].
 
     Windows of the full context overlap by half: the first scores all of its tokens, each later one only its
     second half, so a token of a long file has at least half a window before it.

@@ -26,7 +26,7 @@ def export_model(model: Llama, folder: Path) -> None:
 
 
 def load_model(folder: Path) -> Llama:
-    """The saved bfloat16 checkpoint, computed in float32."""
+    """Load the saved bfloat16 checkpoint to compute in float32."""
     model = Llama(shape_of(json.loads((folder / "config.json").read_text())))
     tensors = load_file(folder / WEIGHTS)
     model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
@@ -66,7 +66,7 @@ def hf_config(shape: Shape) -> dict[str, object]:
 
 
 def shape_of(config: dict[str, object]) -> Shape:
-    """The inverse of `hf_config`."""
+    """Invert `hf_config`."""
     values = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
@@ -83,7 +83,7 @@ def shape_of(config: dict[str, object]) -> Shape:
 
 
 def _generation_config() -> dict[str, object]:
-    """A reply ends at <|end|>, a file at <|eos|>."""
+    """Return the generation config: a reply ends at <|end|>, a file at <|eos|>."""
     stops = [SPECIAL_TOKENS.index(EOS), SPECIAL_TOKENS.index(END)]
     return {
         "bos_token_id": SPECIAL_TOKENS.index(BOS),

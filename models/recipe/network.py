@@ -49,7 +49,7 @@ class Attention(nn.Module):  # type: ignore[misc]  # mypy skips torch
         self.o_proj = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [b, t, d]; cos, sin [t, e] -> [b, t, d]."""
+        """X [b, t, d]; cos, sin [t, e] -> [b, t, d]."""
         q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         repeats = q.shape[1] // k.shape[1]
@@ -115,7 +115,7 @@ class Llama(nn.Module):  # type: ignore[misc]  # mypy skips torch
         self._init_weights()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [b, t] int64 -> logits [b, t, v]."""
+        """Tokens [b, t] int64 -> logits [b, t, v]."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
@@ -123,12 +123,12 @@ class Llama(nn.Module):  # type: ignore[misc]  # mypy skips torch
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """tokens [b, t + 1] -> mean nats per predicted token, a scalar."""
+        """Tokens [b, t + 1] -> mean nats per predicted token, a scalar."""
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def _init_weights(self) -> None:
-        """Normal weights; the two matrices that write into the stream are scaled by depth, as in GPT-2."""
+        """Initialise normally; scale the two matrices that write into the stream by depth, as in GPT-2."""
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 writes = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -137,7 +137,7 @@ class Llama(nn.Module):  # type: ignore[misc]  # mypy skips torch
 
 
 def _rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
-    """cos and sin [context_len, e], each half the same, as Hugging Face lays Llama out."""
+    """Cos and sin [context_len, e], each half the same, as Hugging Face lays Llama out."""
     channel = torch.arange(0, shape.head_size, 2, dtype=torch.float32)
     frequency = shape.rope_theta ** (-channel / shape.head_size)
     angle = torch.outer(torch.arange(shape.context_len).float(), frequency)
@@ -146,6 +146,6 @@ def _rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [b, heads, t, e], rotated by position."""
+    """X [b, heads, t, e], rotated by position."""
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """A line for the person who started the script."""
+    """Print a line for the person who started the script."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 

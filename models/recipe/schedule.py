@@ -71,7 +71,7 @@ class Schedule:
         self.budget_s = self.active_s + cooldown_s
 
     def extended(self, extra_s: float) -> "Schedule":
-        """A finished schedule and `extra_s` more: rewarmed, full rows, decaying throughout."""
+        """Return a finished schedule and `extra_s` more: rewarmed, full rows, decaying throughout."""
         return replace(
             self,
             budget_s=self.active_s + extra_s,

@@ -37,6 +37,6 @@ class ThreadChoice:
         return min(self.step_s, key=self.step_s.__getitem__, default=self.counts[-1])
 
     def _probed(self) -> int:
-        """The counts in turn."""
+        """Try the counts in turn."""
         others = [n for n in self.counts if n != self._fastest()] or list(self.counts)
         return others[self.num_steps // PROBE_EVERY % len(others)]

@@ -33,8 +33,10 @@ class KVSharing:
         self.num_moves = 0
 
     def move_some(self, but: Container[str]) -> bool:
-        """Move some pages if a model misses blocks and others can give. Returns whether it did. but:
-        instances whose KV is being resized by order."""
+        """Move some pages if a model misses blocks and others can give.
+
+        Returns whether it did. but: instances whose KV is being resized by order.
+        """
         models = self._host.models
         if len(models) < 2:
             return False
@@ -59,8 +61,10 @@ class KVSharing:
         self._wanted_at.pop(instance, None)
 
     def _do(self, move: Move) -> None:
-        """A few pages of each layer. What the lender gives may not be a page for each layer of the
-        borrower: then it is free until the next move."""
+        """Move a few pages of each layer.
+
+        Pages that do not make one for each layer of the borrower are free until the next move.
+        """
         models = self._host.models
         if move.lender:
             lender = models[move.lender].target.resizer

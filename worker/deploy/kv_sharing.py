@@ -57,8 +57,10 @@ def next_move(holders: Sequence[KVHolder], spare: int) -> Move | None:
 
 
 def next_lender(holders: Sequence[KVHolder], missing: int) -> Move | None:
-    """Return which model makes room first for a model that misses `missing` pages, and how much; None if no
-    model can."""
+    """Return which model makes room first for a model that misses `missing` pages, and how much.
+
+    None if no model can.
+    """
     fair = fair_pages(holders, 0)
     lender = max(holders, key=lambda one: gift(one, fair), default=None)
     if lender is None or not gift(lender, fair):
@@ -75,8 +77,10 @@ def fair_pages(holders: Sequence[KVHolder], spare: int) -> Mapping[str, int]:
 
 
 def gift(holder: KVHolder, fair: Mapping[str, int]) -> int:
-    """Return the pages that a model can give: those beyond its need and, while it wants more itself, beyond
-    its fair share."""
+    """Return the pages that a model can give.
+
+    Those beyond its need and, while it wants more itself, beyond its fair share.
+    """
     kept = max(holder.needed, fair[holder.name]) if holder.is_keen else holder.needed
     return _whole(max(0, holder.pages - kept), holder)
 

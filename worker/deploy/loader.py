@@ -76,7 +76,7 @@ class ModelLoader:
     # ----------------------------------------------------------------------------- in the loading thread
 
     def read(self, may_go_on: MayGoOn) -> None:
-        """The folder, but for its weights."""
+        """Read the folder, but for its weights."""
         command, settings = self.command, self.settings
         if command.precision != "full" and command.precision not in settings.variants:
             there_are = ", ".join(["full", *settings.variants])
@@ -103,8 +103,10 @@ class ModelLoader:
         self.check_unchanged(may_go_on)
 
     def check_unchanged(self, may_go_on: MayGoOn) -> None:
-        """Compare the digest again when all weights were read: files that are replaced meanwhile would make a
-        model of two checkpoints."""
+        """Compare the digest again when all weights were read.
+
+        Files that are replaced meanwhile would make a model of two checkpoints.
+        """
         if (found := _digest(self.folder)) != self.digest:
             raise NotApplied(
                 "failed",
@@ -122,7 +124,7 @@ class ModelLoader:
         }
 
     def make_images(self, may_go_on: MayGoOn) -> None:
-        """The host's images of all variants, if no worker of the host has made them yet."""
+        """Make the host's images of all variants, if no worker of the host has made them yet."""
 
         def tell(done: int, total: int) -> None:
             self.images_progress = (

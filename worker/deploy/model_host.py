@@ -63,22 +63,25 @@ class HostListener:
     """Hears of models that come and go, in the engine's thread. This base class does nothing."""
 
     def on_loading(self, model: str) -> None:
-        """The model is being loaded; empty: no model is any more."""
+        """Show that `model` is being loaded; empty: none is any more."""
 
     def on_loaded(self, card: InstanceCard) -> None:
-        """Requests may be sent to the model."""
+        """Let requests be sent to the model."""
 
     def on_unloading(self, instance: str) -> None:
-        """The instance takes nothing new; call `ModelHost.mark_drained` when all that was sent was read."""
+        """Take nothing new for the instance.
+
+        Call `ModelHost.mark_drained` when all that was sent was read.
+        """
 
     def on_unload_urgent(self, instance: str) -> None:
-        """The unload cannot wait any longer: call `ModelHost.mark_drained` at once."""
+        """Call `ModelHost.mark_drained` at once, since the unload cannot wait any longer."""
 
     def on_unload_aborted(self, instance: str) -> None:
-        """The instance stays after all."""
+        """Keep the instance after all."""
 
     def on_unloaded(self, instance: str) -> None:
-        """The instance is gone, with every page."""
+        """Forget the instance, which is gone with every page."""
 
 
 class ModelHost:
@@ -174,8 +177,10 @@ class ModelHost:
         return self.pool.num_free - self.reserve_pages - self._num_claimed
 
     def return_lent_pages(self) -> bool:
-        """Return some KV pages to the models that lent them, or take some back from a model that does not
-        need them. Returns False if there is nothing more to do."""
+        """Return some KV pages to the models that lent them, or take some back.
+
+        Returns False if there is nothing more to do.
+        """
         return any(_take_back(resizer) for resizer in self.resizers) or any(map(_get_back, self.resizers))
 
     def who_has_what(self) -> str:
@@ -190,8 +195,11 @@ class ModelHost:
         return "; ".join(parts) or "no other model is here"
 
     def kv_beside(self, instance: str, missing: int) -> str:
-        """Describe the KV of other models, for the reason of an order that misses `missing` pages: how much
-        of it is idle, and that an order calls none of it back. Returns "" if there is none."""
+        """Describe the KV of other models, for the reason of an order that misses `missing` pages.
+
+        It says how much of that KV is idle, and that an order calls none of it back. Returns "" if there is
+        none.
+        """
         others = [one for name, one in self.models.items() if name != instance and one.kv_pages]
         if not others:
             return ""
@@ -225,8 +233,11 @@ def holder_of(resident: HostedModel, *, is_keen: bool = False) -> KVHolder:
 
 
 def max_blocks(target: Target, degree: int) -> int:
-    """Return the KV blocks that no order can exceed: the memory less the least that the layers take, in their
-    fewest bits and with the FFN divided among `degree` workers."""
+    """Return the KV blocks that no order can exceed.
+
+    The memory less the least that the layers take, in their fewest bits and with the FFN divided among
+    `degree` workers.
+    """
     cache, variants = target.resizer.cache, target.variants
     pages = cache.pool.num_pages
     for layer in range(cache.num_layers):

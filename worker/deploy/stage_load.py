@@ -37,8 +37,10 @@ JOIN_WITHIN_S = 300.0  # for the leader's own load; who orders it gives up befor
 
 
 class StageLoadRun(LoadRun):
-    """The load of a later stage, or of another rank of the first. No requests come here, so no card is
-    shown."""
+    """The load of a later stage, or of another rank of the first.
+
+    No requests come here, so no card is shown.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class StageLoadRun(LoadRun):
         *,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Raises NotApplied."""
+        """Prepare the load of one stage. Raises NotApplied."""
         super().__init__(command, host, copier, clock=clock)
         _refuse_second_group(command, host)
 
@@ -192,8 +194,10 @@ def _stages(host: ModelHost) -> StageHost:
 
 
 class KeptVariants:
-    """Layers that keep the precision they were deployed in: the layers of a pipeline do not swap. Layers
-    behind this stage are known, and have no page here."""
+    """Layers that keep the precision they were deployed in: the layers of a pipeline do not swap.
+
+    Layers behind this stage are known, and have no page here.
+    """
 
     def __init__(self, loaded: Variants, precision: Precision, num_layers: int) -> None:
         self.precisions: Sequence[Precision] = (precision,)

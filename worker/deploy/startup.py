@@ -22,8 +22,11 @@ WAIT_S = 0.1  # at most, between two looks at what the loading thread does
 
 
 def serve_models(folders: Mapping[str, Path], host: ModelHost, progress: Callable[[str], None]) -> None:
-    """Load and serve the models in `folders`, by name. progress: called often, with what is done now; what it
-    raises ends the loading. Raises NotApplied for what cannot work, and keeps no page then."""
+    """Load and serve the models in `folders`, by name.
+
+    progress: called often, with what is done now; what it raises ends the loading. Raises NotApplied for
+    what cannot work, and keeps no page then.
+    """
     woken = threading.Event()
     copier = Copier(woken.set)
     with ExitStack() as undo:

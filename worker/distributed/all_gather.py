@@ -94,8 +94,11 @@ class _Carrier(Protocol):
     nbytes: int  # of memory that it takes
 
     def round(self, mine: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Send `mine` to all peers. Returns what each peer sent, valid until the next round (this rank's own
-        entry is undefined). sizes: bytes of each peer's part. Raises PeerLost."""
+        """Send `mine` to all peers.
+
+        Returns what each peer sent, valid until the next round (this rank's own entry is undefined). sizes:
+        bytes of each peer's part. Raises PeerLost.
+        """
 
 
 class _ByOutboxes:

@@ -24,12 +24,17 @@ from worker.distributed.communicator import Communicator
 
 
 class Outboxes:
-    """A rank has two of `nbytes`, in turn: one is filled while others may still read the one before it. Holds
-    no reference to its group, as whose part it is kept."""
+    """A rank has two of `nbytes`, in turn: one is filled while others may still read the one before it.
+
+    Holds no reference to its group, as whose part it is kept.
+    """
 
     def __init__(self, group: Communicator, nbytes: int) -> None:
-        """Every rank calls it, with the same number. Raises OSError, on all ranks, where one cannot reach the
-        memory of another (a container of its own, another user), and PeerLost."""
+        """Every rank calls it, with the same number.
+
+        Raises OSError, on all ranks, where one cannot reach the memory of another (a container of its own,
+        another user), and PeerLost.
+        """
         self._rank, self.nbytes = group.rank, nbytes
         self._turn = 0
         fd = os.memfd_create("instar-outbox")
@@ -55,7 +60,9 @@ class Outboxes:
 
     def turn(self, group: Communicator) -> list[torch.Tensor]:
         """When every rank has filled its own: those of all, by rank, to be read before the next `turn`.
-        Raises PeerLost."""
+
+        Raises PeerLost.
+        """
         here = torch.zeros(group.size, 1, dtype=torch.uint8)
         each = [1] * group.size
         group.all_to_all(torch.empty_like(here), here, each, each)  # at once; a sum goes round a ring
@@ -111,8 +118,10 @@ class Carrier(Protocol):
     nbytes: int  # of memory that it takes
 
     def carry(self, rows: torch.Tensor, out: Places, come: Places) -> None:
-        """Send `out` of rows [N, row], and put what comes to `come`. Raises PeerLost; then nothing has been
-        put."""
+        """Send `out` of rows [N, row], and put what comes to `come`.
+
+        Raises PeerLost; then nothing has been put.
+        """
 
 
 class Messages:
@@ -151,7 +160,7 @@ class Shared:
                 _put(rows, places, source[: len(places)])
 
     def _slot(self, box: torch.Tensor, rows: torch.Tensor, sender: int, receiver: int) -> torch.Tensor:
-        """[per_peer, row]"""
+        """Return the slot of one sender and receiver: [per_peer, row]."""
         row_bytes = rows.shape[1] * rows.itemsize
         first = (receiver - (receiver > sender)) * self._per_peer
         part = box[first * row_bytes : (first + self._per_peer) * row_bytes]
@@ -185,8 +194,10 @@ def carrier_for(
 
 
 def outboxes_of(group: Communicator, nbytes: int) -> Outboxes | None:
-    """Return outboxes of at least `nbytes` each for a group of CPU devices; None where the system does not
-    allow them. Every rank calls it, with the same number."""
+    """Return outboxes of at least `nbytes` each for a group of CPU devices.
+
+    None where the system does not allow them. Every rank calls it, with the same number.
+    """
     boxes = _boxes.get(group)
     if group not in _boxes or (boxes and boxes.nbytes < nbytes):
         try:

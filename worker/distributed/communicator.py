@@ -21,14 +21,17 @@ class PeerLost(RuntimeError):
 
 
 class Communicator(Protocol):
-    """`rank` of `size`. Every member makes the same calls in the same order; each call waits for all of them
-    and raises PeerLost, at the latest after the group's timeout, where one does not come."""
+    """`rank` of `size`.
+
+    Every member makes the same calls in the same order; each call waits for all of them and raises
+    PeerLost, at the latest after the group's timeout, where one does not come.
+    """
 
     rank: int
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """x becomes the sum over all ranks, the same bits on each."""
+        """X becomes the sum over all ranks, the same bits on each."""
 
     def all_to_all(
         self,
@@ -37,8 +40,11 @@ class Communicator(Protocol):
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
     ) -> None:
-        """Rows of `sent` [sum(sent_sizes), ...] go to the ranks in their order, so many to each; `received`
-        [sum(received_sizes), ...] has what they sent here. Contiguous tensors of one dtype."""
+        """Send rows of `sent` to the ranks in their order, and receive theirs.
+
+        sent [sum(sent_sizes), ...] goes out, so many rows to each rank; received [sum(received_sizes), ...]
+        gets what they sent here. Contiguous tensors of one dtype.
+        """
 
     def close(self) -> None:
         """Leave. Calls of other members fail from here on. Repeating it is harmless."""
@@ -118,7 +124,7 @@ class Staged:
         self._group.close()
 
     def _like(self, buffer: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the buffer, larger where it was too small; its beginning in the shape of x)"""
+        """Return the buffer, larger where it was too small, and its beginning in the shape of x."""
         if buffer.nbytes < x.nbytes:
             buffer = _empty(x.nbytes, self._pins)
         return buffer, buffer[: x.nbytes].view(x.dtype).view(x.shape)
@@ -161,8 +167,11 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def share_a_gpu(store: Store, rank: int, size: int, gpu: str) -> bool:
-    """Return True if two of the ranks that meet in `store` have the same GPU. gpu: this rank's, by a name
-    that is unique across hosts. Raises RuntimeError if a rank does not come within the store's timeout."""
+    """Return whether two of the ranks that meet in `store` have the same GPU.
+
+    gpu: this rank's, by a name that is unique across hosts. Raises RuntimeError if a rank does not come
+    within the store's timeout.
+    """
     store.set(f"gpu of {rank}", gpu)
     return len({store.get(f"gpu of {other}") for other in range(size)}) < size
 

@@ -80,8 +80,10 @@ def exchange(
 def _stages(
     live: Sequence[Sequence[int]], subgroup: int, per_stage: int, grows: bool | None
 ) -> Iterator[tuple[Places, Places]]:
-    """Yield what each stage sends and receives. Stages are the same blocks on every rank, so that all make
-    the same calls, even with nothing to send."""
+    """Yield what each stage sends and receives.
+
+    Stages are the same blocks on every rank, so that all make the same calls, even with nothing to send.
+    """
     n = len(live)
     blocks = np.unique(np.concatenate([np.asarray(part, np.int64) for part in live]))
     is_live = [np.isin(blocks, np.asarray(part, np.int64)) for part in live]

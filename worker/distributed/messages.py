@@ -66,8 +66,11 @@ class Prepare(GroupMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Vote(GroupMessage, frozen=True, kw_only=True, tag=True):
-    """Answer to Prepare. An empty `reason` is a yes: the worker stands by until Commit or Abort. `numbers`:
-    pages and blocks before and after. `rendezvous`: the one whose communicator it has kept, or ""."""
+    """Answer to Prepare.
+
+    An empty `reason` is a yes: the worker stands by until Commit or Abort. `numbers`: pages and blocks
+    before and after. `rendezvous`: the one whose communicator it has kept, or "".
+    """
 
     worker: str
     reason: str = ""
@@ -76,8 +79,10 @@ class Vote(GroupMessage, frozen=True, kw_only=True, tag=True):
 
 
 class JoinRendezvous(GroupMessage, frozen=True, kw_only=True, tag=True):
-    """The coordinator tells all members to make the communicator in `store` (host:port). Of two communicators
-    of the same members, that with the greater `rendezvous`, the later one, is kept."""
+    """The coordinator tells all members to make the communicator in `store` (host:port).
+
+    Of two communicators of the same members, that with the greater `rendezvous`, the later one, is kept.
+    """
 
     rendezvous: str
     store: str
@@ -110,8 +115,10 @@ class LeadSubgroup(GroupMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(GroupMessage, frozen=True, kw_only=True, tag=True):
-    """The coordinator decided: the change does not happen and the old shape serves on. A future leader of a
-    subgroup sends it too, when it will not use its link."""
+    """The coordinator decided: the change does not happen and the old shape serves on.
+
+    A future leader of a subgroup sends it too, when it will not use its link.
+    """
 
     reason: str
 
@@ -269,8 +276,10 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
-    """To the leader: what this planner has for the step. It may come again, with more, until the step is
-    called."""
+    """To the leader: what this planner has for the step.
+
+    It may come again, with more, until the step is called.
+    """
 
     rank: int
     step: int
@@ -314,8 +323,11 @@ class GroupEnded(GroupMessage, frozen=True, kw_only=True, tag=True):
 
 
 class JoinPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """First message of the leader: you are this rank of this stage. `next`: all ranks of the next stage, for
-    the first rank of a stage that is not the last. Answered by PipelineJoined."""
+    """First message of the leader: you are this rank of this stage.
+
+    `next`: all ranks of the next stage, for the first rank of a stage that is not the last. Answered by
+    PipelineJoined.
+    """
 
     leader: str
     stage: int
@@ -333,8 +345,11 @@ class JoinPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
 
 
 class PipelineJoined(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """Answer to JoinPipeline. `reason`: why not; empty: the stage stands by and could have `blocks` now.
-    `store` (host:port): where the ranks of this stage meet; from the first of several."""
+    """Answer to JoinPipeline.
+
+    `reason`: why not; empty: the stage stands by and could have `blocks` now. `store` (host:port): where
+    the ranks of this stage meet; from the first of several.
+    """
 
     stage: int
     reason: str = ""
@@ -344,8 +359,10 @@ class PipelineJoined(PipelineMessage, frozen=True, kw_only=True, tag=True):
 
 
 class StartPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """The leader fixes the number of KV blocks and lets the ranks of each stage meet. Answered by
-    PipelineStarted or StageFailed."""
+    """The leader fixes the number of KV blocks and lets the ranks of each stage meet.
+
+    Answered by PipelineStarted or StageFailed.
+    """
 
     blocks: int
     rendezvous: str = ""
@@ -382,8 +399,10 @@ class EndPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
 
 
 class RunStage(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """One step; the payload is the residual [T, H]. The work has no token ids: later stages read the
-    residual."""
+    """One step; the payload is the residual [T, H].
+
+    The work has no token ids: later stages read the residual.
+    """
 
     step: int
     work: PackedInput
@@ -397,8 +416,10 @@ class MoveBlocks(PipelineMessage, frozen=True, kw_only=True, tag=True):
 
 
 class StageOutput(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """Answer of the last stage to the leader; the payload is the residual [R, H] of the rows whose logits are
-    wanted."""
+    """Answer of the last stage to the leader.
+
+    The payload is the residual [R, H] of the rows whose logits are wanted.
+    """
 
     step: int
 
@@ -411,8 +432,10 @@ class Echo(ProbeMessage, frozen=True, kw_only=True, tag=True):
 
 
 class MeasureAllReduce(ProbeMessage, frozen=True, kw_only=True, tag=True):
-    """Be rank 1 of 2 of a communicator that meets in `store` (host:port), and make these all-reduces with
-    rank 0. Answered by ProbeFailed if that is not possible."""
+    """Ask to be rank 1 of 2 of a communicator that meets in `store`, and to make these all-reduces.
+
+    The sender is rank 0. Answered by ProbeFailed if that is not possible.
+    """
 
     store: str
     dtype: str

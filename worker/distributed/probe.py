@@ -71,8 +71,10 @@ def use_device(device: torch.device) -> None:
 
 
 def meet(store: str, rank: int, host: str, device: torch.device) -> Communicator:
-    """Return a communicator of two ranks that meet in the store at `store` (host:port). Raises PeerLost and
-    RuntimeError."""
+    """Return a communicator of two ranks that meet in the store at `store` (host:port).
+
+    Raises PeerLost and RuntimeError.
+    """
     use_device(device)
     at, _, port = store.rpartition(":")
     reached = TCPStore(at, int(port), is_master=False, timeout=timedelta(seconds=PATIENCE_S))
@@ -80,8 +82,10 @@ def meet(store: str, rank: int, host: str, device: torch.device) -> Communicator
 
 
 def tensors_for(sizes: Sequence[int], dtype: str, device: torch.device) -> list[torch.Tensor]:
-    """Return a tensor of zeros for each size: zeros stay small however often they are summed. Raises
-    ValueError for an unknown dtype."""
+    """Return a tensor of zeros for each size: zeros stay small however often they are summed.
+
+    Raises ValueError for an unknown dtype.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype}: these are known: {', '.join(DTYPES)}")
     return [torch.zeros(size, dtype=DTYPES[dtype], device=device) for size in sizes]

@@ -84,8 +84,10 @@ class CommunicatorPool:
             made.close()
 
     def keep(self, key: str, rendezvous: str, communicator: Communicator) -> None:
-        """Keep a communicator for `take`. Of one key that of the latest rendezvous stays; of all keys the
-        MAX_KEPT latest."""
+        """Keep a communicator for `take`.
+
+        Of one key that of the latest rendezvous stays; of all keys the MAX_KEPT latest.
+        """
         before = self._kept.pop(key, None)
         after = KeptCommunicator(rendezvous, communicator)
         if before and before.rendezvous > rendezvous:
@@ -102,8 +104,10 @@ class CommunicatorPool:
         return kept.rendezvous if kept else ""
 
     def take(self, key: str, rendezvous: str) -> Communicator:
-        """Return a kept communicator and hand it over. Raises KeyError if that of this rendezvous is not
-        kept."""
+        """Return a kept communicator and hand it over.
+
+        Raises KeyError if that of this rendezvous is not kept.
+        """
         if self.kept(key) != rendezvous:
             raise KeyError(f"no communicator of {key} is kept from this rendezvous")
         return self._kept.pop(key).communicator
@@ -157,8 +161,7 @@ class AheadRendezvous:
         self._opened: dict[str, list[Link]] = {}  # by rendezvous: the links over which others were asked
 
     def call(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
-        """Ask the members, of whom this worker is the first, unless their communicator is kept or under
-        way."""
+        """Ask the members, this worker first, unless their communicator is kept or under way."""
         key = members_key(members, peers)
         if self._pool.kept(key) or key in self._keys.values():
             return
@@ -183,8 +186,10 @@ class AheadRendezvous:
         self._pool.start(order.rendezvous, order.store, rank, len(order.members))
 
     def end(self, rendezvous: str, reason: str) -> bool:
-        """Keep what a rendezvous made, unless it failed (`reason`). Returns False for one that is not of
-        these."""
+        """Keep what a rendezvous made, unless it failed (`reason`).
+
+        Returns False for one that is not of these.
+        """
         for link in self._opened.pop(rendezvous, []):
             link.close()
         key = self._keys.pop(rendezvous, "")

@@ -58,8 +58,10 @@ class Payload:
 
 
 def to_host(tensor: torch.Tensor) -> Payload:
-    """Return a payload of `tensor`, which must not be written to afterwards. A GPU copies beside its next
-    work; call this in the thread that made the tensor."""
+    """Return a payload of `tensor`, which must not be written to afterwards.
+
+    A GPU copies beside its next work; call this in the thread that made the tensor.
+    """
     if tensor.device.type == "cpu":
         return Payload(tensor.contiguous())
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -74,8 +76,11 @@ OnLost = Callable[["Link", str], None]  # once, in a thread of the link; not aft
 
 
 class Link:
-    """One connection to another worker. It opens in a thread of its own, since the other worker may be
-    stopped or gone; frames that are sent meanwhile wait."""
+    """One connection to another worker.
+
+    It opens in a thread of its own, since the other worker may be stopped or gone; frames that are sent
+    meanwhile wait.
+    """
 
     def __init__(
         self,
@@ -87,8 +92,11 @@ class Link:
         is_pinned: bool = False,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """open_: returns a connection that has passed the handshake; raises OSError. is_pinned: payloads go
-        on to a GPU. on_idle: called every second while no frame waits, in a thread of the link."""
+        """open_.
+
+        Returns a connection that has passed the handshake; raises OSError. is_pinned: payloads go on to a
+        GPU. on_idle: called every second while no frame waits, in a thread of the link.
+        """
         self._open, self._on_message, self._on_lost = open_, on_message, on_lost
         self._timeout_s, self._is_pinned, self._on_idle = timeout_s, is_pinned, on_idle
         self._changed = threading.Condition()  # guards the fields below
@@ -116,8 +124,10 @@ class Link:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Close once all waiting frames are sent. Received frames are dropped and no loss is reported from
-        here on. Closing again does nothing."""
+        """Close once all waiting frames are sent.
+
+        Received frames are dropped and no loss is reported from here on. Closing again does nothing.
+        """
         with self._changed:
             self.is_closed = True
             self._changed.notify()
@@ -244,8 +254,10 @@ def _read(opened: socket.socket, into: memoryview) -> None:
 
 
 class _Handshake:
-    """A socket as the challenge functions of `multiprocessing.connection` use a connection, with a deadline
-    over all of it."""
+    """A socket for the challenge functions of `multiprocessing.connection`.
+
+    One deadline holds for the whole handshake.
+    """
 
     def __init__(self, opened: socket.socket, within_s: float) -> None:
         self._opened, self._ends_at = opened, time.monotonic() + within_s
@@ -283,8 +295,10 @@ def connect(
     is_pinned: bool = False,
     on_idle: Callable[[], None] = lambda: None,
 ) -> Link:
-    """Return a link to the listener at `address` ("host:port"), at once. If no worker listens there, or the
-    key is wrong, the link is lost."""
+    """Return a link to the listener at `address` ("host:port"), at once.
+
+    If no worker listens there, or the key is wrong, the link is lost.
+    """
     host, _, port = address.rpartition(":")
 
     def dial() -> socket.socket:
@@ -304,12 +318,17 @@ def connect(
 
 
 class _Listener:
-    """Accepts connections that show the key. A connection without it is closed after HANDSHAKE_S, earlier
-    where more than MAX_HANDSHAKES wait: then the oldest goes first, so that strangers keep no worker out."""
+    """Accepts connections that show the key.
+
+    A connection without it is closed after HANDSHAKE_S, earlier where more than MAX_HANDSHAKES wait: then
+    the oldest goes first, so that strangers keep no worker out.
+    """
 
     def __init__(self, host: str, on_accepted: Callable[[Callable[[], socket.socket]], object]) -> None:
-        """on_accepted: called with what completes the handshake and returns the connection. Raises OSError
-        where the host cannot be listened on."""
+        """on_accepted: called with what completes the handshake and returns the connection.
+
+        Raises OSError where the host cannot be listened on.
+        """
         self.key = os.urandom(KEY_BYTES)
         self._on_accepted = on_accepted
         self._socket = socket.create_server((host, 0))
@@ -369,8 +388,10 @@ M = TypeVar("M")
 
 
 class Endpoint(Generic[M]):
-    """The part of a transport that takes messages of one kind. Links belong to the endpoint that opened them,
-    or whose messages came over them first."""
+    """The part of a transport that takes messages of one kind.
+
+    Links belong to the endpoint that opened them, or whose messages came over them first.
+    """
 
     def __init__(
         self,
@@ -421,12 +442,17 @@ class Endpoint(Generic[M]):
 
 
 class Transport:
-    """One worker's listener and its links. `address` and `key` are for the card: a worker that can read it
-    may connect."""
+    """One worker's listener and its links.
+
+    `address` and `key` are for the card: a worker that can read it may connect.
+    """
 
     def __init__(self, host: str, timeout_s: float, *, is_pinned: bool = False) -> None:
-        """timeout_s: a link on which nothing is received for this long is lost. is_pinned: payloads go on to
-        a GPU. Raises OSError where the host cannot be listened on."""
+        """Listen for other workers. Raises OSError where the host cannot be listened on.
+
+        timeout_s: a link on which nothing is received for this long is lost. is_pinned: payloads go on to a
+        GPU.
+        """
         self.host, self.timeout_s, self.is_pinned = host, timeout_s, is_pinned
         self._lock = threading.Lock()
         self._endpoints: list[Endpoint[Any]] = []

@@ -32,11 +32,12 @@ def start_leading(
     blocks: int = 1,
     digest: str = "",
 ) -> Generator[bool, None, EngineCore]:
-    """Steps of the engine's thread, as those of a morph: False where it waits for the others. All stages keep
-    as many blocks as the worker with the fewest has. beside: of a stage of several ranks, the others, who
-    reach this one at `host`; model and cache are rank 0's share then. Raises PipelineLost, and ModelError for
-    fewer than `blocks`; then, and when it is closed, the others have given all back, and the model and the
-    cache are the caller's.
+    """Bring the stages together and return the engine core, as steps of a morph.
+
+    Yields False where it waits for the others. All stages keep as many blocks as the worker with the fewest
+    has. beside: the other ranks of the leader's own stage, who reach this one at `host`; model and cache
+    are rank 0's share then. Raises PipelineLost, and ModelError for fewer than `blocks`; then, and when it
+    is closed, the others have given all back, and the model and the cache are the caller's.
     """
     device = cache.pool.backend.device
     pipeline = Pipeline(

@@ -85,8 +85,11 @@ class Pipeline:
         is_gpu: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """beside: ranks 1, 2, ... of the leader's own stage; every other stage has as many. timeout_s: for a
-        silent link, and for a batch to come back."""
+        """Prepare to lead the remote stages.
+
+        beside: ranks 1, 2, ... of the leader's own stage; every other stage has as many. timeout_s: for a
+        silent link, and for a batch to come back.
+        """
         if any(len(each.others) != len(beside) for each in behind):
             raise ValueError(f"{pipeline}: its stages have different numbers of ranks")
         self.beside, self.tp = list(beside), 1 + len(beside)
@@ -111,8 +114,10 @@ class Pipeline:
     # ----------------------------------------------------------------------------- coming together
 
     def join(self, config: ModelConfig, dtype: torch.dtype, block_tokens: int, digest: str = "") -> None:
-        """Ask all workers, each for its layers of this model. A stage that is still being loaded answers when
-        it is ready."""
+        """Ask all workers, each for its layers of this model.
+
+        A stage that is still being loaded answers when it is ready.
+        """
         own = (config.first_layer, config.first_layer + config.num_layers)
         self._stage_ranks = [
             _StageRank(0, rank, *own, peer) for rank, peer in enumerate(self.beside, start=1)
@@ -153,8 +158,10 @@ class Pipeline:
             )
 
     def _next_peers(self, place: _StageRank) -> list[Peer]:
-        """Return the ranks of the next stage, for the first rank of a stage. The leader has its own links to
-        the second stage."""
+        """Return the ranks of the next stage, for the first rank of a stage.
+
+        The leader has its own links to the second stage.
+        """
         if place.rank or not 0 < place.stage < len(self.behind):
             return []
         return self.behind[place.stage].peers
@@ -176,8 +183,10 @@ class Pipeline:
         return [layer for at in self._firsts for layer in self._joined[at].shape]
 
     def start(self, blocks: int, rendezvous: str = "", store: str = "") -> None:
-        """Let all workers have this many blocks, and the ranks of each stage meet; those of the leader's
-        stage in `store`."""
+        """Let all workers have this many blocks, and the ranks of each stage meet.
+
+        Those of the leader's stage in `store`.
+        """
         stores = [store, *(self._joined[at].store for at in self._firsts)]
         for place, link in zip(self._stage_ranks, self._links, strict=True):
             link.send(
@@ -235,8 +244,10 @@ class Pipeline:
                 link.send(message, payload)
 
     def take_done(self) -> torch.Tensor | None:
-        """Return the residual [R, H] of the batch that was sent first, uint8 in host memory; None if it is
-        not back yet. Raises PipelineLost."""
+        """Return the residual [R, H] of the oldest batch in flight, uint8 in host memory.
+
+        None if it is not back yet. Raises PipelineLost.
+        """
         self._read()
         if self._is_overdue:
             self._lost = f"a step did not come back within {self.timeout_s:g} s"

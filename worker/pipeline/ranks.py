@@ -20,8 +20,11 @@ class Ranks:
     def __init__(
         self, shard: Shard, host: str, device: str, timeout_s: float, on_news: Callable[[], None]
     ) -> None:
-        """host: where the other ranks reach this one. on_news: called when `have_met` may have changed, in
-        any thread."""
+        """Prepare the ranks of one stage.
+
+        host: where the other ranks reach this one. on_news: called when `have_met` may have changed, in any
+        thread.
+        """
         self.shard = shard
         self.group: Communicator | None = None
         self._on_news = on_news
@@ -41,8 +44,10 @@ class Ranks:
 
     @property
     def have_met(self) -> bool:
-        """True once the ranks have met; then `group` is set, if there are several. Raises PeerLost if one did
-        not come."""
+        """True once the ranks have met; then `group` is set, if there are several.
+
+        Raises PeerLost if one did not come.
+        """
         if self._why_not:
             raise PeerLost(self._why_not)
         if self.shard.size > 1 and self.group is None and self._rendezvous:
@@ -53,8 +58,10 @@ class Ranks:
         return self.group is not None or self.shard.size == 1
 
     def close(self) -> None:
-        """Leave the communicator: all-reduces of the other ranks fail from here on. Closing again does
-        nothing."""
+        """Leave the communicator: all-reduces of the other ranks fail from here on.
+
+        Closing again does nothing.
+        """
         self._is_closed = True
         if self.group:
             self.group.close()

@@ -12,9 +12,10 @@ from worker.morph.run import NotApplied
 
 
 def own_part(config: ModelConfig, command: Deploy, worker: str) -> ModelConfig:
-    """Return the part of the model that `worker` has: layers of one stage, and embedding and head if it
-    leads. Raises NotApplied for stages that are not all the layers in their order, each on as many
-    workers."""
+    """Return the part of the model that `worker` has: one stage's layers, and the ends if it leads.
+
+    Raises NotApplied for stages that are not all the layers in their order, each on as many workers.
+    """
     stages = command.stages
     if len(stages) <= 1:
         return config
@@ -27,8 +28,10 @@ def own_part(config: ModelConfig, command: Deploy, worker: str) -> ModelConfig:
 
 
 def own_shard(command: Deploy, worker: str) -> Shard:
-    """Return the worker's place among the ranks of its stage. A model in one stage is loaded whole: its
-    degree changes while it serves."""
+    """Return the worker's place among the ranks of its stage.
+
+    A model in one stage is loaded whole: its degree changes while it serves.
+    """
     stages = command.stages
     if len(stages) <= 1 or not 0 <= command.stage < len(stages):
         return Shard()
@@ -37,7 +40,7 @@ def own_shard(command: Deploy, worker: str) -> Shard:
 
 
 def check_stages(config: ModelConfig, stages: list[Stage]) -> None:
-    """Raises NotApplied."""
+    """Raise NotApplied unless the stages are all the layers, in order, on as many workers each."""
     at = 0
     for number, stage in enumerate(stages):
         if not stage.workers or len(stage.workers) != len(stages[0].workers):
@@ -59,7 +62,7 @@ def check_stages(config: ModelConfig, stages: list[Stage]) -> None:
 
 
 def check_degree(config: ModelConfig, tp: int, max_tp: int) -> None:
-    """Raises NotApplied for one that the weights are not laid out for."""
+    """Raise NotApplied for a degree that the weights are not laid out for."""
     if tp not in (possible := degrees(config, max_tp)):
         raise NotApplied(
             "failed",

@@ -35,8 +35,10 @@ class StageHost:
     # ----------------------------------------------------------------------------- the engine's thread
 
     def add(self, stage: LoadedStage, join_within_s: float) -> RemoteStageRunner:
-        """Run `stage` for its leader, who may have connected already. Raises ValueError for a pipeline that
-        has a stage here."""
+        """Run `stage` for its leader, who may have connected already.
+
+        Raises ValueError for a pipeline that has a stage here.
+        """
         runner = RemoteStageRunner(
             stage,
             host=self.host,

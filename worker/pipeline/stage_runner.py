@@ -44,8 +44,11 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """Layers of a model, or a shard of them, loaded for a pipeline, and as large a KV cache as there is room
-    for, under the block numbers of the leader. `release` gives every page back."""
+    """Layers of a model, or a shard of them, loaded for a pipeline, and their KV cache.
+
+    The cache is as large as there is room for, under the block numbers of the leader. `release` gives every
+    page back.
+    """
 
     pipeline: str
     stage: int
@@ -64,9 +67,11 @@ class LoadedStage:
 
 
 class RemoteStageRunner:
-    """Runs one stage. Any thread may call `put` and `lose`; the engine's thread calls `step` while
-    `can_step`, between the steps of its own instances. Any failure ends the stage: the leader
-    hears why and every page is released."""
+    """Runs one stage.
+
+    Any thread may call `put` and `lose`; the engine's thread calls `step` while `can_step`, between the
+    steps of its own instances. Any failure ends the stage: the leader hears why and every page is released.
+    """
 
     def __init__(
         self,
@@ -79,9 +84,12 @@ class RemoteStageRunner:
         connect: Callable[[Peer], Link],
         on_ended: Callable[[str, str], None],
     ) -> None:
-        """host: where other ranks of this stage reach it. wake: called when `can_step` may have become true.
-        connect: opens a link whose messages and loss are passed to `put` and `lose`. on_ended: called in the
-        engine's thread with the pipeline and the reason, once all pages are released."""
+        """Wait for the leader.
+
+        host: where other ranks of this stage reach it. wake: called when `can_step` may have become true.
+        connect: opens a link whose messages and loss are passed to `put` and `lose`. on_ended: called in
+        the engine's thread with the pipeline and the reason, once all pages are released.
+        """
         self.stage, self.is_over, self.has_started = stage, False, False
         self.reason = ""  # why it is over
         self.num_steps = 0

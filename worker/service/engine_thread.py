@@ -35,8 +35,10 @@ class Snapshot:
 
 
 class EngineThread:
-    """`submit`, `cancel`, `morph`, `fence`, `pause`, `resume` and `stop` return at once; they take effect, in
-    order, at the next step boundary."""
+    """`submit`, `cancel`, `morph`, `fence`, `pause`, `resume` and `stop` return at once.
+
+    They take effect, in order, at the next step boundary.
+    """
 
     def __init__(
         self,
@@ -119,8 +121,10 @@ class EngineThread:
         return self._grouping
 
     def use_grouping(self, grouping: Grouping | None) -> None:
-        """From here on; None: it joins no group. Only for the engine's thread, and for others before
-        `start`."""
+        """From here on; None: it joins no group.
+
+        Only for the engine's thread, and for others before `start`.
+        """
         self._grouping = grouping
         if grouping:
             grouping.post = self._inbox.put
@@ -208,8 +212,10 @@ class EngineThread:
             self._report(time.monotonic())
 
     def _tell_rest(self) -> None:
-        """What changed since the last snapshot: a stage that ended in the last step before it grew quiet has
-        given its pages back."""
+        """Return what changed since the last snapshot.
+
+        A stage that ended in the last step before it grew quiet has given its pages back.
+        """
         if not self._is_told and time.monotonic() >= self._snapshot_due:
             self._report(time.monotonic())
 

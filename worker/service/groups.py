@@ -77,8 +77,11 @@ class GroupMembership:
         self.on_cards([resident.card for resident in models.values()])
 
     def _only(self) -> HostedModel | None:
-        """Return the only model, all of whose layers are here, or None. A worker in a stage of several ranks
-        joins no other group: two groups that wait for each other crosswise would never go on."""
+        """Return the only model, all of whose layers are here, or None.
+
+        A worker in a stage of several ranks joins no other group: two groups that wait for each other
+        crosswise would never go on.
+        """
         host = self._host
         if host.stages and host.stages.has_ranks:
             return None
@@ -104,8 +107,10 @@ FIRST_LOOK_S, LOOK_S = 2.0, 15.0  # others may still load
 
 
 async def meet_neighbours(bus: Bus, own: Callable[[], WorkerCard], thread: EngineThread) -> None:
-    """Prepare the communicators of groups that this worker would lead, until cancelled. own: returns its
-    present card."""
+    """Prepare the communicators of groups that this worker would lead, until cancelled. own.
+
+    Returns its present card.
+    """
     pause_s = FIRST_LOOK_S
     while True:
         await asyncio.sleep(pause_s)
@@ -131,8 +136,11 @@ def as_peer(card: WorkerCard) -> Peer:
 
 
 def led_groups(own: WorkerCard, cards: Iterable[WorkerCard]) -> Iterator[tuple[str, ...]]:
-    """Yield the aligned groups that `own` would lead: of the host's workers of a model, in the order of their
-    names, the first two, the next two, the first four and so on."""
+    """Yield the aligned groups that `own` would lead.
+
+    Of the host's workers of a model, in the order of their names, the first two, the next two, the first
+    four and so on.
+    """
     [instance] = own.instances
     alike = [
         card.id

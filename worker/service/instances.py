@@ -25,8 +25,11 @@ CHECK_S = 0.05
 
 
 class Instances:
-    """The instances, in the event loop. `on_changed`: the card has changed. `on_read_out(instance)`: no
-    request comes to an instance that leaves."""
+    """The instances, in the event loop.
+
+    `on_changed`: the card has changed. `on_read_out(instance)`: no request comes to an instance that
+    leaves.
+    """
 
     def __init__(
         self,
@@ -118,8 +121,7 @@ class Instances:
             self._on_changed()
 
     def on_unloaded(self, name: str) -> None:
-        """Remove the stream too: a gateway that finds a Submit unanswered there submits it again
-        elsewhere."""
+        """Remove the stream too: a gateway that finds a Submit unanswered there submits it again."""
         self._cards.pop(name, None)
         self._leaving.pop(name, None)
         self._hurries.pop(name, None)

@@ -49,8 +49,10 @@ class Intake:
     # ----------------------------------------------------------------------------- requests
 
     async def read_requests(self, instance: str, epoch: int) -> None:
-        """Read until cancelled, for one epoch. Entries that earlier epochs left pending are ended first:
-        their gateways submit the requests again."""
+        """Read until cancelled, for one epoch.
+
+        Entries that earlier epochs left pending are ended first: their gateways submit the requests again.
+        """
         stream = self._bus.names.requests(instance)
         async with self._bus.group_reader(stream, consumer(self._worker, epoch), Submit) as reader:
             await self._open(reader)
@@ -100,8 +102,10 @@ class Intake:
     # ----------------------------------------------------------------------------- commands
 
     async def read_commands(self, on_drain: Callable[[], None]) -> None:
-        """Read until cancelled, and carry out commands for the present epoch; a morph for another epoch is
-        answered `stale`."""
+        """Read until cancelled, and carry out commands for the present epoch.
+
+        A morph for another epoch is answered `stale`.
+        """
         stream = self._bus.names.control(self._worker)
         async with self._bus.reader(stream, *COMMANDS) as reader:
             await self._open(reader)
@@ -133,16 +137,20 @@ class Intake:
                 self.on_measure(command)
 
     def _begin(self, command: Transform | Deploy) -> None:
-        """Look up the workers that take part on their cards, and begin. The same order again changes
-        nothing."""
+        """Look up the workers that take part on their cards, and begin.
+
+        The same order again changes nothing.
+        """
         if command.id not in self._beginning:
             task = asyncio.create_task(self._with_peers(command), name=f"peers of {command.id}")
             self._beginning[command.id] = task
             task.add_done_callback(lambda _: self._beginning.pop(command.id))
 
     async def _with_peers(self, command: Transform | Deploy) -> None:
-        """Begin the morph even if the cards cannot be read: its answer is then that no worker can be
-        reached."""
+        """Begin the morph even if the cards cannot be read.
+
+        Its answer is then that no worker can be reached.
+        """
         peers: dict[str, Peer] = {}
         try:
             for member in await self._bus.members():
@@ -204,8 +212,10 @@ async def watch_gateways(bus: Bus, ledger: Ledger, intake: Intake, outbox: Outbo
 
 
 async def _gone(bus: Bus, asked: set[str], missing_since: dict[str, float]) -> list[str]:
-    """Return the gateways that were missing at every look for the grace period. Only looks that Redis
-    answered count."""
+    """Return the gateways that were missing at every look for the grace period.
+
+    Only looks that Redis answered count.
+    """
     live = await bus.live_gateways(asked)
     now = time.monotonic()
     for gateway in list(missing_since):

@@ -41,8 +41,11 @@ def log_ids(trace_id: str, request_id: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`run`: give it to the engine. `replaced`: an older attempt to abort first. `reason`: why not to run.
-    `is_in_use`: the entry is that of the attempt which runs; not to be acknowledged now."""
+    """`run`: give it to the engine.
+
+    `replaced`: an older attempt to abort first. `reason`: why not to run. `is_in_use`: the entry is that of
+    the attempt which runs; not to be acknowledged now.
+    """
 
     run: bool
     replaced: Ticket | None = None
@@ -89,8 +92,10 @@ class Ledger:
         return {ticket.gateway for ticket in self._tickets.values()}
 
     def drop_gateway(self, gateway: str) -> list[Ticket]:
-        """The tickets of what it asked for, which does not run any more. Nothing is remembered: a gateway
-        that was only paused submits the same requests again."""
+        """Remove and return the tickets of a gateway.
+
+        Nothing is remembered: a gateway that was only paused submits the same requests again.
+        """
         dropped = [ticket for ticket in self._tickets.values() if ticket.gateway == gateway]
         for ticket in dropped:
             del self._tickets[ticket.request_id]
@@ -114,7 +119,10 @@ class Ledger:
         return Verdict(run=True, replaced=known)
 
     def end(self, request_id: str, attempt: int) -> Ticket | None:
-        """The ticket of a request that ended; None if it is not here, or another attempt is."""
+        """Remove and return the ticket of a request that ended.
+
+        None if it is not here, or another attempt is.
+        """
         ticket = self._tickets.get(request_id)
         if ticket is None or ticket.attempt != attempt:
             return None
@@ -122,14 +130,19 @@ class Ledger:
         return self._tickets.pop(request_id)
 
     def cancel(self, request_id: str, up_to_attempt: int | None = None) -> Ticket | None:
-        """The ticket of the attempt that runs, if it is one of those meant (None: all). They are remembered
-        either way: the Submit may still be on its way."""
+        """Remove and return the ticket of the running attempt, if it is one of those meant (None: all).
+
+        The cancellation is remembered either way: the Submit may still be on its way.
+        """
         limit = math.inf if up_to_attempt is None else up_to_attempt
         self._cancelled.add(request_id, limit)
         ticket = self._tickets.get(request_id)
         return self._tickets.pop(request_id) if ticket and ticket.attempt <= limit else None
 
     def clear(self) -> None:
-        """A new epoch runs nothing. Cancellations stay: they are about requests, not about epochs."""
+        """Remove all tickets, since a new epoch runs nothing.
+
+        Cancellations stay: they are about requests, not about epochs.
+        """
         self._tickets.clear()
         self._ended.clear()

@@ -76,8 +76,10 @@ class _Stopped(Exception):
 
 
 class LoadTask:
-    """`run` returns what was loaded, or None if `stop` was set first. Raises what the loader or the lease's
-    renewal raises."""
+    """`run` returns what was loaded, or None if `stop` was set first.
+
+    Raises what the loader or the lease's renewal raises.
+    """
 
     def __init__(self, load: Loader, settings: WorkerSettings, worker: str) -> None:
         self._load, self._settings, self._worker = load, settings, worker

@@ -28,7 +28,9 @@ LEASES_WHILE_LOADING = 10
 
 class Membership:
     """`join`, which takes the epoch, then `run` for as long as the worker lives, then `leave`.
-    `on_fenced(epoch)` is called in the event loop, before others can learn of the new epoch."""
+
+    `on_fenced(epoch)` is called in the event loop, before others can learn of the new epoch.
+    """
 
     def __init__(self, bus: Bus, card: WorkerCard, lease_s: float) -> None:
         self._bus, self._card, self._lease_s = bus, card, lease_s
@@ -57,8 +59,10 @@ class Membership:
         await self._until_done(self._register)
 
     async def run(self) -> None:
-        """Renew the lease three times in its length, and show the card where that failed before. Raises
-        RedisProblem: others cannot see this worker any more."""
+        """Renew the lease three times in its length, and show the card where that failed before.
+
+        Raises RedisProblem: others cannot see this worker any more.
+        """
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 3):
@@ -84,7 +88,7 @@ class Membership:
         await self._show()
 
     async def may_publish(self) -> None:
-        """Returns once the lease is known to be ours."""
+        """Wait until the lease is known to be this worker's."""
         while time.monotonic() >= self._valid_until:
             self._renewed.clear()
             self._hurry.set()
@@ -105,7 +109,7 @@ class Membership:
         return is_ours
 
     async def _fence(self) -> None:
-        """The controller sees the lease's new epoch and tells the others."""
+        """Take a new epoch; the controller sees it in the lease and tells the others."""
         lost = self.epoch
         await self._until_done(self._take_epoch)
         log.warning("epoch %d lost its lease; dropping what ran, going on as epoch %d", lost, self.epoch)
@@ -113,8 +117,10 @@ class Membership:
         await self._until_done(self._register)
 
     async def _take_epoch(self) -> None:
-        """Take the present time in milliseconds as epoch, but more than the last one: a clock may have been
-        set back."""
+        """Take the present time in milliseconds as epoch, but more than the last one.
+
+        A clock may have been set back.
+        """
         last = max(self.epoch, await self._bus.last_epoch(self._card.id))
         self._card = replace(self._card, epoch=max(time.time_ns() // 1_000_000, last + 1))
 
@@ -142,6 +148,6 @@ class Membership:
                 await self._bus.wait_up()
 
     def _prolong(self, until: float) -> None:
-        """Counted from before the command was sent, so that our clock is the stricter one."""
+        """Count the lease from before the command was sent, so that this clock is the stricter one."""
         self._valid_until = until
         self._renewed.set()

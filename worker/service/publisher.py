@@ -38,10 +38,12 @@ class Brake(Protocol):
 
 @dataclass(slots=True)
 class Parcel:
-    """One step's output for one gateway, and the stream entries that it completes, in one MULTI: an entry is
-    acknowledged if and only if the last token of its request is out. A full Redis is the exception: entries
-    that stay until tokens fit could be what fills it. If the worker dies then, the gateway, which never saw
-    the end, submits the request again."""
+    """One step's output for one gateway, and the stream entries that it completes, in one MULTI.
+
+    An entry is acknowledged if and only if the last token of its request is out. A full Redis is the
+    exception: entries that stay until tokens fit could be what fills it. If the worker dies then, the
+    gateway, which never saw the end, submits the request again.
+    """
 
     output: StepOutput | None = None
     stream: str = ""
@@ -182,8 +184,10 @@ class OutputPublisher:
 
 
 def _log(ticket: Ticket, delta: Delta) -> None:
-    """Log the end of a request. An error is logged here too, since the gateway may retry elsewhere and its
-    client never sees it."""
+    """Log the end of a request.
+
+    An error is logged here too, since the gateway may retry elsewhere and its client never sees it.
+    """
     ids = ticket.log_ids | {"attempt": ticket.attempt}
     if delta.error is not None:
         level = logging.INFO if delta.reject_reason else logging.WARNING
@@ -198,8 +202,10 @@ REST_S = 2.0  # for the last reports of a worker that leaves
 
 
 class ReportPublisher:
-    """`put` from the event loop; `run` publishes. Readers know a morph by its id: a report whose answer from
-    Redis was lost comes twice."""
+    """`put` from the event loop; `run` publishes.
+
+    Readers know a morph by its id: a report whose answer from Redis was lost comes twice.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -219,7 +225,9 @@ class ReportPublisher:
 
     async def send_rest(self) -> None:
         """Publish what still waits after `run` was cancelled, and what the end of the engine's thread added.
-        A Redis that is away gets none of it."""
+
+        A Redis that is away gets none of it.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REST_S):
                 await self._publish_all()

@@ -33,7 +33,7 @@ log = logging.getLogger("worker")
 
 
 def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
-    """Raises CannotServe, with one line that says what to change."""
+    """Load the models of the settings. Raises CannotServe, with one line that says what to change."""
     try:
         return _load(settings, worker, progress)
     except (ModelError, NotApplied, OutOfPages, MappingFailed, ValueError) as error:
@@ -70,8 +70,10 @@ def _morph_manager(
     settings: WorkerSettings,
     device: torch.device,
 ) -> MorphManager:
-    """Return the manager of morphs. On a CPU copying takes cores and memory from the steps: both kinds of
-    work share the allowance."""
+    """Return the manager of morphs.
+
+    On a CPU copying takes cores and memory from the steps: both kinds of work share the allowance.
+    """
     share = settings.morph_share
     of_each = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
     return MorphManager(
@@ -84,8 +86,11 @@ def _morph_manager(
 
 
 def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
-    """Compile the kernels of a worker that waits for models: a compiler holds up all threads of the process
-    for longer than a lease lasts. Kernels for a model's own sizes are compiled with it."""
+    """Compile the kernels of a worker that waits for models.
+
+    A compiler holds up all threads of the process for longer than a lease lasts. Kernels for a model's own
+    sizes are compiled with it.
+    """
     if device.type == "cpu":
         kernels.warm_up(
             dtype_of(settings.dtype, device) or torch.float32,
@@ -100,8 +105,10 @@ def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
 
 
 def model_folders(models: list[str], *, may_be_empty: bool = False) -> dict[str, Path]:
-    """Return the folder of each served name, from `name=dir` or `dir` (then the folder's name). Raises
-    CannotServe."""
+    """Return the folder of each served name, from `name=dir` or `dir` (then the folder's name).
+
+    Raises CannotServe.
+    """
     folders: dict[str, Path] = {}
     for entry in models:
         name, is_named, folder = entry.partition("=")

@@ -38,8 +38,11 @@ NEIGHBOURS_S = 0.5
 
 
 async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader) -> None:
-    """Serve until `stop` is set or a Drain command comes. Raises CannotServe and RedisProblem; anything else
-    it raises is a bug or a broken device, and a restart is the cure."""
+    """Serve until `stop` is set or a Drain command comes.
+
+    Raises CannotServe and RedisProblem; anything else it raises is a bug or a broken device, and a restart
+    is the cure.
+    """
     worker = settings.worker.id or f"{socket.gethostname()}-0"
     card = WorkerCard(
         id=worker,
@@ -168,7 +171,7 @@ class Serving:
             await self._morph_reports.send_rest()
 
     def _fence(self, epoch: int) -> None:
-        """The lease was lost: nothing of the old epoch runs, goes out, or is acknowledged any more."""
+        """Stop everything of the old epoch after the lease was lost: it must not publish or acknowledge."""
         self._ledger.clear()
         self._outbox.clear()
         self._thread.fence(epoch)
@@ -177,7 +180,7 @@ class Serving:
     # ----------------------------------------------------------------------------- parts of a life
 
     def _residents_changed(self) -> None:
-        """A model comes, is here, goes or is gone. Before the announcement there is nothing to show."""
+        """Show on the card that a model comes, is here, goes or is gone, once the worker is announced."""
         if self._membership.card.state == "loading":
             return
         models = self._instances
@@ -227,8 +230,11 @@ class Serving:
             await end(*waits)
 
     async def _drain(self) -> None:
-        """Finish what runs. Submits of gateways that have not yet seen the card change are run, too: they
-        would only come back as replays elsewhere."""
+        """Finish what runs.
+
+        Submits of gateways that have not yet seen the card change are run, too: they would only come back
+        as replays elsewhere.
+        """
         log.info("draining: %d requests to finish", len(self._ledger))
         self._thread.refuse_deploys(f"{self._membership.card.id} is draining")
         await self._membership.update(state="draining")
@@ -248,8 +254,10 @@ class Serving:
                 log.warning("%d requests did not finish in time; they go on elsewhere", unfinished)
 
     async def _part(self) -> None:
-        """Leave the group, if the worker is in one: then the requests of other members are not computed
-        again."""
+        """Leave the group, if the worker is in one.
+
+        Then the requests of other members are not computed again.
+        """
         while self._thread.is_in_group:
             self._thread.request_split()
             await asyncio.sleep(PARTING_CHECK_S)
@@ -264,7 +272,7 @@ class Serving:
                 await asyncio.sleep(DRAIN_CHECK_S)
 
     async def _show_group(self, members: tuple[str, ...], why: str) -> None:
-        """The leader's card is the group's; the other members' say whom they follow."""
+        """Show the group on the cards: the leader's is the group's, the others say whom they follow."""
         worker = self._membership.card.id
         self._reporter.group = members
         cards = [
@@ -296,8 +304,10 @@ class Serving:
         self._loop.call_soon_threadsafe(self._take_reports, reports)
 
     def _take_reports(self, reports: list[MorphReport]) -> None:
-        """Publish reports, those of an end with the numbers after it. A report of a model that is served, or
-        no longer, follows the card that shows so."""
+        """Publish reports, those of an end with the numbers after it.
+
+        A report of a model that is served, or no longer, follows the card that shows so.
+        """
         latest = self._reporter.latest
         reports = [one if one.state == "running" else replace(one, telemetry=latest) for one in reports]
         if any(report.kind in ("deploy", "retire") for report in reports):
