@@ -7,7 +7,7 @@ ignores fields that the type does not have: a newer sender may add some.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypeVar, get_args, overload
 
 import msgspec
 
@@ -19,12 +19,7 @@ M = TypeVar("M")
 # The types of stream entries and registry keys; the other dataclasses only occur within these.
 MESSAGE_TYPES: Final[tuple[type, ...]] = (
     messages.Submit,
-    messages.Cancel,
-    messages.Drain,
-    messages.Swap,
-    messages.Resize,
-    messages.Transform,
-    messages.CancelMorph,
+    *get_args(messages.Command),  # the kinds of morphs among them
     policy.Policy,
     messages.MorphReport,
     messages.StepOutput,
@@ -44,8 +39,6 @@ MESSAGE_TYPES: Final[tuple[type, ...]] = (
     deployments.DeployModel,
     deployments.RetireModel,
     deployments.Answer,
-    messages.Deploy,
-    messages.Retire,
     deployments.Measure,
 )
 

@@ -129,7 +129,7 @@ def _add_instance_order(kind: MorphEntry, order: Any) -> None:
     async def handle(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
         body = orders.parse_order(order, await body_of(request, gateway))
         place = orders.find(gateway.cluster, instance)
-        record = await send(gateway, place, orders.COMMANDS[kind.name](place, body, new_id()))
+        record = await send(gateway, place, orders.command_of(kind, place, body, new_id()))
         return await _answer(gateway, record, wait)
 
     router.add_api_route(f"/instances/{{instance:path}}/{kind.name}", handle, methods=["POST"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, TypeVar
 
@@ -199,5 +199,15 @@ def resize(place: MorphTarget, body: ResizeOrder, morph_id: str) -> Resize:
     )
 
 
-# How an order for an instance becomes a command, by its kind.
-COMMANDS: Final[dict[str, Callable[[MorphTarget, Any, str], Morph]]] = {"swap": swap, "resize": resize}
+# Kinds of morphs whose orders need more than a copy of their fields.
+_BUILDERS: Final[dict[str, Callable[[MorphTarget, Any, str], Morph]]] = {"swap": swap, "resize": resize}
+
+
+def command_of(kind: MorphEntry, place: MorphTarget, order: Any, morph_id: str) -> Morph:
+    """Build the command of an order for an instance.
+
+    Raises ApiError 400 for an order that can never be carried out.
+    """
+    if build := _BUILDERS.get(kind.name):
+        return build(place, order, morph_id)
+    return kind.command(id=morph_id, epoch=place.worker.epoch, instance=place.card.id, **asdict(order))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bus.messages import PARTS, LayerShape, MorphReport, Part
-from bus.precisions import PRECISIONS, Precision
+from bus.precisions import Precision
 from kernels.plan import AttentionPlan
 from tests.support.engine_toys import VOCAB, next_token
 from worker.engine.core import EngineCore
@@ -40,7 +40,7 @@ class ToyVariants:
 
     def __init__(self, pool: PagePool, num_layers: int) -> None:
         self.pool, self.num_layers = pool, num_layers
-        self.precisions = PRECISIONS
+        self.precisions = tuple(PAGES)
         self.fail_on: set[str] = set()
         self.fail_once: set[str] = set()
         self.hold = threading.Event()
@@ -49,7 +49,7 @@ class ToyVariants:
         self.resident: dict[tuple[int, Part], Precision] = {}
         for layer in range(num_layers):
             for part in PARTS:
-                for precision in PRECISIONS:
+                for precision in PAGES:
                     nbytes = self.pages(layer, part, precision) * PAGE
                     owner = f"{part} {layer} {precision}"
                     self.ranges[layer, part, precision] = pool.reserve(nbytes, kind="weights", owner=owner)
@@ -86,7 +86,7 @@ class ToyVariants:
 
     def image(self, key: Key) -> int:
         layer, part, precision = key
-        return 1 + (layer * 2 + PARTS.index(part)) * len(PRECISIONS) + PRECISIONS.index(precision)
+        return 1 + (layer * 2 + PARTS.index(part)) * len(PAGES) + self.precisions.index(precision)
 
     def view(self, key: Key) -> torch.Tensor:
         return self.ranges[key].tensor(torch.uint8, (self.pages(*key) * PAGE,))

@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from bus.client import Bus, BusFull, BusUnavailable, GroupReader, StreamReader
 from bus.deployments import Measure
-from bus.messages import Cancel, CancelMorph, Command, Deploy, Drain, Resize, Retire, Submit, Swap, Transform
+from bus.messages import Cancel, CancelMorph, Command, Deploy, Drain, Morph, Submit, Transform
 from bus.names import consumer
 from worker.distributed.messages import Peer
 from worker.service.engine_thread import EngineThread
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
-COMMANDS = (Cancel, CancelMorph, Deploy, Drain, Measure, Resize, Retire, Swap, Transform)
+COMMANDS = (*get_args(Command), Measure)
 
 
 class Intake:
@@ -121,10 +121,10 @@ class Intake:
         match command:
             case Deploy() if len(command.stages) > 1 and command.stage == 0:
                 self._begin(command)
-            case Swap() | Resize() | Deploy() | Retire():
-                self._thread.morph(command)
             case Transform():
                 self._begin(command)
+            case _ if isinstance(command, Morph):
+                self._thread.morph(command)
             case _ if command.epoch != self._epoch():
                 log.info("%s %s is for another epoch", type(command).__name__, command.id)
             case Cancel():
