@@ -1,4 +1,4 @@
-"""From records and an observation to what is done next. Pure.
+"""Decide the next steps from records and an observation. Pure.
 
 It is asked again and again, and returns nothing where all is as it should be or under way.
 

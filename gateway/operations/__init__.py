@@ -1,1 +1,1 @@
-"""For those who run it: administration, probes, metrics, events."""
+"""Endpoints for operators: administration, probes, metrics, events."""

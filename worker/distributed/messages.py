@@ -127,17 +127,21 @@ class Abort(GroupMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What every member does after the same step."""
+    """An action that every member carries out after the same step."""
 
 
 class MoveBoundary(Action, frozen=True, kw_only=True, tag=True):
-    """The layers from `to` up to the boundary of now change their degree."""
+    """Change the degree of the layers from `to` up to the boundary of now."""
 
     to: int
 
 
 class FinishMerge(Action, frozen=True, kw_only=True, tag=True):
-    """All layers are at the high degree: one set of blocks, so many, in so many pages of each layer."""
+    """Use one set of blocks, since all layers are at the high degree.
+
+    `blocks` in all, in `pages` of each layer by rank; `is_probed`: all measure how fast they send each
+    other, since nothing has told it yet.
+    """
 
     blocks: int
     pages: list[int]  # by rank
@@ -145,7 +149,7 @@ class FinishMerge(Action, frozen=True, kw_only=True, tag=True):
 
 
 class Announce(Action, frozen=True, kw_only=True, tag=True):
-    """The new shape was tried: the cards may tell of it."""
+    """Show the new shape on the cards: it was tried."""
 
 
 class CountBlocks(Action, frozen=True, kw_only=True, tag=True):
@@ -153,7 +157,7 @@ class CountBlocks(Action, frozen=True, kw_only=True, tag=True):
 
 
 class BeginSplit(Action, frozen=True, kw_only=True, tag=True):
-    """Blocks move home (from -> to), each subgroup keeps `blocks`, and layers begin to go back to `low`."""
+    """Move blocks (from -> to), keep `blocks` for each subgroup, and begin to take layers back to `low`."""
 
     low: int
     blocks: int
@@ -164,7 +168,7 @@ class BeginSplit(Action, frozen=True, kw_only=True, tag=True):
 
 
 class EndSplit(Action, frozen=True, kw_only=True, tag=True):
-    """All layers are at the low degree: every subgroup goes on on its own."""
+    """Go on as subgroups: all layers are at the low degree."""
 
 
 class LendBlocks(Action, frozen=True, kw_only=True, tag=True):
@@ -219,7 +223,10 @@ class ShrinkKV(Action, frozen=True, kw_only=True, tag=True):
 
 
 class EnterGroup(Action, frozen=True, kw_only=True, tag=True):
-    """This group becomes a subgroup of the one that its members stand by for. `blocks`: of every subgroup."""
+    """Make this group a subgroup of the one that its members have voted for.
+
+    `blocks`: of every subgroup.
+    """
 
     blocks: int
 
@@ -276,7 +283,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
-    """To the leader: what this planner has for the step.
+    """A member tells the leader what it has for the step.
 
     It may come again, with more, until the step is called.
     """
@@ -298,7 +305,7 @@ class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Step(GroupMessage, frozen=True, kw_only=True, tag=True):
-    """From the leader: run this, then do that. By rank."""
+    """The leader calls a step: the inputs to run, and the actions that follow. Lists are by rank."""
 
     step: int
     works: list[PackedInput | None]

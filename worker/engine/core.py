@@ -31,7 +31,7 @@ SIGN_OF_LIFE_S = 5.0
 
 
 class Cache(Protocol):
-    """What the engine needs of `worker.memory.KVCache`; the model reads the rest."""
+    """The part of `worker.memory.KVCache` that the engine needs; the model reads the rest."""
 
     @property
     def allocator(self) -> BlockPool: ...
