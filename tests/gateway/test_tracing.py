@@ -69,7 +69,7 @@ async def test_a_call_is_one_trace_of_what_it_waited_for(
         "http.request.method": "POST",
         "http.response.status_code": 200,
         "gen_ai.operation.name": "text_completion",
-        "gen_ai.request.request_id": f"{TRACE}-{PARENT}",
+        "gen_ai.request.id": f"{TRACE}-{PARENT}",
         "gen_ai.request.model": "demo",
         "gen_ai.request.max_tokens": 5,
         "gen_ai.request.stream": True,

@@ -470,7 +470,7 @@ def test_rows_that_came_damaged_are_found_where_their_sums_are_known(resharding:
     came = whole[begin:end]
     came[5000] ^= 4
     if resharding.made:
-        with pytest.raises(WrongVariant, match=r"ffn of layer 1 in full: 1 of .* or the way between them"):
+        with pytest.raises(WrongVariant, match=r"ffn of layer 1 in full: 1 of .* or the link between them"):
             weights.ffn(1).put(begin, came)
     else:
         weights.ffn(1).put(begin, came)
