@@ -4,7 +4,7 @@
 
 models/demo in float32, by one real service, with little more memory for its KV cache than a third of its
 weights. First, offline, what each way of serving costs in quality. Then the loads: two windows of the Azure
-traces and a made-up burst, thinned to what this machine can do now, each sent to every way in turn; then a
+traces and a synthetic burst, thinned to what this machine can do now, each sent to every way in turn; then a
 ladder of steady rates. Between runs all layers go back to full precision.
 
 Writes bench/results/paper.json, which has every number, the figures beside it, and docs/evaluation.md. With

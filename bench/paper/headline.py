@@ -63,11 +63,11 @@ def headline(result: Result) -> str:
                 listed(faster(way)),
                 judged(faster(way), lambda x: x >= 1.6),
             ]
-            for way, paper in ((DEFAULT, "1.6 to 1.83"), (PERFORMANCE, "(not told apart)"))
+            for way, paper in ((DEFAULT, "1.6 to 1.83"), (PERFORMANCE, "(not reported separately)"))
         ),
         *(
             [
-                f"F1, ROUGE-L lost, {way}",
+                f"F1, ROUGE-L lost against full precision, {way}",
                 f"{low} to {high} %",
                 listed(lost(way), " %"),
                 judged(lost(way), lambda x, high=high: x <= high) if way != INT4 else "",  # type: ignore[misc]
@@ -76,7 +76,7 @@ def headline(result: Result) -> str:
         ),
         *(
             [
-                f"the same against the text that follows, {way}",
+                f"F1, ROUGE-L lost against the following text, {way}",
                 "as above",
                 listed(lost(way, "against_text"), " %"),
                 judged(lost(way, "against_text"), lambda x, high=high: x <= high) if way != INT4 else "",  # type: ignore[misc]
@@ -84,19 +84,19 @@ def headline(result: Result) -> str:
             for way, high in ((ACCURACY, 2.18), (DEFAULT, 3.82), (INT4, 9.47))
         ),
         [
-            f"of the F1 that the {PLAN} loses, accuracy mode saves",
+            f"share of the {PLAN}'s loss of F1 that accuracy mode avoids",
             "41.3 %, up to 82.3 %",
             listed(saved, " %"),
             judged(saved, lambda x: x >= 41.3),
         ],
         [
-            "KV blocks above full precision's, default mode",
+            "KV blocks more than full precision, default mode",
             "up to +32.97 %",
             listed(kv, " %"),
             judged([max(kv)], lambda x: x >= 32.97),
         ],
         [
-            "KV use against static INT4, default mode",
+            "KV use higher than static INT4, default mode",
             "+29.29 %",
             listed(used, " %"),
             judged(used, lambda x: x >= 29.29),
@@ -114,10 +114,10 @@ def headline(result: Result) -> str:
             judged([fmean(lower(ACCURACY, PYRAMID))], lambda x: x >= 1.73),  # type: ignore[arg-type]
         ],
         [
-            "and performance mode",
+            "P95 TTFT against PyramidKV, performance mode, times lower",
             "4.25, up to 8.68",
             listed(lower(PERFORMANCE, PYRAMID)),
             judged([fmean(lower(PERFORMANCE, PYRAMID))], lambda x: x >= 4.25),  # type: ignore[arg-type]
         ],
     ]
-    return table(["", "the paper", f"here: {', '.join(load_names)}", ""], rows)
+    return table(["", "the paper", f"here: {', '.join(load_names)}", "result"], rows)

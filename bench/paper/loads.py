@@ -1,4 +1,4 @@
-"""The loads of the paper's evaluation: windows of traces, a made-up burst, a ladder of rates.
+"""The loads of the paper's evaluation: windows of traces, a synthetic burst, a ladder of rates.
 
 As in MorphServe (§5) a trace gives the times, and all requests have one length of prompt and of output. Its
 windows last 72 s; here they are sent faster, and thinned until their busiest part asks for what the machine's
@@ -23,14 +23,14 @@ OUTPUT_TOKENS: Final = 64
 SECONDS: Final = 72.0  # of a trace's window, as in the paper
 BUSIEST_S: Final = 8.0  # the length of a load's busiest part, its "burst", as sent
 GAMMA_CV: Final = 2.5
-RATES_PER_STEP: Final = 200  # of the search for a made-up burst's rate
+RATES_PER_STEP: Final = 200  # of the search for a synthetic burst's rate
 
 WANTED: Final = """\
 no trace {name} in {folder}
   The Azure LLM inference traces of 2023 (CC-BY 4.0; cite Patel et al., ISCA 2024) are at
   https://github.com/Azure/AzurePublicDataset, in data/AzureLLMInferenceTrace_code.csv and _conv.csv.
   Put both into a folder and say which: make bench-paper TRACES=folder
-  Without --traces only the made-up burst is run."""
+  Without --traces only the synthetic burst is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def window_load(path: Path, window: Window, speed: float, rate: float) -> Load:
 
 
 def gamma_load(seconds: float, rate: float, seed: int = 1) -> Load:
-    """Return the made-up burst of the highest rate that asks for no more than `rate` in its busiest part."""
+    """Return the synthetic burst of the highest rate with at most `rate` in its busiest part."""
     found: tuple[str, list[float]] | None = None
     for step in range(1, RATES_PER_STEP + 1):
         source = f"gamma:{rate * step / RATES_PER_STEP:.4g}:{GAMMA_CV:g}:{seconds:g}"
@@ -132,7 +132,7 @@ def gamma_load(seconds: float, rate: float, seed: int = 1) -> Load:
 def all_loads(
     traces: Path | None, speed: float, rate: float, note: Callable[[str], None] = lambda _: None
 ) -> list[Load]:
-    """Return the loads, without a folder only the made-up burst. Raises InputError if a trace is missing."""
+    """Return the loads; without a folder the synthetic burst alone. Raises InputError for a missing trace."""
     loads = []
     for window in WINDOWS if traces else ():
         loads.append(window_load(find_trace(traces or Path(), window), window, speed, rate))

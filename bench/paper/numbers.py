@@ -23,8 +23,8 @@ from bench.paper.tables import Result, by_load_and_way, listed, names_of, number
 
 def premises(result: Result) -> str:
     rows = [[one["what"], one["told"], "yes" if one["holds"] else "**no**"] for one in result["premises"]]
-    pilot = "**A pilot of some minutes: these numbers say nothing.**\n\n" if result["quick"] else ""
-    return pilot + table(["must be true", "was", "holds"], rows)
+    pilot = "**A pilot of some minutes: these numbers mean nothing.**\n\n" if result["quick"] else ""
+    return pilot + table(["premise", "measured", "holds"], rows)
 
 
 def setup(result: Result) -> str:
@@ -80,16 +80,16 @@ def loads(result: Result) -> str:
     rates = result["settings"]["capacity_requests_per_s"]
     of = result["settings"]
     text = (
-        f"Full precision could do {number(rates[FULL])} requests per second before the runs, all layers in "
-        f"INT4 {number(rates[INT4])}. Windows are thinned until their busiest {of['busiest_s']:g} s ask for "
-        f"{of['burst_share_of_int4']:g} of the latter, and {of['least_overload_of_full']:g} of the former "
-        "or more.\n\n"
+        f"Before the runs, full precision served {number(rates[FULL])} requests per second, and all layers "
+        f"in INT4 {number(rates[INT4])}. Each window is thinned until its busiest {of['busiest_s']:g} s "
+        f"have at most {of['burst_share_of_int4']:g} times the INT4 rate, or "
+        f"{of['least_overload_of_full']:g} times the rate of full precision where that is more.\n\n"
     )
     head = [
         "load",
         "source",
         "requests",
-        f"of full precision: mean, busiest {result['settings']['busiest_s']:g} s",
+        f"times full precision's rate: mean, busiest {result['settings']['busiest_s']:g} s",
     ]
     return text + table(head, rows)
 
@@ -118,7 +118,7 @@ def figure4(result: Result) -> str:
                     f"{100 * (quality['perplexity'] / full - 1):+.2f} ± {100 * quality['nats_error']:.2f}",
                 ]
             )
-        head = [load, "P95 TTFT, s", "over 2 s", "F1", "ROUGE-L", "F1 to the text", "perplexity, %"]
+        head = [load, "P95 TTFT, s", "over 2 s", "F1", "ROUGE-L", "F1 against the text", "perplexity, %"]
         parts.append(table(head, rows))
     return "\n\n".join(parts)
 
@@ -129,9 +129,9 @@ def plans(result: Result) -> str:
     kept = offline["pyramid"]
     text = (
         f"PyramidKV keeps {', '.join(map(str, kept['kept_of_prompt']))} tokens of a prompt of "
-        f"{result['settings']['prompt_tokens']}, from the first layer to the last, which is "
-        f"{100 * kept['memory_share']:.0f} % of the memory of a whole request; so it is granted "
-        f"{result['settings']['kv_blocks']['pyramid']} KV blocks in place of "
+        f"{result['settings']['prompt_tokens']}, from the first layer to the last. A request then needs "
+        f"{100 * kept['memory_share']:.0f} % of its memory. PyramidKV therefore gets "
+        f"{result['settings']['kv_blocks']['pyramid']} KV blocks instead of "
         f"{result['settings']['kv_blocks']['full']}."
     )
     return table(["plan", "layers below full", "mean bits"], rows) + "\n\n" + text
@@ -184,8 +184,8 @@ def figure5(result: Result) -> str:
     head = [
         "",
         "",
-        "KV blocks: before, mean, most",
-        "most in use",
+        "KV blocks: before, mean, maximum",
+        "most blocks in use",
         "mean use",
         "time with a queue",
         "preempted",

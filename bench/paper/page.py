@@ -43,7 +43,7 @@ BLOCKS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
     "figure 6": figure6,
     "figure 7": figure7,
 }
-# What is drawn stands above its numbers, once there is something drawn.
+# The captions of the figures, each above its numbers.
 FIGURES: Final = {
     "figure 4": "P95 TTFT against F1 and perplexity, a panel for each load",
     "figure 5": "KV blocks over time, a panel for each load",
@@ -60,9 +60,7 @@ def regenerated(page: str, result: dict[str, Any] | None) -> str:
     """
     names = [found[1] for found in _BLOCK.findall(page)]
     if sorted(names) != sorted(BLOCKS):
-        raise ValueError(
-            f"the page has the blocks {sorted(names)}, there should be {sorted(BLOCKS)}, each once"
-        )
+        raise ValueError(f"the page has the blocks {sorted(names)}, it must have {sorted(BLOCKS)}, each once")
 
     def block(match: re.Match[str]) -> str:
         if result is None:
