@@ -213,6 +213,18 @@ def test_every_name_of_the_structure_page_exists() -> None:
     assert sorted(missing) == []
 
 
+def test_every_name_of_the_contributing_page_is_in_a_file_that_its_paragraph_links_to() -> None:
+    found, missing = 0, []
+    for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines():
+        texts = [(ROOT / path).read_text() for path in re.findall(r"\]\(([\w/]+\.py)\)", line)]
+        for name in re.findall(r"`(?:[A-Z]\w+\.)?(_?[A-Za-z]\w*)`", line) if texts else []:
+            found += 1
+            if not any(re.search(rf"\b{name}\b", text) for text in texts):
+                missing.append(name)
+    assert found > 20  # the pattern finds them
+    assert missing == []
+
+
 def _defines(path: Path, name: str) -> bool:
     """Return whether a module defines a function, a class, or a member in the class's own body."""
     if not path.exists():
@@ -229,7 +241,10 @@ def _defines(path: Path, name: str) -> bool:
 def _name_of(node: ast.stmt) -> str:
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name
-    target = node.target if isinstance(node, ast.AnnAssign) else None
+    if isinstance(node, ast.Assign):
+        target: ast.expr | None = node.targets[0]
+    else:
+        target = node.target if isinstance(node, ast.AnnAssign) else None
     return target.id if isinstance(target, ast.Name) else ""
 
 
