@@ -150,7 +150,9 @@ def _registered(name: str, contents: Contents) -> ModelCard:
 def _meant(name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = get_close_matches(name[:200], names, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"there are: {', '.join(names)}" if names else "there is none"
 
 
 # --------------------------------------------------------------------------- plans and deployments

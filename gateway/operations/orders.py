@@ -83,7 +83,9 @@ def meant(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'x'?`, or the names of all there are."""
     names = list(known)
     near = get_close_matches(name[:200], names, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"there are: {', '.join(names)}" if names else "there is none"
 
 
 def find(cluster: Cluster, instance: str) -> MorphTarget:

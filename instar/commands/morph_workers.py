@@ -35,12 +35,12 @@ def _choose(
     serving = [one for one in state["instances"] if one["state"] == SERVING]
     candidates = [one for one in serving if model in (None, one["model"])]
     if not candidates:
-        raise InputError(f"no instance of {model or 'any model'} serves; there are: {_ids(serving)}")
+        raise InputError(f"no instance of {model or 'any model'} serves{_others(serving)}")
     named = [one for one in candidates if instance in (None, one["id"])]
     _check_stages(named)
     candidates = [one for one in candidates if one.get("pp", 1) == 1]
     if not named:
-        raise InputError(f"no instance {instance} serves; there are: {_ids(candidates)}")
+        raise InputError(f"no instance {instance} serves{_others(candidates)}")
     named = [one for one in named if one in candidates]
     _check_models(named, serving, tp)
     if instance is None and all(one["tp"] == tp for one in candidates):
@@ -125,4 +125,8 @@ def _load(one: Instance) -> float:
 
 
 def _ids(instances: Sequence[Instance]) -> str:
-    return ", ".join(f"{one['id']} (tp {one['tp']})" for one in instances) or "none"
+    return ", ".join(f"{one['id']} (tp {one['tp']})" for one in instances)
+
+
+def _others(instances: Sequence[Instance]) -> str:
+    return f"; there are: {_ids(instances)}" if instances else ""

@@ -71,7 +71,7 @@ class LoadRun:
         self._command, self._host, self._copier = command, host, copier
         self._patience = Patience(command.wait_s, clock)
         self._loader = ModelLoader(command, host)
-        self._stage = ""
+        self._stage = "starting"
         self._bytes = self._total_bytes = self._pages_mapped = 0
         self._copy_s = 0.0
 
@@ -207,11 +207,11 @@ class LoadRun:
         tenths = 10 * self._bytes // max(1, self._total_bytes)
         return f"weights: {tenths * 10} % of {self._total_bytes / MIB:.0f} MiB"
 
-    # ----------------------------------------------------------------------------- its KV, its first request
+    # ----------------------------------------------------------------------------- its KV, a test request
 
     def _open(self) -> Generator[bool, None, Target]:
         yield from self._fill_cache()
-        self._stage = "its first request"
+        self._stage = "running a test request"
         target = self._loader.make_target()
         yield True
         for _ in canary_steps(target.instance):
@@ -236,7 +236,7 @@ class LoadRun:
     def _take_least_kv(self) -> Steps:
         loader, cache = self._loader, self._loader.cache
         assert cache
-        self._stage = "its KV cache"
+        self._stage = "allocating the KV cache"
         while missing := loader.least_kv_pages // cache.num_layers - cache.pages_per_layer:
             cache.grow(min(missing, self.pages_at_once))
             self._claim()

@@ -67,7 +67,7 @@ class ModelLoader:
     def __init__(self, command: Deploy, host: ModelHost) -> None:
         self.command, self.host = command, host
         self.settings, self.pool = host.settings, host.pool
-        self.images_progress = ""  # how far the images are
+        self.images_progress = "variants in host memory"  # with the share done, once it is known
         self.shard = own_shard(command, host.worker)
         self.variants: Variants = NoVariants()
         self.cache: KVCache | None = None

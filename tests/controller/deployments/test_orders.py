@@ -39,7 +39,7 @@ def test_unknown_names_are_answered_with_what_was_meant() -> None:
     )
     assert World().deploy("n").error == "no model 'n' is registered; `instar model add DIR` registers one"
     assert "did you mean 'm'" in world.order(RemoveModel(id="x", name="mm")).error
-    assert world.retire("zz").error == "no deployment 'zz'; there are: none"
+    assert world.retire("zz").error == "no deployment 'zz'; there is none"
 
 
 def test_a_degree_that_the_weights_cannot_be_cut_for_is_refused() -> None:
