@@ -21,8 +21,8 @@ serve: $(VENV)/.serve ## start the service; MODEL=dir, INSTAR_PORT and INSTAR_WO
 test: $(VENV)/.dev ## the tests, without the slow ones
 	@$(BIN)/pytest -q -n 2 --dist loadfile -m "$(QUICK)"
 
-test-faults: $(VENV)/.dev ## harms the real service; ends in a table; STORM_S=600 for long storms of morphs
-	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -m "faults and not docker and not gpu"
+test-faults: $(VENV)/.dev ## harms the real service; ends in a table; STORM_S=600: long storms; JOBS=3: files at once
+	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -n $${JOBS:-2} --dist loadfile -m "faults and not docker and not gpu"
 
 test-browser: $(VENV)/.browser ## the dashboard in chromium; INSTAR_SCREENSHOTS=1 writes docs/images
 	@$(BIN)/pytest -q -m browser tests/browser

@@ -14,6 +14,8 @@ from bus.client import Bus, connect
 from bus.settings import RedisSettings
 from tests.support.redis_process import RedisProcess
 
+pytest_plugins = ["tests.support.fault_table"]  # here, since pytest-xdist prints where no test is collected
+
 
 def pytest_collection_finish() -> None:
     """What is imported by now, torch above all, stays: a collection that looks at it takes half a second, and

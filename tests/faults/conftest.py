@@ -1,26 +1,23 @@
-"""The table that the fault tests end in: fault, succeeded, failed, P99 before and after, recovery."""
+"""Services that the tests of a file share, and the rows of the table that the fault tests end in."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bench.common.service import Service
-from tests.support.paths import ROOT
+from tests.support.fault_table import FAULT
 
 if TYPE_CHECKING:
     from tests.faults.transforms import Shapes
 
-ROWS: list[dict[str, Any]] = []
-RESULTS = ROOT / "bench" / "results" / "faults.json"
-
 
 @pytest.fixture
-def report() -> Callable[[dict[str, Any]], None]:
-    return ROWS.append
+def report(record_property: Callable[[str, object], None]) -> Callable[[dict[str, Any]], None]:
+    """Adds a row to the table (`tests.support.fault_table`)."""
+    return lambda row: record_property(FAULT, row)
 
 
 @pytest.fixture(scope="module")
@@ -44,40 +41,8 @@ def shapes(pair: Shapes) -> Iterator[Shapes]:
 
 
 def heal(service: Service) -> None:
+    """Start what was killed, and wait until every worker serves."""
     for process in list(service.processes.values()):
         if not process.is_alive:
             process.start()
     service.wait_ready()
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if not ROWS:
-        return
-    terminalreporter.section("faults")
-    form = "{:<52} {:>9} {:>6} {:>10} {:>9} {:>10}"
-    terminalreporter.line(
-        form.format("fault", "succeeded", "failed", "P99 before", "P99 after", "recovery s")
-    )
-    for row in ROWS:
-        terminalreporter.line(
-            form.format(
-                row["fault"],
-                row["succeeded"],
-                row["failed"],
-                _seconds(row["p99_before_s"]),
-                _seconds(row["p99_after_s"]),
-                _seconds(row["recovery_s"]),
-            )
-        )
-        if "refused" in row:
-            seconds = _seconds(row["reject_p99_s"])
-            terminalreporter.line(f"  of the burst {row['refused']} refused; P99 of a refusal {seconds} s")
-        for line in row.get("told", "").splitlines():
-            terminalreporter.line(f"  {line}")
-    if len(ROWS) > 15:  # the whole suite ran, not a selection
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps({"faults": ROWS}) + "\n")

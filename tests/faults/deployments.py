@@ -16,9 +16,10 @@ import pytest
 from bench.common.service import EmptyService, wait_for
 from bus.checkpoints import folder_digest
 from bus.deployments import Configuration
+from bus.messages import Event
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from tests.faults.load import PROMPT
-from tests.faults.morphs import NUM_LAYERS, QUICK_NUMBERS
+from tests.faults.morphs import NUM_LAYERS, QUICK_NUMBERS, told
 from tests.support.known_truths import BITS, Truth, profile_of
 from tests.support.paths import DEMO_MODEL
 from worker.profiler.measurer import profile_path, program_version, write_stored
@@ -125,6 +126,15 @@ class Asking:
         answer = self.service.complete(self.model)
         ok = answer.status_code == 200
         return answer.status_code, answer.json()["choices"][0]["text"] if ok else answer.text
+
+
+def told_of(service: DeployingService, kind: str, name: str) -> list[tuple[float, Event]]:
+    """The recorded events of this kind about a deployment, each with its time of arrival in seconds."""
+    return [
+        (at, one)
+        for at, one in told(service)
+        if isinstance(one, Event) and (one.kind, one.subject) == (kind, name)
+    ]
 
 
 def workers_of(deployment: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,6 +24,41 @@ GROUP = "workers"
 def durable() -> Iterator[Service]:
     with Service(num_workers=2, append_only=True) as service:
         yield service
+
+
+@pytest.fixture(scope="module")
+def without_a_file() -> Iterator[Service]:
+    with Service(num_workers=2) as service:
+        yield service
+
+
+@pytest.fixture
+def forgetful(without_a_file: Service) -> Iterator[Service]:
+    """Its Redis comes back empty."""
+    yield without_a_file
+    heal(without_a_file)
+
+
+@dataclass(frozen=True)
+class Road:
+    """A service that reaches its Redis through a proxy."""
+
+    service: Service
+    proxy: FaultProxy
+
+
+@pytest.fixture(scope="module")
+def through_a_proxy() -> Iterator[Road]:
+    port = free_port()
+    with FaultProxy(port) as proxy, Service(num_workers=2, redis_port=port, redis_url=proxy.url) as service:
+        yield Road(service, proxy)
+
+
+@pytest.fixture
+def road(through_a_proxy: Road) -> Iterator[Road]:
+    yield through_a_proxy
+    through_a_proxy.proxy.harm()
+    heal(through_a_proxy.service)
 
 
 @pytest.fixture
@@ -148,11 +184,12 @@ def test_a_hundred_thousand_stale_entries_are_cleared_by_the_next_worker(
 
 
 @pytest.mark.slow
-def test_redis_without_persistence_comes_back_empty_and_no_request_is_lost(report: Report) -> None:
-    with Service(num_workers=2) as service:
-        only_clean_refusals(
-            disturbed(service, "18 kill -9 Redis, no persistence", lambda: restart_redis(service), report)
-        )
+def test_redis_without_persistence_comes_back_empty_and_no_request_is_lost(
+    forgetful: Service, report: Report
+) -> None:
+    only_clean_refusals(
+        disturbed(forgetful, "18 kill -9 Redis, no persistence", lambda: restart_redis(forgetful), report)
+    )
 
 
 @pytest.mark.slow
@@ -180,17 +217,14 @@ def test_failing_over_to_an_empty_replica_loses_no_request(report: Report) -> No
     ids=["delay", "loss", "lost-replies"],
 )
 def test_a_bad_road_to_redis_duplicates_and_loses_nothing(
-    fault: str, settings: dict[str, Any], report: Report
+    road: Road, fault: str, settings: dict[str, Any], report: Report
 ) -> None:
-    port = free_port()
-    with FaultProxy(port) as proxy, Service(num_workers=2, redis_port=port, redis_url=proxy.url) as service:
+    def harm() -> None:
+        road.proxy.harm(**settings)
+        time.sleep(5)
+        road.proxy.harm()
 
-        def harm() -> None:
-            proxy.harm(**settings)
-            time.sleep(5)
-            proxy.harm()
-
-        only_clean_refusals(disturbed(service, fault, harm, report))
+    only_clean_refusals(disturbed(road.service, fault, harm, report))
 
 
 @pytest.mark.slow
@@ -211,15 +245,15 @@ def test_a_worker_cut_off_from_redis_is_replaced_and_its_late_tokens_dropped(rep
 
 
 @pytest.mark.slow
-def test_the_url_of_an_absent_redis_is_told_and_the_service_waits_or_ends() -> None:
-    with Service(num_workers=1) as service:
-        service.processes["redis"].kill()
-        time.sleep(1)
-        try:
-            complete(service, max_tokens=2)
-        except Exception as problem:  # noqa: BLE001 - any of openai's errors; which one is asserted
-            assert getattr(problem, "status_code", None) in (503, 504), problem
-        service.processes["redis"].start()
-        wait_for("Redis to answer", service.redis_answers)
-        service.wait_ready()
-        assert complete(service, max_tokens=2).usage.completion_tokens == 2
+def test_the_url_of_an_absent_redis_is_told_and_the_service_waits_or_ends(forgetful: Service) -> None:
+    service = forgetful
+    service.processes["redis"].kill()
+    time.sleep(1)
+    try:
+        complete(service, max_tokens=2)
+    except Exception as problem:  # noqa: BLE001 - any of openai's errors; which one is asserted
+        assert getattr(problem, "status_code", None) in (503, 504), problem
+    service.processes["redis"].start()
+    wait_for("Redis to answer", service.redis_answers)
+    service.wait_ready()
+    assert complete(service, max_tokens=2).usage.completion_tokens == 2
