@@ -30,6 +30,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployingServi
     settings = {
         "WORKER__MAX_TP": "2",
         "WORKER__MAX_MODEL_LEN": "512",
+        "WORKER__LEASE_S": "6",  # a machine that is busy is not a worker that is dead
         "WORKER__HOST_DIR": str(tmp_path_factory.mktemp("images")),
     }
     service = DeployingService(num_workers=4, settings=settings)
