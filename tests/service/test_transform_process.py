@@ -96,7 +96,7 @@ def test_the_command_tells_of_every_layer_and_finds_the_workers_itself(
     with service.explained():
         assert main(["morph", "tp", "2", "--layers-per-step", "1", "--url", service.url()]) == 0
         told = capsys.readouterr()
-        assert "applied" in told.out and f"layers_done {NUM_LAYERS}" in told.out
+        assert "applied" in told.out and f"{NUM_LAYERS} of {NUM_LAYERS} layers" in told.out
         assert "layers at tp 2" in told.err
         wait_for("one instance", lambda: shape(service) == [(2, ["w0", "w1"])])
         assert main(["status", "--url", service.url()]) == 0
