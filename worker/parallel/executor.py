@@ -251,7 +251,6 @@ class TensorParallelExecutor(Executor):
         """
         if self.member.rows:
             self.member.rows.advance()
-        before = self._step
         self._has_news = self._tell()
         if self.coordinator and self._called is None and (called := self.coordinator.call()):
             self._broadcast(called)
@@ -264,7 +263,7 @@ class TensorParallelExecutor(Executor):
         began = self.member.clock()
         finished = self._run(step)
         self.step_s = self.member.clock() - began
-        self._ran, self._has_news = step, self._step != before or self._has_news
+        self._ran, self._has_news = step, True
         self.num_steps += 1
         return finished
 
